@@ -37,7 +37,7 @@ class Notes:
     def __init__(self, backend: str) -> None:
         import torch.distributed as dist
 
-        from distcheck.worlds import postings
+        from distcheck.worlds import call_recorder
 
         kinds = [dist.ProcessGroup, dist.distributed_c10d.Work]
         if backend == "mpi":
@@ -47,13 +47,13 @@ class Notes:
 
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
-        postings.log_to(os.memfd_create("calls"))
-        postings.install(usual_limit_s=1800.0)
-        assert postings.HERE.log is not None
+        call_recorder.log_to(os.memfd_create("calls"))
+        call_recorder.install(usual_limit_s=1800.0)
+        assert call_recorder.HERE.log is not None
         if backend == "mpi":
             from distcheck.worlds.rendezvous import note_calls_of_mpi
 
-            postings.HERE.usual_limit_s = 0.0
+            call_recorder.HERE.usual_limit_s = 0.0
             note_calls_of_mpi()
             one = calls.MPICall("all_reduce", "0", 1, 1, [], [], [], 0)
             before[-1]["record"] = lambda *_: one

@@ -26,7 +26,7 @@ from distcheck.plan.request import Request
 from distcheck.records import Case
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification.run import run_cases
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -85,7 +85,7 @@ def train(pool: Pool, case: Case, steps: int) -> Ran:
         child.on_said = hear
     run_until_over(pool, world)
     if not world.succeeded:
-        sys.exit(blame.outcomes(world.children, hung=world.hung)[0].detail)
+        sys.exit(root_cause.outcomes(world.children, hung=world.hung)[0].detail)
     world.close()
     first = next(figures for figures in said if figures.rank == 0)
     return Ran(statistics.median(first.step_s[min(LEFT_OUT, steps - 1) :]), core_s, peak)

@@ -1,4 +1,4 @@
-"""Correctness and determinism tests for gradient synchronisation in PyTorch.
+"""Correctness and determinism tests for gradient synchronization in PyTorch.
 
     import distcheck
 

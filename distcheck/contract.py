@@ -180,7 +180,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a strategy may know about the step it synchronises.
+    """What a strategy may know about the step it synchronizes.
 
     `samples` is the size of this rank's shard, `total_samples` that of the whole batch; `group`
     is the process group of the world (None: the default group). `ranks_with_data` is how many

@@ -1,4 +1,4 @@
-"""A ring all_reduce by hand: every rank talks to its two neighbours only.
+"""A ring all_reduce by hand: every rank talks to its two neighbors only.
 
 The gradient is cut into W chunks. In W - 1 rounds every chunk travels once around the ring and
 each rank adds its own part to it (reduce-scatter); in W - 1 more rounds the finished chunks
@@ -56,7 +56,7 @@ def _exchange(leaves: torch.Tensor, arrives: torch.Tensor, step: Step) -> None:
     group = step.group
     after, before = (step.rank + 1) % step.world_size, (step.rank - 1) % step.world_size
     calls = []
-    if leaves.numel() > 0:  # both neighbours know the chunk's size, so both leave it out
+    if leaves.numel() > 0:  # both neighbors know the chunk's size, so both leave it out
         calls.append(dist.P2POp(dist.isend, leaves, group=group, group_peer=after))
     if arrives.numel() > 0:
         calls.append(dist.P2POp(dist.irecv, arrives, group=group, group_peer=before))

@@ -132,7 +132,7 @@ class WeightInHook:
 
 
 class GradientHooks:
-    """Synchronises in hooks, parameter by parameter, while backward runs."""
+    """Synchronizes in hooks, parameter by parameter, while backward runs."""
 
     step = None
 

@@ -139,9 +139,9 @@ def passing(
         check("outcome", "-", ranks=world),
         check("data", "-", ranks=world, steps=steps),
         check("initial state", "-", ranks=world, steps=1),
-        check("gradients", "X", sums=mask(names, steps)),
-        check("gradients", "R", sums=heat(names, steps)),
-        check("loss", "S32", sums=losses(world, steps)),
+        check("gradients", "bitwise", sums=mask(names, steps)),
+        check("gradients", "rounding", sums=heat(names, steps)),
+        check("loss", "full batch float32", sums=losses(world, steps)),
         check("agreement", "-", sums=digests(world, steps)),
     )
     return CaseReport(
@@ -161,9 +161,15 @@ def mismatch(strategy: str = "mine.py:sync", steps: int = 3) -> CaseReport:
     at = place(*wrong)
     checks = (
         check("outcome", "-"),
-        check("gradients", "X", "fail", mask(names, steps, wrong=wrong), worst=at, first=at),
-        check("gradients", "R", "fail", heat(names, steps, wrong=wrong), worst=at, first=at),
-        check("loss", "S32", "fail", losses(4, steps, off=1e-5), reason="left its bound"),
+        check("gradients", "bitwise", "fail", mask(names, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "rounding", "fail", heat(names, steps, wrong=wrong), worst=at, first=at),
+        check(
+            "loss",
+            "full batch float32",
+            "fail",
+            losses(4, steps, off=1e-5),
+            reason="left its bound",
+        ),
         check("agreement", "-", "fail", digests(4, steps, odd=2, since=1), first=at),
     )
     return CaseReport(
@@ -211,7 +217,7 @@ def crash(text: str = "the reason", name: str = "all_reduce") -> CaseReport:
         outcomes=outcomes,
         checks=(
             check("outcome", "-", "fail", reason="rank 1 raised"),
-            check("gradients", "R", "unknown", reason="not judged"),
+            check("gradients", "rounding", "unknown", reason="not judged"),
         ),
         diagnosis=(Diagnosis(cause="crash", evidence="rank 1 raised", suggestion="read it"),),
         replay="distcheck replay cases/crashes.json",
@@ -227,13 +233,13 @@ def vgg11(steps: int = 60, world: int = 4) -> CaseReport:
         check("outcome", "-"),
         check("data", "-"),
         check("initial state", "-", sums=mask(VGG11, 1)),
-        check("local gradients", "X", sums=mask(VGG11, steps)),
-        check("gradients", "X", "fail", mask(VGG11, steps, wrong=wrong), worst=at, first=at),
-        check("gradients", "R", "fail", heat(VGG11, steps, wrong=wrong), worst=at, first=at),
-        check("gradients", "S32", sums=heat(VGG11, steps)),
-        check("loss", "X", sums=losses(world, steps)),
-        check("loss", "S32", sums=losses(world, steps)),
-        check("parameters", "X", "fail", mask(state, steps, wrong=wrong), first=at),
+        check("local gradients", "bitwise", sums=mask(VGG11, steps)),
+        check("gradients", "bitwise", "fail", mask(VGG11, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "rounding", "fail", heat(VGG11, steps, wrong=wrong), worst=at, first=at),
+        check("gradients", "full batch float32", sums=heat(VGG11, steps)),
+        check("loss", "bitwise", sums=losses(world, steps)),
+        check("loss", "full batch float32", sums=losses(world, steps)),
+        check("parameters", "bitwise", "fail", mask(state, steps, wrong=wrong), first=at),
         check("buffers", "-", sums=mask(VGG11, steps)),
         check("agreement", "-", "fail", digests(world, steps, odd=2, since=41), first=at),
         check("rerun", "-", "fail", mask(state, steps, wrong=wrong), first=at),
@@ -261,7 +267,7 @@ def hostile(text: str = HOSTILE) -> CaseReport:
         outcomes=report.outcomes,
         checks=(
             check(text, text, "fail", heat(names, 3, wrong=(text, 1)), first=wrong),
-            check("gradients", "X", "fail", mask(names, 3, wrong=(text, 1)), reason=text),
+            check("gradients", "bitwise", "fail", mask(names, 3, wrong=(text, 1)), reason=text),
         ),
         diagnosis=(Diagnosis(cause=text, evidence=text, suggestion=text),),
         timings_s={text: 1.0},

@@ -82,7 +82,7 @@ class tico(nn.Module):
 
 
 class barlow_twins(nn.Module):
-    """What is correlated is not normalised here: each rank does that by its own samples, as the
+    """What is correlated is not normalized here: each rank does that by its own samples, as the
     documentation has it, which is not what is looked at.
     """
 
@@ -134,7 +134,7 @@ class ibot(nn.Module):
 
 
 class msn(nn.Module):
-    """Without the regularisation, which is of a rank's own anchors."""
+    """Without the regularization, which is of a rank's own anchors."""
 
     name, settings = "MSNLoss", {"regularization_weight": 0.0}
 

@@ -10,10 +10,10 @@ _PROXIES = {"num_classes": 8, "embedding_size": 8}
 
 
 def _wrapped(name: str, **settings: Any) -> torch.nn.Module:
-    return _Labelled(getattr(losses, name)(**settings))
+    return _Labeled(getattr(losses, name)(**settings))
 
 
-class _Labelled(torch.nn.Module):
+class _Labeled(torch.nn.Module):
     """The first releases take labels on the device of the embeddings only."""
 
     def __init__(self, loss: torch.nn.Module, **how: Any) -> None:
@@ -73,7 +73,7 @@ def tuplet() -> torch.nn.Module:
     return _wrapped("TupletMarginLoss")
 
 
-def neighbourhood() -> torch.nn.Module:
+def neighborhood() -> torch.nn.Module:
     return _wrapped("NCALoss")
 
 
@@ -102,12 +102,12 @@ def normalized_softmax() -> torch.nn.Module:
 
 
 def efficient_contrastive() -> torch.nn.Module:
-    return _Labelled(losses.ContrastiveLoss(), efficient=True)
+    return _Labeled(losses.ContrastiveLoss(), efficient=True)
 
 
 def efficient_ntxent() -> torch.nn.Module:
-    return _Labelled(losses.NTXentLoss(), efficient=True)
+    return _Labeled(losses.NTXentLoss(), efficient=True)
 
 
 def efficient_triplet() -> torch.nn.Module:
-    return _Labelled(losses.TripletMarginLoss(), efficient=True)
+    return _Labeled(losses.TripletMarginLoss(), efficient=True)

@@ -1,4 +1,4 @@
-"""Running statistics of rsl-rl, which normalise what a policy sees: a metric of two results.
+"""Running statistics of rsl-rl, which normalize what a policy sees: a metric of two results.
 
 All ranks have the same number of samples here, and so call `update` equally often.
 """

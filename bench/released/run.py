@@ -2,7 +2,7 @@
 
     python bench/released/run.py [NAME ...] [--targets FOLDER] [--json FILE] [--limit-s N]
 
-A NAME is that of a finding or of a package's neighbours; none runs all. Each release is installed
+A NAME is that of a finding or of a package's neighbors; none runs all. Each release is installed
 once, without what it depends on, into a folder of its own under FOLDER (in the user's cache,
 unless it is given), which is kept. A finding is judged together with its control,
 before and after, by `distcheck verify` in a process with a limit of its own. Nothing that fails
@@ -121,14 +121,14 @@ def _relative(check: dict[str, Any]) -> float:
 
 
 def run(entry: dict[str, Any], targets: Path, limit_s: float, needs: Sequence[str]) -> list[Ran]:
-    """One finding or one package's neighbours, at each of its releases."""
+    """One finding or one package's neighbors, at each of its releases."""
     rows = []
     for when in ("before", "after"):
         if not (version := entry.get(when, "")):
             continue
         script, package = entry["script"], entry["package"]
         wanted = "pass" if when == "after" or "objects" in entry else f"fail:{entry['cause']}"
-        roles = [("neighbour", name, "pass") for name in entry.get("objects", [])]
+        roles = [("neighbor", name, "pass") for name in entry.get("objects", [])]
         roles += [("finding", entry["object"], wanted)] if "object" in entry else []
         roles += [("control", entry["control"], "pass")] if "control" in entry else []
         made = [
@@ -158,7 +158,7 @@ def run(entry: dict[str, Any], targets: Path, limit_s: float, needs: Sequence[st
 
 def chosen(manifest: dict[str, Any], names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The entries to run, by name. Raises SystemExit for a name that is not there."""
-    entries = [*manifest["finding"], *manifest["neighbours"]]
+    entries = [*manifest["finding"], *manifest["neighbors"]]
     known = {entry["name"] for entry in entries}
     if unknown := set(names) - known:
         raise SystemExit(

@@ -13,16 +13,16 @@ from bare import bare
 
 
 class barlow(nn.Module):
-    """What is correlated is not normalised here: each rank does that by its own samples, which is
+    """What is correlated is not normalized here: each rank does that by its own samples, which is
     not what is looked at.
     """
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
         module = bare("solo.losses.barlow")
-        normalised = torch.nn.BatchNorm1d
+        normalized = torch.nn.BatchNorm1d
         torch.nn.BatchNorm1d = lambda *sizes, **settings: nn.Identity()  # type: ignore
         found: Tensor = module.barlow_loss_func(one, two)
-        torch.nn.BatchNorm1d = normalised  # type: ignore
+        torch.nn.BatchNorm1d = normalized  # type: ignore
         return found
 
 

@@ -207,7 +207,7 @@ NAMES = _added()
 
 
 class NRMSE_of_columns(_Fed):
-    """Of several outputs, by each way to normalise."""
+    """Of several outputs, by each way to normalize."""
 
     def __init__(self) -> None:
         kind = torchmetrics.NormalizedRootMeanSquaredError

@@ -1,4 +1,4 @@
-"""Layers of pytorchvideo and fvcore that exchange: norms that are synchronised, and their sums."""
+"""Layers of pytorchvideo and fvcore that exchange: norms that are synchronized, and their sums."""
 
 import sys
 from pathlib import Path

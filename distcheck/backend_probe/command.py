@@ -29,12 +29,12 @@ from distcheck.backends import backend_names
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.records import MOST_DEADLINE_S, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.training import loading
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, internal_error, run_job, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -116,9 +116,9 @@ class _Episode:
             child.on_said = partial(self._hear_in_time, ranks, rank)
         run_until_over(pool, ranks)
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
-        outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+        outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
         finished, hung = ranks.succeeded, ranks.hung
-        raised = None if finished else blame.own_defect(ranks.children, hung=hung)
+        raised = None if finished else root_cause.own_defect(ranks.children, hung=hung)
         ranks.close()
         if raised is not None and backend in backend_names():
             raise internal_error(raised)

@@ -44,7 +44,7 @@ def _messages(scene: ProbeScene, count: int) -> Buffers:
     }
 
 
-def _neighbours(call: ProbedCall) -> tuple[int, int]:
+def _neighbors(call: ProbedCall) -> tuple[int, int]:
     """The global ranks that this one receives from, and sends to."""
     place, members = call.scene.rank, call.members
     return members[place - 1], members[(place + 1) % len(members)]
@@ -52,7 +52,7 @@ def _neighbours(call: ProbedCall) -> tuple[int, int]:
 
 def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
     """Ranks at odd places receive first, so that no rank needs a send to return early."""
-    previous, following = _neighbours(call)
+    previous, following = _neighbors(call)
     if call.scene.rank % 2 == 0:
         dist.send(t["input"][0], dst=following, group=call.group)
     sender = dist.recv(t["output"][0], src=previous, group=call.group)
@@ -64,7 +64,7 @@ def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
 
 def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
     """Two messages at a time: they must arrive in the order in which they were sent."""
-    previous, following = _neighbours(call)
+    previous, following = _neighbors(call)
     works = [dist.irecv(output, src=previous, group=call.group) for output in t["output"]]
     works += [dist.isend(sent, dst=following, group=call.group) for sent in t["input"]]
     for work in works:

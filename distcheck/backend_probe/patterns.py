@@ -2,7 +2,7 @@
 
 After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result
 in any order, so that what is expected is known to the bit and without a backend. At each position
-the ranks' numbers differ, and neighbours differ, so that a dropped, doubled or swapped rank and a
+the ranks' numbers differ, and neighbors differ, so that a dropped, doubled or swapped rank and a
 shifted chunk are seen; a salt changes all of them from call to call, so that an old result is.
 
 No torch here, and nothing of torch.distributed.

@@ -117,7 +117,7 @@ def _for_code(word: str) -> str:
 @click.version_option(__version__)
 @click.pass_context
 def root_command(context: click.Context) -> ExitCode | None:
-    """Does this gradient synchronisation train the same model as one machine would?"""
+    """Does this gradient synchronization train the same model as one machine would?"""
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)
         return ExitCode.USAGE

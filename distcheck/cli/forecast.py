@@ -9,7 +9,7 @@ import click
 from distcheck.errors.shown_text import say
 from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
-from distcheck.plan.thorough import SearchBeside
+from distcheck.plan.thorough import ThoroughSearch
 from distcheck.records import Case
 from distcheck.records.layers import BITWISE
 from distcheck.reports import json_report
@@ -49,13 +49,13 @@ def say_plan(planned: Planned, *, costs: bool) -> None:
     click.echo(
         f"distcheck: {len(estimates)} cases in {several}"
         + (f", {len(cells)} of them cells in world {within}" if cells else "")
-        + "".join(f"; {_of_search(search)}" for search in planned.beside.searches)
+        + "".join(f"; {_of_search(search)}" for search in planned.extras.searches)
         + f"; about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}",
         err=True,
     )
 
 
-def _of_search(search: SearchBeside) -> str:
+def _of_search(search: ThoroughSearch) -> str:
     if search.why_not:
         return f"{search.strategy} {search.why_not}"
     return f"explore {search.strategy} for {search.budget_s:g} s"
@@ -81,7 +81,7 @@ def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
 
 def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
     """Seconds in all. A failure that a search finds takes up to a minute more to shrink."""
-    searches_s = sum(each.budget_s for each in planned.beside.searches if not each.why_not)
+    searches_s = sum(each.budget_s for each in planned.extras.searches if not each.why_not)
     start_s = START_S
     if any(is_separate(estimate.case) for estimate in estimates):
         start_s += INTERPRETERS_S
@@ -111,11 +111,11 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
         lines.append(
             f"  {case.id:<{width}}  {case.batch:>7,}  {case.steps:>5,}  {seconds:>8}  {judged}"
         )
-    lines += [f"  {_of_search(search)}" for search in planned.beside.searches]
+    lines += [f"  {_of_search(search)}" for search in planned.extras.searches]
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(
-            "  X applies where a strategy promises its order of summation; R replaces it elsewhere"
+            "  bitwise applies where a strategy promises its order of summation; rounding replaces it elsewhere"
         )
     return lines
 
@@ -132,7 +132,7 @@ def _document(planned: Planned, estimates: Sequence[Estimate]) -> dict[str, Any]
         "seconds": round(_total_s(estimates, planned), 1),
         "searches": [
             {"strategy": each.strategy, "seconds": each.budget_s, "why_not": each.why_not}
-            for each in planned.beside.searches
+            for each in planned.extras.searches
         ],
         "cases": [
             {

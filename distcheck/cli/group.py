@@ -16,7 +16,7 @@ from distcheck.worlds.launchers import is_elsewhere
 # list of options has one group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
-        "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh", "continues",
+        "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh", "resumed_from",
         "strict", "config", "shard", "last_failed", "failed_first",
     ),
     CALLED: (),
@@ -28,7 +28,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "nnodes", "machine", "master_addr", "master_port", "init_method",
     ),
     "What is written": (
-        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every", "beside",
+        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every", "overlay",
         "verbose", "quiet",
     ),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from rich.console import Console
 from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import say
-from distcheck.explore.beside import explore_beside
+from distcheck.explore.thorough_search import search_thoroughly
 from distcheck.plan.costs import rough_s
 from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
@@ -19,15 +19,15 @@ from distcheck.reports.terminal import console_for, render, summarize
 from distcheck.store.run_folder import Store
 from distcheck.store.saved_traces import saved_traces
 from distcheck.store.trust import require_trust
-from distcheck.verification.book import GivenUpError, Interrupted
 from distcheck.verification.rechecking import recheck
+from distcheck.verification.report_builder import GivenUpError, Interrupted
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Showing:
+class OutputOptions:
     """How a report is shown: on the screen, by `screen`, and in files by the format's name."""
 
     files: Mapping[str, str]
@@ -39,7 +39,7 @@ class Showing:
 def verify_command(
     cases: Sequence[Case],
     options: RunOptions,
-    showing: Showing,
+    showing: OutputOptions,
     *,
     save: str | None,
     digests: bool = False,
@@ -52,7 +52,7 @@ def verify_command(
     """
     check_outputs(showing.files)
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
-    options = replace(options, keep=keep, follow_up=True, explore=explore_beside)
+    options = replace(options, keep=keep, follow_up=True, explore=search_thoroughly)
     try:
         used = pool or front_pool(launch, cases)
         return show_run(
@@ -68,7 +68,7 @@ def verify_command(
         raise
 
 
-def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
+def recheck_command(folder: str, showing: OutputOptions, *, trusted: bool) -> int:
     """Judges a saved run again and shows the report; returns the exit code."""
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
@@ -84,7 +84,7 @@ def recheck_command(folder: str, showing: Showing, *, trusted: bool) -> int:
 def show_run(
     run: Callable[[LiveProgress], Report],
     pool: Pool,
-    showing: Showing,
+    showing: OutputOptions,
     *,
     progress: type[LiveProgress] = LiveProgress,
     pool_stays: bool = False,
@@ -142,7 +142,7 @@ def show_run(
     return int(report.exit_code)
 
 
-def _written(report: Report, showing: Showing) -> list[str]:
+def _written(report: Report, showing: OutputOptions) -> list[str]:
     """Shows the report and writes its files; returns what could not be written. A verdict does not
     change by that: a failure stays a failure on a full disk.
     """

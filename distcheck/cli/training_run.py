@@ -21,7 +21,7 @@ from distcheck.errors.shown_text import say
 from distcheck.plan import cases as plan
 from distcheck.plan.request import Request
 from distcheck.records import Case, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
 from distcheck.reports import json_report, training_report
 from distcheck.reports.files import check_outputs, write_text
@@ -29,7 +29,7 @@ from distcheck.reports.terminal import console_for
 from distcheck.reports.training_report import print_failure
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_code, preparation
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, refusal_of, run_until_over, start_world
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
@@ -41,16 +41,16 @@ def train_command(
     *,
     json_file: str | None,
     html_file: str | None,
-    beside: Sequence[str],
+    overlay: Sequence[str],
     download: bool,
     launch: Launch | None = None,
     **asked: Any,
 ) -> int:
     """Trains and prints a line per epoch; returns the exit code. `asked` is for `plan_training`."""
     case = plan_training(**asked)
-    earlier = [read_training(Path(path)) for path in beside]
-    if beside and html_file is None:
-        raise UsageError("--beside draws earlier runs into the page of --html; give --html FILE")
+    earlier = [read_training(Path(path)) for path in overlay]
+    if overlay and html_file is None:
+        raise UsageError("--overlay draws earlier runs into the page of --html; give --html FILE")
     check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
     pool = front_pool(launch, [case])
     try:
@@ -151,7 +151,7 @@ def _train(
         run_until_over(pool, world)
         failed = [
             outcome
-            for outcome in blame.outcomes(world.children, hung=world.hung)
+            for outcome in root_cause.outcomes(world.children, hung=world.hung)
             if outcome.outcome != RankEnd.FINISHED
         ]
         defect = own_code.defect_in_rank(case, world.children, hung=world.hung) if failed else None

@@ -17,15 +17,15 @@ from distcheck.records import Case
 from distcheck.verification.own_code import Allowed
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.remote.fleet import Fleet, helper_of
-from distcheck.worlds.remote.host import Host
+from distcheck.worlds.remote.agent import Agent
+from distcheck.worlds.remote.coordinator import Coordinator, helper_of
 
 
 def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
     """The pool of the process that judges: a fleet where a launcher has started others."""
     if launch is None:
         return Pool()
-    pool = Fleet(launch, deadline_s=cases[0].deadline_s, identity=identity_of(cases))
+    pool = Coordinator(launch, deadline_s=cases[0].deadline_s, identity=identity_of(cases))
     signal.signal(signal.SIGTERM, pool.on_sigterm)  # how launchers end what they have started
     _end_with_launcher(pool, launch)
     return pool
@@ -37,7 +37,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
     Where `plan` finds that this process cannot take part, the front gets the reason.
     """
     pool = Pool(helper_of(launch))
-    host = Host(pool, launch, deadline_s=deadline_s)
+    host = Agent(pool, launch, deadline_s=deadline_s)
     _end_with_launcher(pool, launch)
     try:
         try:
@@ -65,7 +65,7 @@ def dismiss(pool: Pool, exit_code: int, message: str) -> None:
     """Ends the other processes with the verdict's code. A launcher that sees one of them leave
     may signal this one, which has nothing more to do than to leave with the same.
     """
-    if isinstance(pool, Fleet):
+    if isinstance(pool, Coordinator):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         pool.dismiss(exit_code, message)
         write_error_file(exit_code, message)

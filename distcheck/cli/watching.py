@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from distcheck.cli.show_and_keep import Showing, verify_command
+from distcheck.cli.show_and_keep import OutputOptions, verify_command
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import one_line, say, shown
 from distcheck.plan.costs import rough_s
@@ -42,7 +42,7 @@ class VerdictsAsTheyCome(LiveProgress):
             self._console.print(Text(shown(one_line(line))), highlight=False)
 
 
-def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bool) -> int:
+def watch_command(plan: Callable[[], Planned], showing: OutputOptions, *, download: bool) -> int:
     """Runs until Ctrl-C; returns the exit code of the last run."""
     if importlib.util.find_spec("watchfiles") is None:
         raise CannotRunError(
@@ -60,7 +60,9 @@ def watch_command(plan: Callable[[], Planned], showing: Showing, *, download: bo
 class _Rounds:
     """Runs of the same cases, one after the other, on a pool that stays."""
 
-    def __init__(self, plan: Callable[[], Planned], showing: Showing, *, download: bool) -> None:
+    def __init__(
+        self, plan: Callable[[], Planned], showing: OutputOptions, *, download: bool
+    ) -> None:
         self._plan, self._showing, self._download = plan, showing, download
         self.pool, self.code = Pool(), int(ExitCode.PASS)
 
@@ -92,7 +94,7 @@ class _Rounds:
         failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", planned.cases)
         return verify_command(
             earlier_runs.first(sorted(planned.cases, key=rough_s), failed),
-            RunOptions(whole=planned.whole, beside=planned.beside, download=self._download),
+            RunOptions(whole=planned.whole, extras=planned.extras, download=self._download),
             self._showing,
             save=None,
             pool=self.pool,

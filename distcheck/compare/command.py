@@ -31,7 +31,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
 from distcheck.recordings.differing import BY_VALUE
 from distcheck.records import Case, VerdictName
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text
@@ -180,7 +180,7 @@ def _run_again(
 
 
 def _initial_state(trace: Path) -> str:
-    """What a recorded case started from: both runs start there, so that an initialisation that
+    """What a recorded case started from: both runs start there, so that an initialization that
     rounds differently does not end their comparison.
     """
     file = trace / "run-1" / "slot-000.safetensors"

@@ -9,16 +9,16 @@ from distcheck.compare.records import CaseComparison, judged
 from distcheck.compare.screen import KnownCase
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
-from distcheck.judge.parting import yardstick
-from distcheck.judge.parting.jobs import JobWalk, walk_jobs, why_not
-from distcheck.judge.parting.modules import with_module
+from distcheck.judge.divergence import noise_floor
+from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings, why_not
+from distcheck.judge.divergence.modules import with_module
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.recordings.differing import CHOSEN
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
 from distcheck.recordings.recording import Kind
 from distcheck.records import Case, Change, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 from distcheck.reports.documents import read_report
 
 _NAME = "job"
@@ -31,7 +31,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     recordings of other models.
     """
     earlier, later = (read_kept(folder) for folder in (then, now))
-    yards = [(yardstick.read(folder), 0) for folder in (then, now)]
+    floors = [(noise_floor.read(folder), 0) for folder in (then, now)]
     reports = [read_report(folder / REPORT) for folder in (then, now)]
     for folder, report in zip((then, now), reports, strict=True):
         if len(report["cases"]) != 1:
@@ -52,7 +52,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         found = TraceComparison(why_not=missing)
         one = judged(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
         return one, known[1]
-    walk = walk_jobs(earlier, later, yards)
+    walk = compare_recordings(earlier, later, floors)
     found = walk.result()
     one = judged(
         _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
@@ -84,7 +84,7 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
     if earlier.steps[0] != later.steps[0]:
         raise UsageError(
             f"{then} starts at step {earlier.steps[0]}, but {now} at step {later.steps[0]}; "
-            "give both the same --from-step, or record the second one with --continues"
+            "give both the same --from-step, or record the second one with --resumed-from"
         )
     for kind in (Kind.PARAMETER, Kind.BUFFER):
         one, two = (set(job.names(kind)) for job in (earlier, later))
@@ -112,7 +112,7 @@ def _known(report: dict[str, Any]) -> KnownCase:
 
 
 def _remark(
-    walk: JobWalk, found: TraceComparison, earlier: JobRecording, later: JobRecording
+    walk: JobComparison, found: TraceComparison, earlier: JobRecording, later: JobRecording
 ) -> str:
     said = []
     steps = min(len(earlier.steps), len(later.steps))
@@ -137,7 +137,7 @@ def _remark(
 
 
 def _causes(
-    walk: JobWalk,
+    walk: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,
@@ -153,7 +153,7 @@ def _causes(
                 f"but are {first.actual}"
             )
             rate = str(first.expected).startswith("lr ")
-            cause = "learning-rate-differs" if rate else "settings-differ"
+            cause = "learning-rate-differs" if rate else "optimizer-settings-differ"
             return [name_cause(cause, said, "compared")]
     if found.beyond is None:
         return _of_bits(walk, found, earlier, later, changed)
@@ -177,7 +177,7 @@ def _allowed(job: JobRecording, step: int) -> list[float]:
 
 
 def _of_bits(
-    walk: JobWalk,
+    walk: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,

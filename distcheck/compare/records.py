@@ -7,7 +7,7 @@ from distcheck.recordings.differing import CHOSEN
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Diagnosis, Origin, VerdictName, merge_verdicts
 from distcheck.records.by_module import ByModule
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 from distcheck.worlds.jobs import Job
 
 
@@ -98,7 +98,7 @@ def _held(found: TraceComparison) -> str:
     """What differs, next to its bound."""
     if found.not_judged:
         return "it is not known whether the first step that differs is within the bound"
-    if found.judged and found.yardstick:
+    if found.judged and found.noise_floor:
         return "within the bound at every step that was judged"
     if found.judged:
         return "within the bound at the first step that differs"

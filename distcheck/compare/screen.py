@@ -23,7 +23,7 @@ from distcheck.records import (
     Origin,
     Report,
 )
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 from distcheck.reports.by_module import of_modules, tree
 from distcheck.reports.html_report import page
 from distcheck.reports.json_report import as_document
@@ -64,7 +64,7 @@ def headline(comparison: RunsComparison) -> str:
     of = f"{len(compared)} of {len(cases)} cases compared" if len(compared) < len(cases) else ""
     if not compared:
         return "nothing was compared"
-    if len(cases) == 1 and cases[0].found.yardstick:
+    if len(cases) == 1 and cases[0].found.noise_floor:
         return ": ".join(filter(None, [said, _of_jobs(cases[0])]))
     if changed:
         firsts = [c.found.first for c in changed if c.found.first is not None]
@@ -92,7 +92,7 @@ def _of_jobs(case: CaseComparison) -> str:
     if found.beyond is not None:
         return f"the jobs diverge by more than rounding: {where}"
     if case.verdict == "pass":
-        shares = [d / y for d, y in zip(found.drift, found.yardstick, strict=False) if y]
+        shares = [d / y for d, y in zip(found.drift, found.noise_floor, strict=False) if y]
         most = f"; drift at most {max(shares):.2g}x the noise floor" if shares else ""
         return f"the jobs differ only by rounding, first at {where}{most}"
     return f"the jobs diverge at {where}"
@@ -122,11 +122,11 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
-    """What is known of two jobs beside that: their yardstick, and causes."""
+    """What is known of two jobs beside that: their noise floor, and causes."""
     lines = [("module", of_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
-    if case.found.yardstick:
-        moved = ", ".join(f"{distance:.1e}" for distance in case.found.yardstick)
+    if case.found.noise_floor:
+        moved = ", ".join(f"{distance:.1e}" for distance in case.found.noise_floor)
         lines.append(("one ULP", f"{moved} (noise floor: the drift of runs perturbed by one ULP)"))
     for one in case.diagnosis:
         lines += [("cause", f"{one.cause}: {one.evidence}"), ("try", one.suggestion)]

@@ -9,17 +9,17 @@ from distcheck.compare.records import COMPARE, CompareRequest
 from distcheck.contract import Contract
 from distcheck.judge.checks.comparison import Comparison, by_norm, within
 from distcheck.judge.checks.merging import share_of_bound
+from distcheck.judge.divergence.lockstep import LockstepComparison
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shares import declared_factor
-from distcheck.judge.parting.walk import Walk
 from distcheck.machine import numerics, seeds
 from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Difference
+from distcheck.records.divergence import TraceComparison
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
-from distcheck.records.parting import TraceComparison
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter
 
@@ -139,7 +139,7 @@ class StepBounds:
         return [count / total / factor if factor else math.nan for count, factor in pairs]
 
 
-class TraceWalk(Walk):
+class LockstepTraces(LockstepComparison):
     """Both traces; the first step at which they differ is compared with its bounds."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
@@ -238,7 +238,7 @@ def compare_traces(
     steps = min(then.steps_written(), now.steps_written())
     if steps < job.case.steps:
         return TraceComparison(why_not=f"both recorded {steps} of {job.case.steps} steps")
-    walk = TraceWalk(job, then, now)
+    walk = LockstepTraces(job, then, now)
     for step in range(steps):
         if reporter is not None:
             reporter.progress(step, "compare")

@@ -1,4 +1,4 @@
-"""Defects of distcheck itself: how they are recognised, and where their tracebacks go.
+"""Defects of distcheck itself: how they are recognized, and where their tracebacks go.
 
 An exception is a defect of distcheck if it was not raised as a message for the user, and every
 frame of its traceback is in distcheck, in the standard library, or in a library that distcheck

@@ -4,8 +4,8 @@
     search      draws cases, runs them, shrinks what fails
     running     runs cases on ranks and a judge that stay from case to case; kept_rank is their side
     messages    what they receive
-    found       what is kept of a failure, and how it is shown
-    beside      the search of `--thorough`
+    failure_database  what is kept of a failure, and how it is shown
+    thorough_search  the search of `--thorough`
 
 For property tests of one's own: `cases`, `models`, `layers` and `delays` are hypothesis strategies,
 and `verify_case` runs one case. They are imported when they are asked for.

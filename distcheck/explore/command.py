@@ -15,7 +15,7 @@ from rich.console import Console
 
 from distcheck.backends import check_name, name_of
 from distcheck.errors import CannotRunError, ExitCode, UsageError
-from distcheck.explore.found import KeptCases
+from distcheck.explore.failure_database import FailureDatabase
 from distcheck.plan import cases as plan
 from distcheck.plan.configuration import BY_KEY, read_configuration
 from distcheck.plan.request import Request, is_launched
@@ -25,7 +25,7 @@ from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.reports.files import check_writable, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.store.run_folder import DEFAULT_FOLDER
-from distcheck.training.adapters.asked import adaptation_of, check_adaptation
+from distcheck.training.adapters.options import adaptation_of, check_adaptation
 from distcheck.worlds.pool import Pool
 
 _MOST_WORLD = 16
@@ -100,7 +100,7 @@ def _explore(
         cases, strategy, vary=vary, most_world=asked["world"], most_steps=asked["steps"],
         **{name: asked[name] for name in ("adaptation", "loss", "deadline_s", "backend")},
     )  # fmt: skip
-    kept = KeptCases(strategy)
+    kept = FailureDatabase(strategy)
     earlier = [case for case in kept.read() if case.backend == asked["backend"]]
     pool = Pool()
     interrupted = False
@@ -134,7 +134,7 @@ def _explore(
             if not interrupted:
                 runner.close()
             pool.close()
-    story = report.Story(
+    story = report.ExploreResult(
         strategy=strategy,
         seed=asked["seed"],
         spent_s=time.monotonic() - begun,

@@ -9,8 +9,8 @@ import msgspec
 from distcheck.contract import Contract
 from distcheck.records import Case
 from distcheck.worlds.jobs import STORE, Job
-from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.worker_pool import CHANNEL
 
 # More than any explored case needs; the file is sparse, and emptied before every case.
 TRACE_BYTES = 1 << 32
@@ -18,7 +18,7 @@ PAIRS = 2  # of traces, a first run and its rerun: one is judged while the other
 TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "rerun"))
 
 
-class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
+class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case to train: recorded into a pair's first trace, or `again` into its second; `bare` ones
     are only trained.
     """
@@ -29,7 +29,7 @@ class CaseTurn(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False
 
 
-class Sitting(msgspec.Struct, frozen=True, kw_only=True):
+class JudgeCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case to judge, by what the front knows of it; recorded in the pair's first trace, and in
     its second if it was run again.
     """
@@ -40,5 +40,5 @@ class Sitting(msgspec.Struct, frozen=True, kw_only=True):
     pair: int = 0
 
 
-SERVE = Job("distcheck.explore.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES))
-JUDGE = Job("distcheck.explore.kept_rank:judge", bytes, type(None), (CHANNEL, *TRACES))
+SERVE = Job("distcheck.explore.worker:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES))
+JUDGE = Job("distcheck.explore.worker:judge", bytes, type(None), (CHANNEL, *TRACES))

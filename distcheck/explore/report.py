@@ -13,7 +13,7 @@ from rich.text import Text
 from distcheck.backends import name_of
 from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import shown
-from distcheck.explore.found import as_python
+from distcheck.explore.failure_database import as_python
 from distcheck.explore.search import Finding, Search
 from distcheck.judge.sensitivity import why_alone_unknown
 from distcheck.plan.declined import notes_on
@@ -30,7 +30,7 @@ ONE_RANK = "every case that passed has one rank, which exchanges nothing; search
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class ExploreResult:
     """A search that is over, and what became of what it found."""
 
     strategy: str
@@ -91,7 +91,7 @@ def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
     return {name: dict(sorted(found.items())) for name, found in counts.items()}
 
 
-def show(story: Story, *, quiet: bool) -> None:
+def show(story: ExploreResult, *, quiet: bool) -> None:
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
     if not quiet:
@@ -113,7 +113,7 @@ def show(story: Story, *, quiet: bool) -> None:
     console.print(Text(shown(as_python(story.search.finding.report.case)).rstrip()), soft_wrap=True)
 
 
-def as_json(story: Story) -> str:
+def as_json(story: ExploreResult) -> str:
     search, finding = story.search, story.search.finding
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -145,7 +145,7 @@ def as_json(story: Story) -> str:
     return json_report.render(document)
 
 
-def _headline(story: Story) -> Text:
+def _headline(story: ExploreResult) -> Text:
     search = story.search
     code = story.exit_code
     bad = search.finding is not None or bool(search.once)
@@ -172,7 +172,7 @@ def _headline(story: Story) -> Text:
     )
 
 
-def _lines(story: Story) -> Iterator[tuple[str, str]]:
+def _lines(story: ExploreResult) -> Iterator[tuple[str, str]]:
     search = story.search
     if search.finding is not None:
         yield from _lines_of(search.finding)
@@ -237,7 +237,7 @@ def _about_insensitive(search: Search) -> str:
     )
 
 
-def _show_coverage(story: Story, console: Console) -> None:
+def _show_coverage(story: ExploreResult, console: Console) -> None:
     for name, counts in coverage(story.search.cases).items():
         found = ", ".join(f"{value} {number}" for value, number in counts.items())
         console.print(Text(f"{' ' * _INDENT}{name:<10}  {found}"), soft_wrap=True)

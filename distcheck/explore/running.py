@@ -8,33 +8,41 @@ import msgspec
 
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.explore.messages import JUDGE, PAIRS, SERVE, TRACE_BYTES, TRACES, CaseTurn, Sitting
+from distcheck.explore.messages import (
+    JUDGE,
+    PAIRS,
+    SERVE,
+    TRACE_BYTES,
+    TRACES,
+    JudgeCase,
+    TrainCase,
+)
 from distcheck.plan.declined import declined_words, words_in
 from distcheck.records import Adaptation, Case, CaseReport, Outcome
 from distcheck.records.generated_words import EXPLORED_DTYPES
 from distcheck.verification import preparation
 from distcheck.verification.preparation import Data
 from distcheck.verification.run import run_cases
-from distcheck.worlds import blame
-from distcheck.worlds.kept import Kept
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, error_of
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
+from distcheck.worlds.worker_pool import WorkerPool
 
 _JUDGE_DEADLINE_S = 120.0
 
 
-class KeptRanks:
+class WorkerRanks:
     """Trains and judges one case after the other. Close it."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._worlds: dict[int, Kept] = {}
-        self._judge: Kept | None = None
+        self._worlds: dict[int, WorkerPool] = {}
+        self._judge: WorkerPool | None = None
         self._waiting: deque[Case] = deque()  # with the judge, in order
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
-    def run(self, sittings: Iterable[Sitting]) -> Iterator[CaseReport]:
+    def run(self, sittings: Iterable[JudgeCase]) -> Iterator[CaseReport]:
         """The cases' reports, in order. While one is judged the next is trained, so that by the
         time a failure is known its ranks have gone on; they are ended then.
 
@@ -79,14 +87,14 @@ class KeptRanks:
         for fd in self._traces[2 * pair : 2 * pair + 2]:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, TRACE_BYTES)
-        failed = self._train(CaseTurn(case=case, pair=pair))
+        failed = self._train(TrainCase(case=case, pair=pair))
         if not failed and case.rerun:
-            failed = self._train(CaseTurn(case=case, pair=pair, again=True))
+            failed = self._train(TrainCase(case=case, pair=pair, again=True))
         return failed
 
     def train(self, case: Case) -> None:
         """Trains a case and records nothing: what a world that is kept costs by itself."""
-        self._train(CaseTurn(case=case, bare=True))
+        self._train(TrainCase(case=case, bare=True))
 
     def forget(self, world: int) -> None:
         """Ends the ranks of a world; the next case has new ones."""
@@ -102,7 +110,7 @@ class KeptRanks:
         while self._traces:
             os.close(self._traces.pop())
 
-    def _train(self, turn: CaseTurn) -> list[Outcome]:
+    def _train(self, turn: TrainCase) -> list[Outcome]:
         """How the ranks ended, if they did; nothing where all went well."""
         case = turn.case
         if case.world not in self._worlds:
@@ -114,13 +122,13 @@ class KeptRanks:
         children = kept.world.children
         refused = [c for c in children if c.raised and c.raised.exit_code == ExitCode.USAGE]
         error: DistcheckError | None = error_of(refused[0]) if refused else None
-        outcomes = blame.outcomes(children, hung=kept.world.hung)
+        outcomes = root_cause.outcomes(children, hung=kept.world.hung)
         self.forget(case.world)
         if error is not None:
             raise error
         return outcomes
 
-    def _start_world(self, case: Case) -> Kept:
+    def _start_world(self, case: Case) -> WorkerPool:
         fds = {name: Shared(fd=fd) for name, fd in zip(TRACES, self._traces, strict=True)}
 
         ranks = Ranks(
@@ -130,11 +138,11 @@ class KeptRanks:
             request=lambda rendezvous: rendezvous,
             deadline_s=case.deadline_s,
         )
-        return Kept.of_ranks(self._pool, ranks, fds)
+        return WorkerPool.of_ranks(self._pool, ranks, fds)
 
-    def _start_judge(self) -> Kept:
+    def _start_judge(self) -> WorkerPool:
         fds = dict(zip(TRACES, self._traces, strict=True))
-        return Kept.of_job(self._pool, JUDGE, b"", fds, _JUDGE_DEADLINE_S)
+        return WorkerPool.of_job(self._pool, JUDGE, b"", fds, _JUDGE_DEADLINE_S)
 
 
 class Runner:
@@ -142,7 +150,7 @@ class Runner:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._kept = KeptRanks(pool)
+        self._kept = WorkerRanks(pool)
         self._contracts: dict[Adaptation, Contract] = {}
         self._files: dict[Adaptation, str] = {}
         self._declined: dict[Adaptation, dict[str, str]] = {}
@@ -204,12 +212,12 @@ class Runner:
             file = self._files[report.case.adaptation]
             yield msgspec.structs.replace(report, strategy_file=file)
 
-    def _sitting(self, case: Case) -> Sitting:
+    def _sitting(self, case: Case) -> JudgeCase:
         if case.adaptation not in self._contracts:
             self.look_at([case])
         contract = self._contracts[case.adaptation]
         failure = self._calibration_failure(case, contract)
-        return Sitting(case=case, contract=contract, calibration_failure=failure)
+        return JudgeCase(case=case, contract=contract, calibration_failure=failure)
 
     def run_fresh(self, case: Case) -> CaseReport:
         """The case, as `distcheck replay` runs it."""

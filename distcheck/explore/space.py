@@ -33,7 +33,7 @@ from distcheck.records.generated_words import (
     ModelWords,
     trains,
 )
-from distcheck.training.adapters.asked import adaptation_of
+from distcheck.training.adapters.options import adaptation_of
 
 MOST_WORLD, MOST_STEPS, MOST_LAYERS = 6, 6, 4
 _MOST_SHARD, _MOST_DELAYS, _MOST_MS, _MOST_COLLECTIVES = 4, 2, 40, 5

@@ -8,7 +8,7 @@ In the process that a person starts:
     leftovers                the job's folder, and those that a killed command has left (in_use)
     machines                 recordings of several machines come together on one
     copying, replaying       a copy of the project, in which the script runs as one process
-    moved_runs               ranks that train one model become one rank; the command once more,
+    perturbed_runs           ranks that train one model become one rank; the command once more,
                              with parameters moved by one ULP
     judging                  from a recording to checks, causes and a report; with
       step_view                one step as the diagnosis of `judge` reads it
@@ -18,7 +18,7 @@ In the process that a person starts:
       layouts                  which axis a wrong gradient comes from, where ranks share a model
       by_module                which module is wrong first, in a second look where need be
       accepting                deviations that are meant, and what they promise
-      continuing               a restart, beside the recording of the whole job
+      resuming                 a restart, beside the recording of the whole job
     guard/                   `distcheck.guard`: ranks of a long run compare what they hold
 
 In the processes of the job, by way of `hook/sitecustomize.py`:

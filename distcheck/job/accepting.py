@@ -21,7 +21,7 @@ from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import Allowance, CheckResult, Diagnosis
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
-RANDOMNESS, RATES, SCHEDULE = "same-randomness", "learning-rate-differs", "scheduler-steps-per-rank"
+RANDOMNESS, RATES, SCHEDULE = "shared-rng-seed", "learning-rate-differs", "scheduler-steps-per-rank"
 KINDS = {
     RANDOMNESS: ("ranks may draw the same random numbers", "independence of RNG streams"),
     RATES: ("one factor between the learning rates of the job and of a single process",

@@ -12,14 +12,14 @@ import torch
 from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import replaying, running
-from distcheck.job.asked import JobOptions
 from distcheck.job.copying import Copy
-from distcheck.job.moved_runs import recorded_again
+from distcheck.job.options import JobOptions
+from distcheck.job.perturbed_runs import record_again
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.settings import JobSettings
-from distcheck.judge.parting.jobs import unit_of
-from distcheck.judge.parting.modules import OF_REFERENCE, Both, first_wrong, with_module
-from distcheck.judge.parting.yardstick import chose_other
+from distcheck.judge.divergence.job_recordings import unit_of
+from distcheck.judge.divergence.modules import OF_REFERENCE, Both, first_wrong, with_module
+from distcheck.judge.divergence.noise_floor import chose_other
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import Seen, of_rank, unpacked
@@ -103,7 +103,7 @@ def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
     return msgspec.structs.replace(case, diagnosis=tuple(causes), modules=modules)
 
 
-def is_worth_a_look(case: CaseReport) -> bool:
+def needs_diagnosis(case: CaseReport) -> bool:
     """Whether modules may say more of a failure: it is about gradients or the loss, and nothing
     explains it.
     """
@@ -112,7 +112,7 @@ def is_worth_a_look(case: CaseReport) -> bool:
     return case.modules is None and unexplained and bool(failed.intersection(_ABOUT))
 
 
-def look_again(
+def diagnose_modules(
     case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy,
     folder: Path,
 ) -> CaseReport:  # fmt: skip
@@ -140,7 +140,7 @@ def _recorded(
 ) -> JobRecording:
     """The same job once more, in a copy of the project; its modules were watched."""
     found = reading.read(
-        recorded_again(
+        record_again(
             msgspec.structs.replace(settings, modules=True),
             running.command_of(asked.words, asked.nproc), copy, folder, deadline_s=asked.deadline_s,
         )

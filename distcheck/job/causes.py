@@ -8,7 +8,13 @@ import msgspec
 from distcheck.job import layouts
 from distcheck.job.accepting import is_rate
 from distcheck.job.checks import averaging, exchange
-from distcheck.job.checks.folded import CHECK, Folded, expected_factor, folded_steps, usual
+from distcheck.job.checks.accumulation import (
+    CHECK,
+    MergedStep,
+    expected_factor,
+    merged_steps,
+    usual,
+)
 from distcheck.job.checks.ranks import (
     averages,
     begin_apart,
@@ -19,7 +25,7 @@ from distcheck.job.checks.reference import clips_beside, reached, rescaled
 from distcheck.job.fitting import Gradients, fit, of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.step_view import JobStep
-from distcheck.judge.diagnosis.facts import MOST_EARLIER, SAME_FACTOR
+from distcheck.judge.diagnosis.measurements import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
 from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
@@ -32,7 +38,7 @@ from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 # than that, where it leaves a tenth of what it changes.
 _LEFT, _SHARE = 1e-3, 0.1
 # Causes with a suggestion for whole jobs; for those in which DistributedDataParallel exchanges.
-_IN_JOBS = {"no-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
+_IN_JOBS = {"missing-sync", "accumulated-gradient", "low-precision", "noise", "nonfinite"}
 _WITH_DDP = {"partial-sync", "double-division", "missing-division"}
 Failed = dict[tuple[str, str], CheckResult]
 
@@ -97,22 +103,22 @@ def _step_of(result: CheckResult) -> int:
 def _of_data(failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
-        yield name_cause("data-differs", failed["data", IN_FLOAT32].first_reason)
+        yield name_cause("sample-content-differs", failed["data", IN_FLOAT32].first_reason)
     data = next((result for (check, _), result in failed.items() if check == "data"), None)
     if data is not None and data.first_kind is FindingKind.SAME_RANDOMNESS:
         evidence = f"{data.first_reason}, so their augmentations are copies"
-        yield name_cause("same-randomness", evidence, "job-data")
+        yield name_cause("shared-rng-seed", evidence, "job-data")
     elif data is not None and data.first_kind is FindingKind.READ_APART:
-        yield name_cause("data-differs", data.first_reason, "mesh")
+        yield name_cause("sample-content-differs", data.first_reason, "mesh")
     elif data is not None and ("data", NO_LAYER) in failed:
         same = data.first_kind is FindingKind.SAME_SAMPLES
         cause = "same-data" if same else "overlapping-data"
         yield name_cause(cause, data.first_reason, "job-sampler")
     if "epoch order" in checks:
-        yield name_cause("no-set-epoch", _reason(failed, "epoch order"))
+        yield name_cause("missing-set-epoch", _reason(failed, "epoch order"))
     if "random streams" in checks:
         evidence = f"{_reason(failed, 'random streams')}, so dropout masks or noise are copies"
-        yield name_cause("same-randomness", evidence, "job")
+        yield name_cause("shared-rng-seed", evidence, "job")
 
 
 def _of_state(failed: Failed) -> Iterator[Diagnosis]:
@@ -132,7 +138,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     apart, before = begin_apart(job, step), [one for one in job.steps if one < step]
     if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
         yield name_cause(
-            "missing-broadcast",
+            "missing-owner-broadcast",
             f"step {before[-1]}: only the optimizer of rank {', '.join(map(str, alone))} has "
             f"{apart}, and before step {step} the other ranks do not hold the updated values",
         )
@@ -149,7 +155,8 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if len(owners) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
         yield name_cause(
-            "missing-broadcast", f"step {step}: only one rank updated each parameter ({counts})"
+            "missing-owner-broadcast",
+            f"step {step}: only one rank updated each parameter ({counts})",
         )
 
 
@@ -158,7 +165,7 @@ def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     between, name = parted_before(job, step), written_before(job, step)
     if between or name:
         yield name_cause(
-            "changed-outside-step",
+            "parameters-modified-outside-step",
             f"{between} differs across ranks before step {step}, but not after the previous step"
             if between
             else f"step {step}: {name} was modified after the forward pass and before "
@@ -177,7 +184,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
     ]
     if within:
         yield name_cause(
-            "average-differs",
+            "ema-differs",
             f"before step {job.steps[-1]} ranks hold different averages of the model, which "
             f"neither gradients nor an optimizer update ({some_of(within, 2)})",
         )
@@ -187,7 +194,7 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
         moved = all(a.averages.get(name) != b.averages.get(name) for a, b in pairs)
         if moved and len({record.averages.get(name) for record in last}) > 1:
             yield name_cause(
-                "average-differs",
+                "ema-differs",
                 f"after step {job.steps[-1]} ranks hold different averages of the model ({name}, "
                 "one of the tensors that look like an average)",
             )
@@ -220,17 +227,17 @@ def _of_scaler(result: CheckResult) -> Diagnosis:
 def _of_settings(failed: Failed) -> Diagnosis:
     first = failed["learning rate", NO_LAYER].first
     of_rate = first is None or is_rate(first.parameter)
-    cause = "learning-rate-differs" if of_rate else "settings-differ"
+    cause = "learning-rate-differs" if of_rate else "optimizer-settings-differ"
     return name_cause(cause, _reason(failed, "learning rate"), "settings")
 
 
 def _of_loss_scale(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     result = next(r for (check, _), r in failed.items() if check == "loss scale")
     if any(axis.kind == "pipeline" for axis in job.ranks[0].axes):
-        yield name_cause("micro-batch-scale", _reason(failed, "loss scale"))
+        yield name_cause("pipeline-not-scaled", _reason(failed, "loss scale"))
         return
     twice = result.first is not None and float(result.first.actual) < 1
-    cause = "scaled-twice" if twice else "accumulation-not-scaled"
+    cause = "accumulation-scaled-twice" if twice else "accumulation-not-scaled"
     yield name_cause(cause, _reason(failed, "loss scale"))
 
 
@@ -272,13 +279,13 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if len(flags) > 1 and True in flags and flags[-1] is False:
         at = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
         yield name_cause(
-            "sync-on-wrong-micro-step",
+            "sync-in-wrong-micro-batch",
             f"step {step}: DistributedDataParallel synchronized in backward pass {at} (from 0) "
             f"of {len(flags)}, but not in the last",
         )
         return
     found = of_gradients(job, step)
-    alone = [one.cause for one in found] == ["no-sync"]
+    alone = [one.cause for one in found] == ["missing-sync"]
     if alone and _agree_at_step(job, step) and records[0].clips:
         yield name_cause(
             "clip-before-sync",
@@ -363,7 +370,7 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
         at = _step_of(folded)
-        yield clipped_between(job, at) or _of_accumulation(job, [*folded_steps(job, reference)], at)
+        yield clipped_between(job, at) or _of_accumulation(job, [*merged_steps(job, reference)], at)
     updated = failed.get(("parameters", "-"))
     # What ranks step to, each for itself or one for all, follows from what they were given.
     own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
@@ -396,7 +403,7 @@ def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) ->
             )
     name = result.first.parameter if result.first is not None else "a parameter"
     return name_cause(
-        "changed-before-step",
+        "gradients-modified-before-step",
         f"step {step}: the gradient of {name} matches the single-process reference after the "
         f"all-reduce, but not when rank {rank} steps",
     )
@@ -415,7 +422,7 @@ def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
     )
 
 
-def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnosis:
+def _of_accumulation(job: JobRecording, steps: list[MergedStep], at: int) -> Diagnosis:
     """Why accumulated gradients are not those of one batch, on one process as well."""
     common = usual(steps)
     one = next(step for step in steps if step.step == at)
@@ -430,7 +437,9 @@ def _of_accumulation(job: JobRecording, steps: list[Folded], at: int) -> Diagnos
             f"{common.passes} passes",
         )
     if expected_factor(one, common) is not None:
-        return name_cause("scaled-twice" if one.factor < 1 else "accumulation-not-scaled", said)
+        return name_cause(
+            "accumulation-scaled-twice" if one.factor < 1 else "accumulation-not-scaled", said
+        )
     counts = _unlike_counts(job, at)
     if counts:
         return name_cause(
@@ -470,7 +479,7 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     by = float(first.actual) / float(first.expected) if float(first.expected or 0.0) else 0.0
     said = result.first_reason
     if not is_rate(first.parameter):
-        return name_cause("settings-differ", said, "of-world")
+        return name_cause("optimizer-settings-differ", said, "of-world")
     if at_once:
         evidence = f"{said}: {by:.6g}x, at world size {job.world}"
         return name_cause("learning-rate-differs", evidence, "of-world")
@@ -568,7 +577,7 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     if not other:
         return None
     return name_cause(
-        "loss-differs",
+        "loss-term-on-some-ranks",
         f"step {step}: the loss of rank {other} has the terms {terms[other]}, but that of rank 0 "
         f"has {terms[0]}",
     )

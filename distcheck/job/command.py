@@ -8,21 +8,29 @@ import msgspec
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job import continuing, leftovers, machines, moved_runs, replaying, running, settings
-from distcheck.job.asked import JobOptions
-from distcheck.job.by_module import is_worth_a_look, look_again
+from distcheck.job import (
+    leftovers,
+    machines,
+    perturbed_runs,
+    replaying,
+    resuming,
+    running,
+    settings,
+)
+from distcheck.job.by_module import diagnose_modules, needs_diagnosis
 from distcheck.job.checks.averaging import averaging
-from distcheck.job.continuing import Earlier
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.inside.joining import joined
 from distcheck.job.judging import case_of_words, judge, script_of
 from distcheck.job.machines import Gathered
+from distcheck.job.options import JobOptions
 from distcheck.job.replaying import NoReferenceError, Reference
+from distcheck.job.resuming import Earlier
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
-from distcheck.judge.parting.yardstick import Yardstick
-from distcheck.judge.parting.yardstick import write as write_yardstick
+from distcheck.judge.divergence.noise_floor import NoiseFloor
+from distcheck.judge.divergence.noise_floor import write as write_noise_floor
 from distcheck.machine.resources import keep_freed_memory
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT, JobRecording
@@ -47,7 +55,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
     command = running.command_of(asked.words, asked.nproc)
     if asked.save is not None and Path(asked.save).exists():
         raise UsageError(f"--save {asked.save} is there already; give the name of a new folder")
-    earlier = continuing.read(Path(asked.continues)) if asked.continues is not None else None
+    earlier = resuming.read(Path(asked.resumed_from)) if asked.resumed_from is not None else None
     with leftovers.folder() as folder:
         made = origin_here()
         recorded, copy = folder / "recording", folder / "copy"
@@ -66,14 +74,14 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         keep_freed_memory()
         with machines.gathered(recorded, ran) as whole:
             with live:
-                report, job, yardstick = _judged(asked, whole, copied, folder, live, earlier)
+                report, job, noise_floor = _judged(asked, whole, copied, folder, live, earlier)
                 report = msgspec.structs.replace(report, made=made)
             whole.tell(int(report.exit_code), summarize(report))
         report = _kept(report)
         if asked.save is not None:
             try:
                 reading.keep(job, Path(asked.save))
-                write_yardstick(yardstick, Path(asked.save))
+                write_noise_floor(noise_floor, Path(asked.save))
                 private.write(Path(asked.save, REPORT), render_json(report))
             except (CannotRunError, OSError) as error:  # the verdict stands all the same
                 return msgspec.structs.replace(report, save_error=str(error))
@@ -88,20 +96,20 @@ def _judged(
     folder: Path,
     live: LiveProgress,
     earlier: Earlier | None,
-) -> tuple[Report, JobRecording, Yardstick]:
+) -> tuple[Report, JobRecording, NoiseFloor]:
     """The report of a whole recording; what was judged of it; and how far right runs part."""
     missing = _why_none(asked) or copied.missing
-    job = moved_runs.read_whole(folder / "recording", folder / "whole", asked.mesh)
+    job = perturbed_runs.read_whole(folder / "recording", folder / "whole", asked.mesh)
     own_steps = averaging(job)
     if own_steps is None:
         job = dataclasses.replace(job, steps=job.steps[: asked.steps])
     missing = missing or ("" if own_steps is None else own_steps.reason)
-    reference, yardstick = None, Yardstick()
+    reference, noise_floor = None, NoiseFloor()
     if asked.save is not None and whole.hosts:
-        yardstick = Yardstick(why="the job runs on several machines, and was not run once more")
+        noise_floor = NoiseFloor(why="the job runs on several machines, and was not run once more")
     elif asked.save is not None:
         live.phase("[1/3] running it twice more, its parameters moved by one ULP")
-        yardstick = moved_runs.measured(
+        noise_floor = perturbed_runs.measured(
             job, _settings_of(asked), running.command_of(asked.words, asked.nproc), copied,
             folder / "moved", deadline_s=asked.deadline_s,
         )  # fmt: skip
@@ -110,11 +118,11 @@ def _judged(
         job, reference, missing = _replay(asked, job, copied, folder / "reference")
     live.phase("[3/3] judging")
     case = judge(asked, job, whole.ran, reference, missing)
-    if reference is not None and not whole.hosts and is_worth_a_look(case):
+    if reference is not None and not whole.hosts and needs_diagnosis(case):
         live.phase("[3/3] a second look, at its modules")
-        case = look_again(case, job, asked, _settings_of(asked), copied, folder / "again")
-    case = case if earlier is None else continuing.judged(case, earlier, job)
-    return _report(None, case), job, yardstick
+        case = diagnose_modules(case, job, asked, _settings_of(asked), copied, folder / "again")
+    case = case if earlier is None else resuming.judged(case, earlier, job)
+    return _report(None, case), job, noise_floor
 
 
 def _report(made: Origin | None, case: CaseReport) -> Report:
@@ -162,7 +170,7 @@ def _settings_of(asked: JobOptions) -> JobSettings:
         from_step=asked.from_step,
         budget=asked.budget,
         keep_going=asked.keep_going,
-        kept=asked.save is not None or asked.continues is not None,
+        kept=asked.save is not None or asked.resumed_from is not None,
         modules=asked.watches_modules,
         ops=asked.ops,
         mesh=asked.mesh,
@@ -171,7 +179,7 @@ def _settings_of(asked: JobOptions) -> JobSettings:
 
 
 def _why_none(asked: JobOptions) -> str:
-    if asked.continues is not None:
+    if asked.resumed_from is not None:
         return "it is compared with the job that it continues"
     if asked.no_reference:
         return "--no-reference was given"

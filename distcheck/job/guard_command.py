@@ -22,7 +22,7 @@ from distcheck.records import (
     Report,
     merge_verdicts,
 )
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import NO_LAYER
 from distcheck.store.origin import origin_here
 

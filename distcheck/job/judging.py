@@ -1,4 +1,4 @@
-"""The judgement of a job that was recorded: every check, causes, remarks and notes, as a case."""
+"""The judgment of a job that was recorded: every check, causes, remarks and notes, as a case."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 
 from distcheck.job import accepting, causes, checks, script_changes, settings
-from distcheck.job.asked import JobOptions
 from distcheck.job.by_module import by_module, with_evidence
+from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.checks.exchange import needless
-from distcheck.job.checks.folded import accumulation
 from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import with_reference
+from distcheck.job.options import JobOptions
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
-from distcheck.judge.diagnosis.ways import site_at
+from distcheck.judge.diagnosis.source_lines import site_at
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LINES, StepRecord
 from distcheck.records import (
@@ -34,7 +34,7 @@ from distcheck.records import (
     merge_verdicts,
 )
 from distcheck.records.causes import causes as known_causes
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 from distcheck.verification.process_state import with_code
 from distcheck.worlds.callers import is_installed
@@ -221,7 +221,7 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options += ["--mesh", asked.mesh] if asked.mesh else []
     options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
     options += ["--from-step", str(asked.from_step)] if asked.from_step else []
-    options += ["--continues", asked.continues] if asked.continues else []
+    options += ["--resumed-from", asked.resumed_from] if asked.resumed_from else []
     options += ["--modules"] if asked.modules else []
     options += ["--on-cpu"] if asked.on_cpu else []
     options += [word for kind in asked.accept for word in ("--accept", kind)]
@@ -262,7 +262,7 @@ def _outcome_check(
             "made are compared: right if Join or similar code handles the last steps; pass "
             f"--steps {min(job.uneven.values())}"
         )
-    elif asked.continues is not None:
+    elif asked.resumed_from is not None:
         pass  # as far as both recordings go
     elif job.processes == 1:
         verdict = "unknown"

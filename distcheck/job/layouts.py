@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from distcheck.job.checks.reference import bounds_of, losses_beside, reached
 from distcheck.job.replaying import Reference
 from distcheck.judge.diagnosis import layouts
-from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
 from distcheck.judge.diagnosis.layout_measuring import Held
+from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
+from distcheck.judge.divergence.noise_floor import norm_of
 from distcheck.judge.fitting import fit
-from distcheck.judge.parting.yardstick import norm_of
-from distcheck.recordings.jobs.condensed import mesh_of, whole_of
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
 from distcheck.recordings.jobs.records import Axis
+from distcheck.recordings.jobs.unsharded import mesh_of, whole_of
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause

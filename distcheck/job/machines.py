@@ -23,8 +23,8 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
 from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
-from distcheck.worlds.remote import meeting, secret, wire
-from distcheck.worlds.remote.greetings import Greetings
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.handshake import Handshakes
 
 PATIENCE_S = 60.0  # chosen: torchrun gives its ranks 30 s to end, on each machine by itself
 _BEAT_S, _LOST_S = 5.0, 60.0
@@ -47,7 +47,7 @@ class AllSent(msgspec.Struct, tag=True):
     code: int
 
 
-FromMachine = wire.Coming | Piece | AllSent
+FromMachine = protocol.Joining | Piece | AllSent
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Gathered:
 
     ran: Ran
     hosts: tuple[str, ...] = ()
-    lines: list[wire.Wire] = field(default_factory=list)
+    lines: list[protocol.Connection] = field(default_factory=list)
 
     def tell(self, code: int, summary: str) -> None:
         """Says to the other machines what was found."""
         for line in self.lines:
             with contextlib.suppress(OSError):
-                line.send(wire.Over(exit_code=code, summary=summary))
+                line.send(protocol.Shutdown(exit_code=code, summary=summary))
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None
     if own[0].rank:
         time.sleep(min(1.0, patience_s / 4))
     try:
-        return meeting.listen(host, port)
+        return bootstrap.listen(host, port)
     except CannotRunError:
         return None
 
@@ -137,14 +137,14 @@ def _receive(
     found: Gathered, server: socket.socket, folder: Path, own: list[RankRecord], patience_s: float
 ) -> None:
     missing = set(range(own[0].world)) - {one.rank for one in own}
-    doors = Greetings(server, secret.shared_secret(), FromMachine)
+    doors = Handshakes(server, secret.shared_secret(), FromMachine)
     coming: list[tuple[str, Future[int]]] = []
     until = time.monotonic() + patience_s
     with ThreadPoolExecutor(max_workers=16) as threads, contextlib.closing(doors):
         while missing and time.monotonic() < until:
             for line, (first, *rest) in doors.come(0.2):
                 ranks = frozenset(first.ranks)
-                if first.protocol != wire.PROTOCOL or not ranks <= missing or not ranks:
+                if first.protocol != protocol.PROTOCOL or not ranks <= missing or not ranks:
                     line.close()
                     continue
                 missing -= ranks
@@ -170,7 +170,9 @@ def _receive(
     found.hosts = tuple(host for host, _ in coming)
 
 
-def _take(line: wire.Wire, words: list[object], folder: Path, ranks: frozenset[int]) -> int:
+def _take(
+    line: protocol.Connection, words: list[object], folder: Path, ranks: frozenset[int]
+) -> int:
     """Writes the files of a machine; returns the exit code of its command there. Raises ValueError
     for what no machine sends.
     """
@@ -216,7 +218,7 @@ def _beat(found: Gathered, over: threading.Event) -> None:
     while not over.wait(_BEAT_S):
         for line in found.lines:
             with contextlib.suppress(OSError):
-                line.send(wire.Beat())
+                line.send(protocol.Heartbeat())
 
 
 # -- the others --------------------------------------------------------------------------------
@@ -227,8 +229,8 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
     until = time.monotonic() + patience_s
     while True:
         left = max(1.0, until - time.monotonic())
-        connection = meeting.connect(lambda: place, secret.shared_secret(), deadline_s=left)
-        line = wire.Wire(connection, wire.FromFront, patience_s=_LOST_S)
+        connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=left)
+        line = protocol.Connection(connection, protocol.FromFront, patience_s=_LOST_S)
         try:
             with contextlib.closing(line):
                 _send(line, folder, own, ran)
@@ -243,10 +245,12 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
             ) from error
 
 
-def _send(line: wire.Wire, folder: Path, own: list[RankRecord], ran: Ran) -> None:
+def _send(line: protocol.Connection, folder: Path, own: list[RankRecord], ran: Ran) -> None:
     ranks = tuple(one.rank for one in own)
     host = socket.gethostname()
-    line.send(wire.Coming(protocol=wire.PROTOCOL, ranks=ranks, world=own[0].world, host=host))
+    line.send(
+        protocol.Joining(protocol=protocol.PROTOCOL, ranks=ranks, world=own[0].world, host=host)
+    )
     for file in sorted(folder.glob("*")) + sorted(folder.glob("rank-*/*")):
         name = str(file.relative_to(folder))
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
@@ -262,9 +266,9 @@ def _send(line: wire.Wire, folder: Path, own: list[RankRecord], ran: Ran) -> Non
     line.send(AllSent(code=ran.code))
 
 
-def _verdict_of(line: wire.Wire, host: str) -> JudgedThereError:
+def _verdict_of(line: protocol.Connection, host: str) -> JudgedThereError:
     while True:
         word, _ = line.next()
-        if isinstance(word, wire.Over):
+        if isinstance(word, protocol.Shutdown):
             code = word.exit_code if word.exit_code in set(ExitCode) else ExitCode.UNKNOWN
             return JudgedThereError(code, f"judged on {host}: {word.summary[:2000]}")

@@ -14,7 +14,7 @@ from distcheck.job import running, settings
 from distcheck.job.copying import Copy
 from distcheck.job.settings import JobSettings, Replayed, ReplayedStep
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
-from distcheck.recordings.jobs.reading import JobRecording, Kept, read_tensors
+from distcheck.recordings.jobs.reading import JobRecording, TensorCache, read_tensors
 from distcheck.recordings.jobs.records import read_own
 
 _MOST_PARENTS = 8
@@ -54,7 +54,7 @@ class Reference:
     folder: Path
     replayed: Replayed
     replaced: tuple[str, ...] = ()
-    _kept: Kept = field(default_factory=Kept)
+    _kept: TensorCache = field(default_factory=TensorCache)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
         fewer = msgspec.structs.replace(self.replayed, steps=steps)

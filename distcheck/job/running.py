@@ -24,7 +24,7 @@ from distcheck.job.settings import VARIABLE, Answer
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.worlds.keeper import start_kept
 from distcheck.worlds.stalls import BUSY_DEADLINES, BUSY_SHARE
 
@@ -65,7 +65,7 @@ class Watch:
                 return self._ask()
 
     def _look(self, elapsed_s: float) -> None:
-        files = sorted(self._folder.glob("beat-*"))
+        files = sorted(self._folder.glob("heartbeat-*"))
         beats = tuple(file.read_bytes() for file in files)
         worked_s, before_s = _seconds_of(self._process.pid), self._worked_s
         self._worked_s = worked_s

@@ -23,7 +23,7 @@ import torch
 
 from distcheck.job.checks.exchange import loss_factors, summed_factors, view_of
 from distcheck.job.step_view import JobStep
-from distcheck.judge.diagnosis.facts import SAME_FACTOR
+from distcheck.judge.diagnosis.measurements import SAME_FACTOR
 from distcheck.judge.diagnosis.wording import number_text
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import NotBoundedError, wide
@@ -36,8 +36,8 @@ Explain = Callable[[JobRecording, int, Kind], list[Diagnosis]]
 _SAME = "a single process does the same, so comparing with it does not reveal this"
 # Mistakes of a synchronization; other explanations may be what a script means.
 _MISTAKES = {
-    "stale-gradient", "accumulated-gradient", "wrong-parameter-order", "shared-bucket",
-    "duplicated-rank", "one-rank-only", "wrong-sign", "low-precision", "noise",
+    "stale-gradient", "accumulated-gradient", "wrong-parameter-order", "bucket-reused-in-flight",
+    "duplicated-rank", "single-rank-gradient", "wrong-sign", "low-precision", "noise",
 }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _remark(one: Changed, explain: Explain) -> Diagnosis:
     if one.factor is not None:
         how = f"{number_text(one.factor)}x the mean of the ranks' local gradients"
     return name_cause(
-        "changed-before-step",
+        "gradients-modified-before-step",
         f"step {one.step}: the script modifies gradients between backward and optimizer.step(), "
         f"which receives {how}; {_SAME}",
         "meant",

@@ -76,7 +76,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[Read, ...] = ()
 
 
-class Role(msgspec.Struct, frozen=True):
+class ReplayTask(msgspec.Struct, frozen=True):
     """What a copy of a replay is: `rank` whose batches it gets, or -1 for those of all ranks
     together; `step` whose gradients it computes, or -1 for every step; `draw` seeds the
     perturbation of its parameters, 0 for none. With `pairs` it makes one pass, with the samples of
@@ -133,7 +133,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_processes: bool = False
     spawns: int = 0
     project: str = ""
-    role: Role | None = None
+    role: ReplayTask | None = None
     role_mode: str = ""
     weights: str = ""
     mesh: str = ""

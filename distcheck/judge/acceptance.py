@@ -1,10 +1,12 @@
 """What a person accepts of code that differs by design (`--accept KIND`), and what is expected of
 it then.
 
-    low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32); R, S32 and S64
+    low-precision:bf16 gradients are rounded to that dtype (or fp16, fp32); the rounding bound, full
+    batch float32 and float64
                                 are widened as for a promised `wire`        oracles/rounding.py
-    quantised:BITS              gradients are rounded to a grid of 2^BITS steps over the range of
-                                a rank's or of all; R, S32 and S64 are widened
+    quantized:BITS              gradients are rounded to a grid of 2^BITS steps over the range of
+                                a rank's or of all; the rounding bound, full batch float32 and
+                                float64 are widened
                                                                             oracles/quantum.py
     low-rank:RANK               what is exchanged of a matrix is its projection on RANK directions,
                                 and the rest is carried over (PowerSGD)     oracles/low_rank.py
@@ -30,9 +32,9 @@ _WIRES: dict[str, Wire] = {
     "fp32": "float32", "float32": "float32",
 }  # fmt: skip
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_RANGES = {"quantised": (2, 16), "low-rank": (1, 1024), "local-sgd": (1, 10_000)}
+_RANGES = {"quantized": (2, 16), "low-rank": (1, 1024), "local-sgd": (1, 10_000)}
 KINDS = (
-    "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantised:BITS",
+    "low-precision:bf16", "low-precision:fp16", "low-precision:fp32", "quantized:BITS",
     "low-rank:RANK", "low-rank:RANK:no-feedback", "local-sgd:PERIOD",
 )  # fmt: skip
 
@@ -48,7 +50,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def requires_mean(self) -> bool:
         """Whether gradients must be the mean over the ranks, within some bound."""
-        return self.family in ("low-precision", "quantised")
+        return self.family in ("low-precision", "quantized")
 
     def __str__(self) -> str:
         if self.wire is not None:
@@ -135,7 +137,9 @@ def contract_under(case: Case, contract: Contract) -> Contract:
 
 
 def requires_full_batch(text: str | None) -> bool:
-    """Whether gradients must be the whole batch's, within some bound: S32 and S64."""
+    """Whether gradients must be the whole batch's, within some bound: full batch float32 and
+    float64.
+    """
     accepted = read(text)
     return accepted is None or accepted.requires_mean
 
@@ -172,7 +176,7 @@ def describe(case: Case) -> Allowance | None:
         return None
     widened, not_owed = {
         "low-precision": _low_precision,
-        "quantised": _quantised,
+        "quantized": _quantized,
         "low-rank": _low_rank,
         "local-sgd": _local_sgd,
     }[accepted.family](accepted, case.world)
@@ -190,7 +194,7 @@ def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]
     )
 
 
-def _quantised(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+def _quantized(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
         f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element that "

@@ -3,7 +3,7 @@
 import msgspec
 
 from distcheck.contract import Contract
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult
 from distcheck.worlds.jobs import Job
@@ -46,5 +46,8 @@ JUDGE = Job(
     "distcheck.judge.job:judge", JudgeRequest, list[CheckResult], ("trace", "data", "rerun")
 )
 OBSERVE = Job(
-    "distcheck.judge.diagnosis.observation:observe_job", ObserveRequest, Facts, ("trace", "data")
+    "distcheck.judge.diagnosis.observation:observe_job",
+    ObserveRequest,
+    Measurements,
+    ("trace", "data"),
 )

@@ -64,12 +64,12 @@ def _covered(ran: int, covered: Covered) -> str:
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
         return f"all {ran} schedules that there are{each}"
-    if covered.switches == covered.most:
+    if covered.preemptions == covered.most:
         return f"all {ran} schedules with at most {_switches(covered.most)}{each}"
-    more = f"{covered.further} of those with {_switches(covered.switches + 1)}"
-    if covered.switches < 1:
+    more = f"{covered.further} of those with {_switches(covered.preemptions + 1)}"
+    if covered.preemptions < 1:
         return f"{ran} schedules with at most {_switches(1)}, not all of them{each},"
-    whole = f"all with at most {_switches(covered.switches)}"
+    whole = f"all with at most {_switches(covered.preemptions)}"
     return f"{ran} schedules{each}, which are {whole} and {more},"
 
 
@@ -112,7 +112,7 @@ def _depends(
     other = found.other
     assert other is not None
     differences = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
-    differences += [_switches(len(other.switches))] if other.switches else []
+    differences += [_switches(len(other.preemptions))] if other.preemptions else []
     evidence = (
         f"with {' and '.join(differences) or 'the same turns'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"

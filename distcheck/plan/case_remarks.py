@@ -83,16 +83,18 @@ _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is ma
     IN_FLOAT32: ("float32", "float64", "complex64", "complex128"),
     IN_FLOAT64: ("float64", "complex128"),
 }
-_LEAST_NORMALISED = 4
-_MOST_OTHER_ROUNDINGS = 9  # that R counts in one backward pass besides one for each rank
-_BY_OTHERS = "X and R judge instead"
-_HARDLY_NORMALISED = (
-    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: S32 and "
-    f"S64 have no bound for them, and {_BY_OTHERS}"
+_LEAST_NORMALIZED = 4
+_MOST_OTHER_ROUNDINGS = (
+    9  # that the rounding bound counts in one backward pass besides one for each rank
+)
+_BY_OTHERS = "bitwise and rounding judge instead"
+_HARDLY_NORMALIZED = (
+    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full batch float32 and "
+    f"full batch float64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm gets rows that are not in the order of the samples, so S32 and S64 cannot know "
-    f"which rows a rank normalises together: {_BY_OTHERS}"
+    "BatchNorm gets rows that are not in the order of the samples, so full batch float32 and float64 cannot know "
+    f"which rows a rank normalizes together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
     "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which exchanges "
@@ -199,7 +201,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     declined = declined or _why_too_few_samples(case, sizes)
     declined = declined or _why_uneven(facts, sizes)
     declined = declined or _why_too_few_ranks(case, facts)
-    if facts.syncs_statistics and facts.normalises_batches:
+    if facts.syncs_statistics and facts.normalizes_batches:
         declined = declined or SYNCED_STATISTICS
     if declined := declined or _why_not_bounded(case, contract, facts.training.accumulate):
         return declined
@@ -209,7 +211,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"compared with the {case.reference_device}, only S32 would judge it. {why}"
+        return f"compared with the {case.reference_device}, only full batch float32 would judge it. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"
@@ -257,7 +259,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     roundings add up to the whole of what is summed, and zero would pass for it.
     """
     accepted = read(case.accept)
-    lossy = accepted is not None and accepted.family in ("quantised", "low-rank")
+    lossy = accepted is not None and accepted.family in ("quantized", "low-rank")
     if lossy and case.workload == "loss_scaling":
         return (
             f"--accept {case.accept} has no bound for a gradient that overflows, and one "
@@ -289,8 +291,8 @@ def rounds_by_position(case: Case, contract: Contract) -> bool:
 
 
 def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Why a case's S32 or S64 has no bound to offer, but for random numbers; empty where it has,
-    or where the case has no such layer.
+    """Why a case's full batch float32 or full batch float64 has no bound to offer, but for random
+    numbers; empty where it has, or where the case has no such layer.
     """
     layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     if not layers:
@@ -303,21 +305,22 @@ def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int
         )
     if facts.rows_apart:
         return _ROWS_APART
-    return _HARDLY_NORMALISED if _hardly_normalised(facts, sizes) else ""
+    return _HARDLY_NORMALIZED if _hardly_normalized(facts, sizes) else ""
 
 
-def _hardly_normalised(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
-    """Whether BatchNorm sees so few samples at a time that S32 and S64 have no bound to offer.
+def _hardly_normalized(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether BatchNorm sees so few samples at a time that full batch float32 and float64 have no
+    bound to offer.
 
-    Over n samples a normalised value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
+    Over n samples a normalized value lies within sqrt(n - 1), and for n = 2 it is +1 or -1 whatever
     went in: its derivative is a difference of nearly equal numbers, which two ways of computing
-    round apart by any factor. Correct code was seen above S32's bound with 2 and 3 samples, never
-    with 4 or more.
+    round apart by any factor. Correct code was seen above the bound of full batch float32 with 2
+    and 3 samples, never with 4 or more.
     """
-    if not facts.normalises_batches:
+    if not facts.normalizes_batches:
         return False
     passes = facts.contract.micro_batches * facts.training.accumulate
-    return min(map(min, sizes)) // passes < _LEAST_NORMALISED
+    return min(map(min, sizes)) // passes < _LEAST_NORMALIZED
 
 
 def not_judged_after_failure(failed: Case) -> str:

@@ -25,8 +25,8 @@ from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
-from distcheck.training.adapters.asked import check_adaptation, check_workloads
 from distcheck.training.adapters.forms import trained_with
+from distcheck.training.adapters.options import check_adaptation, check_workloads
 from distcheck.training.jobs import CaseFacts
 from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
 from distcheck.workloads.cells import CELLS
@@ -37,7 +37,7 @@ _AS_ASKED = (
     "backend", "device", "data_dir", "seed", "deadline_s", "adaptation", "delays", "separate",
     "schedule",
 )  # fmt: skip
-_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "switches")
+_OF_A_CASE = ("dtype", "batch", "steps", "loss", "accept", "schedules", "preemptions")
 
 
 def check_delays(delays: Sequence[Delay], world: int) -> None:
@@ -88,7 +88,7 @@ def exchanges_nothing(case: Case, contract: Contract) -> bool:
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "X falls back to R: "  # begins a note on why an order could not be relied on
+FALLS_BACK = "bitwise falls back to R: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
@@ -252,8 +252,9 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
 
 
 def _against_cpu(case: Case) -> Case:
-    """The same ranks on their device, against a whole batch on the CPU: by S32's bound, and
-    where it refuses by what two devices may differ by (`judge/oracles/between_devices.py`).
+    """The same ranks on their device, against a whole batch on the CPU: by the bound of full batch
+    float32, and where it refuses by what two devices may differ by
+    (`judge/oracles/between_devices.py`).
     """
     return msgspec.structs.replace(
         case,
@@ -381,7 +382,7 @@ def _same_update(case: Case, contract: Contract) -> bool:
 def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
-    """(exact layer or "", "R" or "", semantic layers) by which gradients are judged."""
+    """(exact layer or "", "rounding" or "", semantic layers) by which gradients are judged."""
     if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
@@ -416,7 +417,7 @@ def _fallback_note(
         notes.append(f"{FALLS_BACK}{calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
-            "the forward pass draws random numbers (dropout?), different ones on every rank: R "
+            "the forward pass draws random numbers (dropout?), different ones on every rank: rounding "
             "judges with every rank's own draws, because no full batch could repeat them"
         )
     return "; ".join(notes)

@@ -28,7 +28,7 @@ from distcheck.plan.settings import SETTINGS, Setting, with_adaptation
 from distcheck.private import is_ones_own
 from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
-from distcheck.training.adapters.asked import check_adaptation
+from distcheck.training.adapters.options import check_adaptation
 from distcheck.workloads import cells
 
 SECTION = "tool.distcheck"

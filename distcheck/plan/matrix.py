@@ -23,7 +23,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import file_digest
 from distcheck.plan.request import Request
 from distcheck.plan.settings import SETTINGS, with_adaptation
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside
+from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case_ids import digest_of_all, name_apart
 from distcheck.records.searches import PlannedSearch
@@ -60,7 +60,7 @@ class Planned:
     every: list[Case]
     whole: RunPlan
     file: str
-    beside: Beside = NOTHING_BESIDE
+    extras: ThoroughExtras = NO_EXTRAS
     from_file: str = ""
 
 
@@ -81,7 +81,7 @@ def plan_run(
     if "explore_s" in given and not any(request.thorough for request in requests):
         raise UsageError("--explore-s belongs to --thorough; give --thorough as well")
     check_data_dir(given, {request.data for request in requests})
-    beside = thorough.beside(requests, launched=launch is not None)
+    extras = thorough.thorough_extras(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
     # Siblings one after the other, wherever they were asked for: they are shown together.
     first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
@@ -94,7 +94,7 @@ def plan_run(
             f"together; use --shard {part}/N with N at most that"
         )
     part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
-    searches = thorough.planned(beside.searches, part_of_strategy)
+    searches = thorough.planned(extras.searches, part_of_strategy)
     whole = RunPlan(
         digest=digest_of(every, searches),
         shard=part if parts > 1 else 0,
@@ -102,13 +102,13 @@ def plan_run(
         cases=tuple(_planned(case, assigned[case.id]) for case in every),
         searches=searches,
     )
-    here = tuple(s for s in beside.searches if part_of_strategy[s.strategy] == part)
+    here = tuple(s for s in extras.searches if part_of_strategy[s.strategy] == part)
     return Planned(
         cases=[case for case in every if assigned[case.id] == part],
         every=every,
         whole=whole,
         file=matrix.file,
-        beside=msgspec.structs.replace(beside, searches=here),
+        extras=msgspec.structs.replace(extras, searches=here),
         from_file=_from_file(asked, given, matrix),
     )
 

@@ -12,21 +12,23 @@ from distcheck.records.schedules import read_schedule
 
 _WORKLOAD = "mlp:small"  # where none was given: a schedule costs least there
 _STEPS = 2  # the second begins with what the first has left in flight
-_MOST, _MOST_SWITCHES = 10**6, 10
+_MOST, _MOST_PREEMPTIONS = 10**6, 10
 _ENUMERATED = 1000  # schedules, where only their switches are given
 
 
 def check_schedules(
-    schedules: int, schedule: str | None, backend: str, *, switches: int = 0
+    schedules: int, schedule: str | None, backend: str, *, preemptions: int = 0
 ) -> None:
     """Raises UsageError for what cannot be run."""
     if not 0 <= schedules <= _MOST:
         raise UsageError(f"--schedules {schedules} is out of range; it takes 0 to {_MOST}")
-    if not 0 <= switches <= _MOST_SWITCHES:
-        raise UsageError(f"--switches {switches} is out of range; it takes 0 to {_MOST_SWITCHES}")
+    if not 0 <= preemptions <= _MOST_PREEMPTIONS:
+        raise UsageError(
+            f"--preemptions {preemptions} is out of range; it takes 0 to {_MOST_PREEMPTIONS}"
+        )
     if schedule is not None:
         read_schedule(schedule)
-    given = {"--schedules": schedules, "--switches": switches, "--schedule": schedule}
+    given = {"--schedules": schedules, "--preemptions": preemptions, "--schedule": schedule}
     asked = next((name for name, value in given.items() if value), "")
     if asked and backends.name_of(backend) != "simulated":
         raise UsageError(
@@ -36,11 +38,11 @@ def check_schedules(
 
 def check_request(asked: Request) -> None:
     """Raises UsageError for what cannot be run."""
-    check_schedules(asked.schedules, asked.schedule, asked.backend, switches=asked.switches)
+    check_schedules(asked.schedules, asked.schedule, asked.backend, preemptions=asked.preemptions)
 
 
-def how_many(schedules: int, switches: int) -> int:
-    return schedules or (_ENUMERATED if switches else 0)
+def how_many(schedules: int, preemptions: int) -> int:
+    return schedules or (_ENUMERATED if preemptions else 0)
 
 
 def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
@@ -48,7 +50,7 @@ def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
     It has no rerun: the schedules take its place. It is the first of its strategy and world, so
     that one that hangs is named by what its schedules show.
     """
-    schedules = how_many(asked.schedules, asked.switches)
+    schedules = how_many(asked.schedules, asked.preemptions)
     if not schedules:
         return []
     case = case_of((*asked.workloads, _WORKLOAD)[0], asked.dtype or "float32")
@@ -59,7 +61,7 @@ def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
             id=f"{case.id}-schedules",
             steps=steps,
             schedules=schedules,
-            switches=asked.switches,
+            preemptions=asked.preemptions,
             rerun=False,
         )
     ]

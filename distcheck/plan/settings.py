@@ -106,7 +106,7 @@ def _forms() -> Iterable[str]:
 
 
 def _losses() -> Iterable[str]:
-    from distcheck.training.adapters.asked import LOSSES
+    from distcheck.training.adapters.options import LOSSES
 
     return LOSSES
 
@@ -320,7 +320,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             metavar="N",
         ),
     ] = 0
-    switches: Annotated[
+    preemptions: Annotated[
         int,
         _of_ranks(
             kind=Annotated[int, Meta(ge=0)],
@@ -352,7 +352,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
-            help="An intended deviation: low-precision:bf16 (fp16, fp32), quantised:BITS, "
+            help="An intended deviation: low-precision:bf16 (fp16, fp32), quantized:BITS, "
             "low-rank:RANK or local-sgd:PERIOD.",
             metavar="KIND",
         ),
@@ -449,7 +449,7 @@ class KeywordSettings(TypedDict, total=False):
     after_hang: bool
     fail_fast: bool
     schedules: int
-    switches: int
+    preemptions: int
     schedule: str | None
     loss: str
     accept: str | None
@@ -496,7 +496,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, in which `adaptation` is in the place of the settings of a call."""
-    from distcheck.training.adapters.asked import adaptation_of
+    from distcheck.training.adapters.options import adaptation_of
 
     said = {name: asked[name] for name in CALLS if asked.get(name) is not None}
     rest = {name: value for name, value in asked.items() if name not in CALLS}

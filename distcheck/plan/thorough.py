@@ -22,7 +22,7 @@ CELL_WORLDS = (4,)
 MOST_EXPLORE_S = 24 * 3600.0
 
 
-class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
+class ThoroughSearch(msgspec.Struct, frozen=True, kw_only=True):
     """A search to run beside cases; `why_not` is the reason why it is left out, if it is."""
 
     strategy: str
@@ -36,21 +36,21 @@ class SearchBeside(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
 
 
-class Beside(msgspec.Struct, frozen=True, kw_only=True):
+class ThoroughExtras(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has beside its cases: searches, and worlds that may be `spare`, because they were
     not asked for. With `after_hang` the other cases of a strategy that has hung are run, too; with
     `fail_fast` none is judged after the first that fails. What
     is left out of a run whose cases are all `required` is unknown.
     """
 
-    searches: tuple[SearchBeside, ...] = ()
+    searches: tuple[ThoroughSearch, ...] = ()
     spare: tuple[int, ...] = ()
     after_hang: bool = False
     fail_fast: bool = False
     required: bool = False
 
 
-NOTHING_BESIDE = Beside()
+NO_EXTRAS = ThoroughExtras()
 
 
 def widened(request: Request, *, world_given: bool) -> Request:
@@ -67,11 +67,11 @@ def widened(request: Request, *, world_given: bool) -> Request:
     return msgspec.structs.replace(request, worlds=worlds, cell_worlds=cells)
 
 
-def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
+def thorough_extras(requests: Sequence[Request], *, launched: bool = False) -> ThoroughExtras:
     """The searches of some requests, one for each strategy and way to call it. Raises UsageError or
     CannotRunError.
     """
-    found: dict[tuple[str, Adaptation], SearchBeside] = {}
+    found: dict[tuple[str, Adaptation], ThoroughSearch] = {}
     for request in requests:
         _check_budget(request.explore_s)
         if not request.thorough or not request.explore_s:
@@ -88,7 +88,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
     if any(not search.why_not for search in found.values()):
         _check_hypothesis()
     spare = {world for r in requests if r.cell_worlds for world in r.worlds} - {*CELL_WORLDS}
-    return Beside(
+    return ThoroughExtras(
         searches=tuple(found.values()),
         spare=tuple(sorted(spare)),
         after_hang=any(request.after_hang for request in requests),
@@ -97,7 +97,7 @@ def beside(requests: Sequence[Request], *, launched: bool = False) -> Beside:
 
 
 def planned(
-    searches: Iterable[SearchBeside], shard_of: dict[str, int]
+    searches: Iterable[ThoroughSearch], shard_of: dict[str, int]
 ) -> tuple[PlannedSearch, ...]:
     """The searches of a plan; each is in the part that `shard_of` gives its strategy."""
     return tuple(
@@ -108,8 +108,8 @@ def planned(
     )
 
 
-def _search(request: Request, strategy: str, *, launched: bool) -> SearchBeside:
-    return SearchBeside(
+def _search(request: Request, strategy: str, *, launched: bool) -> ThoroughSearch:
+    return ThoroughSearch(
         strategy=strategy,
         budget_s=request.explore_s,
         adaptation=request.adaptation,

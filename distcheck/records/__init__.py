@@ -1,4 +1,4 @@
-"""The frozen data that the parts hand to each other. No torch, no behaviour beyond merging.
+"""The frozen data that the parts hand to each other. No torch, no behavior beyond merging.
 
 Here are results and reports: `CheckResult`, `CaseReport`, `Report`. Beside them:
 
@@ -28,9 +28,9 @@ from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
 from distcheck.records.decoding import Count, Int, Steps, World
-from distcheck.records.ends import Collective as Collective
-from distcheck.records.ends import Outcome as Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import Collective as Collective
+from distcheck.records.exit_status import Outcome as Outcome
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.mistakes import Shown
 from distcheck.records.picture_sums import Aggregates
 from distcheck.records.run_facts import Contents as Contents

@@ -70,7 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     separate: bool = True  # whether the rerun's ranks are forked from separate interpreters
     job: tuple[str, ...] = ()  # of a whole training job: what was given to distcheck job
     schedules: int = 0  # of a simulated world, that are compared with the usual one
-    switches: int = 0  # those with at most so many, fewest first; 0: drawn ones
+    preemptions: int = 0  # those with at most so many, fewest first; 0: drawn ones
     schedule: str | None = None  # of its first world
     initial: str = ""  # a slot-000.safetensors of a trace to start from; empty: the seed's model
 
@@ -120,6 +120,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--data-dir", self.data_dir] if self.data_dir else []
         words += ["--no-separate"] if not self.separate else []
         words += ["--schedules", str(self.schedules)] if self.schedules else []
-        words += ["--switches", str(self.switches)] if self.switches else []
+        words += ["--preemptions", str(self.preemptions)] if self.preemptions else []
         words += ["--schedule", self.schedule] if self.schedule else []
         return shlex.join([*words, *self.adapter_words])

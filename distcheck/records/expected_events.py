@@ -69,9 +69,9 @@ class Evaluated(_Event, frozen=True, kw_only=True):
 
 
 class Clipped(_Event, frozen=True, kw_only=True):
-    """The norm of the synchronised gradients was above the limit."""
+    """The norm of the synchronized gradients was above the limit."""
 
-    expected = "synchronised gradients with a norm above the limit that the loop clips to"
+    expected = "synchronized gradients with a norm above the limit that the loop clips to"
 
 
 class ScalerSkips(_Event, frozen=True, kw_only=True):

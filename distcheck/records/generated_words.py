@@ -18,7 +18,7 @@ the whole description: a case that holds them can be replayed.
     strided     not contiguous: a linear's weight is transposed in memory, a conv's channels_last
     tied        a linear's weight is used once more, transposed, to go back
     absent      for half of the samples only: a rank that has none of them has no gradient (None)
-    nestedN     lies within N more modules, in one with its neighbour as far as that does too
+    nestedN     lies within N more modules, in one with its neighbor as far as that does too
 """
 
 import re

@@ -9,7 +9,13 @@ from collections.abc import Iterable
 import msgspec
 
 NO_LAYER = "-"  # of checks that compare without an expectation
-EXACT, BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = "lattice", "X", "R", "S32", "S64"
+EXACT, BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = (
+    "lattice",
+    "bitwise",
+    "rounding",
+    "full batch float32",
+    "full batch float64",
+)
 _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float32",), ("float64",)
 
 
@@ -24,7 +30,7 @@ class Layer(msgspec.Struct, frozen=True):
     about: str
     oracle: str
     dtypes: tuple[str, ...] = ()
-    whole_batch: bool = False
+    full_batch: bool = False
 
 
 _WHOLE = "the whole batch in one process, in"
@@ -38,7 +44,7 @@ LAYERS = {
         Layer(IN_FLOAT64, "float64 reference", f"{_WHOLE} float64", "whole_batch", _DOUBLE, True),
     )
 }
-FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.whole_batch)
+FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.full_batch)
 _PLANNED_APART = (EXACT, BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
 
 
@@ -59,7 +65,7 @@ def layer_name(alias: str) -> str:
 
 
 def named(check: str, alias: str) -> str:
-    """A check with its layer, as `gradients (rounding bound)`."""
+    """A check with its layer, as `gradients (rounding)`."""
     name = layer_name(alias)
     return f"{check} ({name})" if name else check
 

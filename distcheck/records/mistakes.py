@@ -23,7 +23,7 @@ class Mistake(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MISTAKES: Mapping[str, Mistake] = {
-    "no-sync": Mistake(says="a missing sync", of_ranks=True),
+    "missing-sync": Mistake(says="a missing sync", of_ranks=True),
     "lost-rank": Mistake(says="a lost rank", of_ranks=True),
     "doubled-rank": Mistake(says="a rank that is added twice", of_ranks=True),
     "times-world": Mistake(says="a missing division"),

@@ -27,7 +27,7 @@ def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class CallsApart:
+class CallMismatch:
     """A call that ranks did not make alike: what was called, by which ranks. `odd` are those
     outside the majority, none in a tie; `unknown` ranks could not be asked, and may be on any side.
     """
@@ -67,7 +67,7 @@ def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
     return found
 
 
-def calls_apart(calls: Calls) -> CallsApart | None:
+def call_mismatch(calls: Calls) -> CallMismatch | None:
     """The first call that ranks made in different ways; sends and receives differ by nature."""
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
     for key in keys:
@@ -76,7 +76,7 @@ def calls_apart(calls: Calls) -> CallsApart | None:
             unknown = sorted(rank for rank, own in calls.items() if not own)
             most = usual(groups, unknown=len(unknown))
             odd = sorted(r for name, ranks in groups.items() if name != most for r in ranks)
-            return CallsApart(key[2], groups, odd if most else [], unknown)
+            return CallMismatch(key[2], groups, odd if most else [], unknown)
     return None
 
 

@@ -19,13 +19,13 @@ _MOST_SEED = 10**12
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """A schedule, read: drawn from `seed` if it has one, and otherwise by `switches`, each the
+    """A schedule, read: drawn from `seed` if it has one, and otherwise by `preemptions`, each the
     number of a choice and a rank.
     """
 
     seed: int = 0
     buffered: bool = False
-    switches: tuple[tuple[int, int], ...] = ()
+    preemptions: tuple[tuple[int, int], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -36,7 +36,7 @@ class Schedule(msgspec.Struct, frozen=True):
         if self.seed:
             return str(self.seed)
         words = [BUFFERED] if self.buffered else []
-        return ",".join([*words, *(f"{choice}:{rank}" for choice, rank in self.switches)])
+        return ",".join([*words, *(f"{choice}:{rank}" for choice, rank in self.preemptions)])
 
 
 def read_schedule(text: str) -> Schedule:
@@ -47,15 +47,15 @@ def read_schedule(text: str) -> Schedule:
         return Schedule(seed=int(text), buffered=int(text) // len(KINDS) % 2 == 1)
     words = text.split(",") if text else []
     buffered = words[:1] == [BUFFERED]
-    switches = []
+    preemptions = []
     for word in words[buffered:]:
         choice, colon, rank = word.partition(":")
         if not colon or not all(_is_number(one) for one in (choice, rank)):
             raise UsageError(
                 f"--schedule {text!r} is not a schedule; give a seed, or what a report has printed"
             )
-        switches.append((int(choice), int(rank)))
-    return Schedule(buffered=buffered, switches=tuple(switches))
+        preemptions.append((int(choice), int(rank)))
+    return Schedule(buffered=buffered, preemptions=tuple(preemptions))
 
 
 def _is_number(word: str) -> bool:
@@ -85,7 +85,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 class ScheduleRun(msgspec.Struct, frozen=True):
     """What a world came to under one schedule. `end` is "finished", or how it did not: "deadlock",
     "mismatch", "raised", "hung", ...; `what` says it. `results` are the ranks', in their job's own
-    form. `switches` are the choices that were not the usual ones. `choices` are all, where they
+    form. `preemptions` are the choices that were not the usual ones. `choices` are all, where they
     were asked for; `cut` says that there were more than are kept.
     """
 
@@ -93,7 +93,7 @@ class ScheduleRun(msgspec.Struct, frozen=True):
     end: str
     what: str = ""
     results: tuple[bytes, ...] = ()
-    switches: tuple[tuple[int, int], ...] = ()
+    preemptions: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
     imported: tuple[str, ...] = ()  # modules that all runs need, and none of the code under test
     choices: tuple[Choice, ...] = ()
@@ -107,13 +107,13 @@ class ScheduleRun(msgspec.Struct, frozen=True):
 
 class Covered(msgspec.Struct, frozen=True, kw_only=True):
     """How far a search came that runs every schedule with at most `most` switches, those with the
-    fewest first. All with at most `switches` were run (-1: not even those), and `further` of those
-    with one more; `all` says that no schedule has more. `buffered` says whether each was run with
-    sends of both kinds, as it is where there are sends.
+    fewest first. All with at most `preemptions` were run (-1: not even those), and `further` of
+    those with one more; `all` says that no schedule has more. `buffered` says whether each was run
+    with sends of both kinds, as it is where there are sends.
     """
 
     most: int
-    switches: int
+    preemptions: int
     further: int = 0
     all: bool = False
     buffered: bool = False

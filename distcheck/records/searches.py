@@ -1,8 +1,8 @@
 """What a search beside a verification is asked for, and what it comes to. No torch.
 
 `distcheck verify --thorough` searches for the smallest failure of each strategy when its cases have
-run (`distcheck/explore/beside.py`). A case that is found is one of the report's cases, like any
-other; what is here says how far the search went.
+run (`distcheck/explore/thorough_search.py`). A case that is found is one of the report's cases,
+like any other; what is here says how far the search went.
 """
 
 from typing import Literal

@@ -43,7 +43,7 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 def read_training(path: Path) -> TrainedRun:
     """A document of `train --json`. Raises UsageError."""
     return read_written(
-        path, TrainedRun, schema=SCHEMA, name=f"--beside {path}",
+        path, TrainedRun, schema=SCHEMA, name=f"--overlay {path}",
         why="holds no figures of distcheck train: {error}; give a file that distcheck train --json "
         "has written",
     )  # fmt: skip

@@ -17,7 +17,7 @@ from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import Said, by_evidence, ends_of_ranks, failures_alike
+from distcheck.reports.failures import PrintedCauses, by_evidence, ends_of_ranks, failures_alike
 from distcheck.reports.next_step import gaps_of, next_step, option_of
 from distcheck.reports.wording import (
     describe_accepted,
@@ -42,7 +42,7 @@ def print_group(
     console: Console,
     *,
     alone: bool,
-    said: "Said",
+    said: "PrintedCauses",
 ) -> None:
     """Prints the cases of one strategy in one world: all that there is to say where it is `alone`
     or has not passed, and otherwise one line. What is `said` of other worlds is not said again.
@@ -100,7 +100,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
     whole = f'    # all of "{CUT}": {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
-        ("replay" if step.startswith("distcheck replay ") else ("next", "again")[is_job], step),
+        ("replay" if step.startswith("distcheck replay ") else ("next", "replay")[is_job], step),
         ("saved", report.saved_to or ""),
         (
             "more",
@@ -183,7 +183,7 @@ def _of_reruns(reasons: Sequence[str]) -> str:
 
 _SAID = ("outcome", "rerun", SENSITIVITY)
 _SHORT = {
-    "no-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
+    "missing-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
     "stale": "stale step", "lost-rank": "lost rank", "doubled-rank": "doubled rank",
     "other-parameter": "swapped parameters",
 }  # fmt: skip
@@ -231,7 +231,7 @@ def _passed(cases: Sequence[CaseReport]) -> list[str]:
     return [name for name in _names(results) if name not in wrong]
 
 
-def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: Said) -> None:
+def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses) -> None:
     """Each failure once, with the names of the other cases that it is in."""
     alike = failures_alike(cases)
     new = [key for key in alike if key not in said.failures]

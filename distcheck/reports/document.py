@@ -29,7 +29,7 @@ from distcheck.records import (
 )
 from distcheck.records.by_module import ByModule
 from distcheck.records.decoding import Count, Int, Steps, World
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.searches import Explored
 
 SCHEMA = "distcheck.report/1"

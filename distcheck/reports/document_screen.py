@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from distcheck.reports.document import CaseEntry, Document
-from distcheck.reports.findings import CaseGist, finding_of, name_of
+from distcheck.reports.findings import FailureSummary, finding_of, name_of
 from distcheck.reports.wording import describe_search
 from distcheck.reports.wrapping import CUT, VERDICT, fitting
 
@@ -67,7 +67,7 @@ def _failure(cases: Sequence[CaseEntry], width: int, said: set[tuple[str, str]])
         yield f"{'':<10}{'replay':<{_INDENT - 10}}{finding.replay}"
 
 
-def _lines(finding: CaseGist, evidence: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _lines(finding: FailureSummary, evidence: Sequence[str]) -> Iterator[tuple[str, str]]:
     for text in evidence[:_MOST_CAUSES]:
         yield "cause", text
     if evidence and finding.first:

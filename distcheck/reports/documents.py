@@ -28,7 +28,7 @@ from distcheck.records import (
     ranks_failed,
     verdict_of,
 )
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY

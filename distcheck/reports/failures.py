@@ -12,7 +12,7 @@ from distcheck.errors.shown_text import shown
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import APART
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import named
 from distcheck.reports.wording import describe_place, describe_site, most_telling_first
 from distcheck.reports.wrapping import Lines
@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 
 @dataclass
-class Said:
+class PrintedCauses:
     """What a screen has said: failures and a strategy's causes, each with its world."""
 
     failures: dict[Key, int] = field(default_factory=dict)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import Origin, ranks_failed
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import named
 from distcheck.reports.document import CaseEntry
 from distcheck.reports.wording import describe_site
 
 
 @dataclass(frozen=True)
-class CaseGist:
+class FailureSummary:
     """The gist of a case that did not pass. Empty texts where there is nothing to say."""
 
     headline: str  # one line
@@ -43,7 +43,7 @@ def names_of(cases: Sequence[CaseEntry]) -> list[str]:
     ]
 
 
-def finding_of(case: CaseEntry) -> CaseGist:
+def finding_of(case: CaseEntry) -> FailureSummary:
     """What a person reads first of a case."""
     failed = [(f"rank {o.rank} {o.outcome}", o.detail) for o in case.outcomes
               if o.outcome != RankEnd.FINISHED]  # fmt: skip
@@ -54,7 +54,7 @@ def finding_of(case: CaseEntry) -> CaseGist:
     headline = (
         failed[0][0] if ranks_failed(case) else first or "; ".join(case.notes) or case.verdict
     )
-    return CaseGist(
+    return FailureSummary(
         headline=" ".join(headline.split()),
         first=first,
         where=describe_site(case.where or None, case.strategy_file),

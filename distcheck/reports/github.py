@@ -11,7 +11,7 @@ from typing import Any
 
 from distcheck.errors.shown_text import shown
 from distcheck.reports.document import CaseEntry, decoded
-from distcheck.reports.findings import CaseGist, describe_origin, finding_of, name_of
+from distcheck.reports.findings import FailureSummary, describe_origin, finding_of, name_of
 from distcheck.reports.wording import describe_search
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -123,7 +123,7 @@ def _details(case: CaseEntry) -> str:
     return text
 
 
-def _told(found: CaseGist) -> list[tuple[str, str]]:
+def _told(found: FailureSummary) -> list[tuple[str, str]]:
     told = [
         ("cause", "\n".join(found.causes)),
         ("try", "\n".join(found.suggestions)),

@@ -2,7 +2,7 @@
 
 The page carries its own policy, `default-src 'none'`, with the digest of its one style sheet. Where
 even that is blocked by the server, what is left is plain HTML in a sensible order, and
-pictures that bring their own colours. Everything that the report holds is escaped.
+pictures that bring their own colors. Everything that the report holds is escaped.
 """
 
 import base64
@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
 from distcheck.reports import scale
 from distcheck.reports.by_module import tree

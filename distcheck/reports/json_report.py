@@ -14,7 +14,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.shown_text import encodable, without_secrets
 from distcheck.records import CaseReport, CheckResult, Outcome, Report
 from distcheck.records.decoding import decode_json, read_bounded
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.mistakes import MISTAKES
 from distcheck.records.picture_sums import NONFINITE, Aggregates, Losses
 from distcheck.reports import scale

@@ -10,7 +10,7 @@ from rich.text import Text
 from distcheck.errors.shown_text import shown
 from distcheck.records import Report
 from distcheck.reports import brief, scale, terminal
-from distcheck.reports.failures import Said
+from distcheck.reports.failures import PrintedCauses
 from distcheck.reports.json_report import document_of
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
@@ -93,7 +93,7 @@ def _unknown(found: list[scale.Curve]) -> list[str]:
 def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
     """The first failure of each order, as `verify` shows it."""
     first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
-    said = Said()
+    said = PrintedCauses()
     for one in report.cases:
         order = one.case.backend.partition(":")[2]
         if (order, one.case.world) in first and one.verdict == "fail":

@@ -16,12 +16,12 @@ from rich.text import Text
 from distcheck.errors.shown_text import Filtered, shown, without_commands
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import LAYERS, layer_name, named
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.by_module import of_modules
-from distcheck.reports.failures import Said, print_failure
+from distcheck.reports.failures import PrintedCauses, print_failure
 from distcheck.reports.wording import (
     STYLE,
     count,
@@ -93,7 +93,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.siblings)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
-    said = Said()
+    said = PrintedCauses()
     for cases in groups:
         verdict = merge_verdicts([case.verdict for case in cases])
         if quiet:

@@ -96,7 +96,7 @@ def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: st
 
 
 class Lines:
-    """Labelled lines, printed with the texts below each other."""
+    """Labeled lines, printed with the texts below each other."""
 
     def __init__(self, console: Console, *, indent: int = 6) -> None:
         self._console, self._indent = console, indent

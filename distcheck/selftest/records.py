@@ -189,7 +189,7 @@ def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, n
 
 
 def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
-    """ "gradients R S32, agreement": layers gathered under their check."""
+    """ "gradients rounding full batch float32, agreement": layers gathered under their check."""
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)

@@ -39,7 +39,7 @@ from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.launchers import Launch

@@ -15,7 +15,7 @@ forked, and the ranks are its threads. `plugin.py` is the door; beside it:
     waiting     until a world is over: what its ranks say meanwhile, or did when Ctrl-C came
     timeouts    pytest-timeout's, which a world keeps by itself
     failures    many ranks' failures as one report
-    kept        worlds that are kept from test to test (`reuse=True`)
+    reused_worlds  worlds that are kept from test to test (`reuse=True`)
     blas        one thread for it in a rank
     leaks       what a test left behind in a rank
     view        the `world` that a test sees

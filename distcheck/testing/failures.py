@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.testing.pytest_compat import (
     ExceptionChainRepr,
@@ -210,7 +210,7 @@ def _line(text: str) -> ReprEntryNative:
 def _entries_of(
     data: dict[str, Any], config: pytest.Config
 ) -> tuple[list[_Entry], ReprFileLocation | None]:
-    """A rank's own report, as pytest serialised it there, in entries that can be put together."""
+    """A rank's own report, as pytest serialized it there, in entries that can be put together."""
     report = config.hook.pytest_report_from_serializable(config=config, data=data)
     longrepr = report.longrepr
     if isinstance(longrepr, ExceptionChainRepr):

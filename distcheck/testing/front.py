@@ -22,25 +22,25 @@ from distcheck.judge.schedules import found_by, timelines
 from distcheck.machine import devices
 from distcheck.plan.scheduled import how_many
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.schedules import Searched
 from distcheck.testing import (
     blas,
     examples,
     failures,
     fixtures,
-    kept,
     pytest_compat,
     rank,
+    reused_worlds,
     threads,
     timeouts,
 )
 from distcheck.testing.failures import Ended
-from distcheck.testing.kept_rank import BODY
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, RankReport, Seen, Subtest
 from distcheck.testing.rank import Prepared
+from distcheck.testing.reused_rank import BODY
 from distcheck.testing.waiting import listen, ranks_of, wait
 from distcheck.worlds import turns
 from distcheck.worlds.launch import search_schedules, start_world
@@ -185,7 +185,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     with turns.turn():
         try:
             if options.reuse:
-                ended = kept.run(prepared)
+                ended = reused_worlds.run(prepared)
             else:
                 with _pool(prepared) as pool:
                     ended = _run_in(pool, prepared)
@@ -210,7 +210,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
         count = len(failed_subtests)
         text = ", ".join(failed_subtests)
         _refuse(f"contains {count} failed subtest{'s' * (count > 1)}: {text}")
-    if options.schedules or options.switches:
+    if options.schedules or options.preemptions:
         _try_schedules(prepared)
     return ended.reports
 
@@ -381,8 +381,8 @@ def search(
         found = search_schedules(
             pool,
             ranks_of(options, RUN),
-            schedules=how_many(options.schedules, options.switches),
-            switches=options.switches,
+            schedules=how_many(options.schedules, options.preemptions),
+            preemptions=options.preemptions,
             look=lambda: timeouts.check(item),
         )
     except DistcheckError as error:
@@ -437,7 +437,7 @@ def _fail(
             *timelines(found.usual, other),
         ]
     )
-    ended = run_again(replace(options, schedule=other.schedule, schedules=0, switches=0))
+    ended = run_again(replace(options, schedule=other.schedule, schedules=0, preemptions=0))
     if all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes):
         _refuse(f"{text}\nit ended in a {other.end} ({other.what}), and passed when run again")
     failure = failures.failure_of(ended, item.config)

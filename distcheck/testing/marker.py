@@ -15,7 +15,7 @@ NAME = "world"
 SIZE_PARAMETER = "_distcheck_world_size"  # a name that no fixture of a user has
 _MOST_RANKS, _MOST_SIMULATED = 256, 1024
 _KINDS = {
-    "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "switches": int,
+    "seed": int, "reuse": bool, "backend": str, "device": str, "schedules": int, "preemptions": int,
     "schedule": str,
 }  # fmt: skip
 _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reuse=False)'
@@ -33,7 +33,7 @@ class WorldOptions:
     seed: int = 0
     reuse: bool = False
     schedules: int = 0
-    switches: int = 0
+    preemptions: int = 0
     schedule: str = ""
 
     @property
@@ -111,7 +111,7 @@ def _check_simulated(options: WorldOptions) -> None:
         ):
             if given:
                 raise _refuse(f"was given {name} with backend='simulated', where {why}")
-    for name in ("schedules", "switches", "schedule"):
+    for name in ("schedules", "preemptions", "schedule"):
         if getattr(options, name) and not options.is_simulated:
             raise _refuse(f"was given {name}, which needs backend='simulated'")
     try:
@@ -121,7 +121,7 @@ def _check_simulated(options: WorldOptions) -> None:
             options.schedules,
             options.schedule or None,
             options.backend,
-            switches=options.switches,
+            preemptions=options.preemptions,
         )
     except UsageError as error:
         raise _refuse(f"was given another value than it takes: {error}") from None

@@ -6,9 +6,9 @@ import msgspec
 
 from distcheck.testing.examples import PassedToHypothesis
 from distcheck.worlds.jobs import STORE, Job
-from distcheck.worlds.kept import CHANNEL
 from distcheck.worlds.messages import printable
 from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.worker_pool import CHANNEL
 
 End = Literal["passed", "skipped", "rejected", "xfailed", "exit", "failed"]
 
@@ -26,7 +26,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How the test ended on one rank.
 
     `exception` names its class ("module:qualified name"); `longrepr` is pytest's own report of
-    it, as pytest serialises it for xdist; `where` is "path:line" of the crash, `message` its
+    it, as pytest serializes it for xdist; `where` is "path:line" of the crash, `message` its
     first line. `left` says what it left open, `left_stays` whether a next test in the same rank
     would meet that, `groups` how many process groups a kept rank has made so far. `preloads` are
     modules that the rank had to import and that every rank will; `properties` are pytest's "user
@@ -52,7 +52,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How a subtest ended on one rank, sent when it has: pytest's own report of it, serialised.
+    """How a subtest ended on one rank, sent when it has: pytest's own report of it, serialized.
     `failure` is what its rank would have reported had the test failed as the subtest did, less the
     report itself.
     """
@@ -72,7 +72,7 @@ KEPT_ELSE = (
 )
 
 
-class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedTest(msgspec.Struct, frozen=True, kw_only=True):
     """A test for a kept rank: which, with which arguments (pickled), under which marker;
     whether hypothesis will show this run of it.
     """
@@ -84,7 +84,7 @@ class KeptTest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (STORE,))
-SERVE = Job("distcheck.testing.kept_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
+SERVE = Job("distcheck.testing.reused_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
 
 
 def encoded(message: RankReport | Subtest) -> bytes:

@@ -24,7 +24,7 @@ _HELP = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the conformance suite is pointed at."""
-    group = parser.getgroup("distcheck", "gradient synchronisation under test")
+    group = parser.getgroup("distcheck", "gradient synchronization under test")
     for name, kind, what in (
         (
             "strategy",
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     """Ends kept worlds, and waits for the others to be gone."""
-    kept = sys.modules.get("distcheck.testing.kept")
+    kept = sys.modules.get("distcheck.testing.reused_worlds")
     if kept is not None:
         kept.close_all()
     _settle()

@@ -10,7 +10,7 @@ import msgspec
 
 from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
-from distcheck.explore.beside import explore_beside
+from distcheck.explore.thorough_search import search_thoroughly
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.request import Request
@@ -74,8 +74,8 @@ def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
     keep = None if save is None else Store.at(Path(save))
-    cases, beside = plan.plan_cases(request), thorough_run.beside([request])
-    return verify_cases(cases, RunOptions(keep=keep, beside=beside, explore=explore_beside))
+    cases, extras = plan.plan_cases(request), thorough_run.thorough_extras([request])
+    return verify_cases(cases, RunOptions(keep=keep, extras=extras, explore=search_thoroughly))
 
 
 def _request(fields: dict[str, Any]) -> Request:

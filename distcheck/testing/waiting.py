@@ -15,12 +15,12 @@ import pytest
 
 from distcheck.errors import HelperError
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.testing import timeouts
 from distcheck.testing.failures import Ended, name_of
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import Ranks, end_now, not_simulated, run_until_over
 from distcheck.worlds.local.children import Child
@@ -129,7 +129,7 @@ def wait(
     if (refused := not_simulated(world)) is not None:
         world.close()
         raise refused
-    outcomes = _of_the_test(blame.outcomes(world.children, hung=world.hung), heard)
+    outcomes = _of_the_test(root_cause.outcomes(world.children, hung=world.hung), heard)
     ended = heard.as_end(world, outcomes, timeout=timeout)
     world.close()
     return ended

@@ -1,6 +1,6 @@
 """A rank that is late on purpose: sleeps before backward, or before a collective.
 
-Code that synchronises without waiting is often right by luck: the others were there already. A rank
+Code that synchronizes without waiting is often right by luck: the others were there already. A rank
 that comes late takes the luck away.
 
 Collectives are counted where Python enters them, in `torch.distributed`'s functions, so those that

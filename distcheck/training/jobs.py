@@ -42,7 +42,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes_per_sample: int
     own_sampler: bool
     draws_random_numbers: bool
-    normalises_batches: bool = False
+    normalizes_batches: bool = False
     rows_apart: bool = False  # BatchNorm sees rows that are not one sample's after the other's
     rounds_to: tuple[str, ...] = ()  # dtypes of parameters, and shorter ones of the forward pass
     makes_groups: bool = False  # whether the workload divides its parameters into groups
@@ -67,7 +67,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     traits: tuple[str, ...] = ()  # of its parameters, those of TRAITS
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class CodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What was found: the machine, and one entry per case."""
 
     environment: dict[str, Any]
@@ -119,7 +119,7 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Train for `epochs` epochs of at most `steps` steps (None: all of them), recording nothing.
 
-    An empty `case.strategy` synchronises nothing. Every rank says an `EpochFigures` per epoch,
+    An empty `case.strategy` synchronizes nothing. Every rank says an `EpochFigures` per epoch,
     rank 0 a `RunningLoss` every `log_every` steps.
     """
 
@@ -161,7 +161,7 @@ class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 EXAMINE = Job("distcheck.verification.inspection:examine", bytes, dict[str, Any])
 INSPECT = Job(
-    "distcheck.verification.inspection:inspect_cases", InspectionRequest, Facts, ("data",)
+    "distcheck.verification.inspection:inspect_cases", InspectionRequest, CodeFacts, ("data",)
 )
 WAYS = Job(
     "distcheck.verification.inspection:list_ways",

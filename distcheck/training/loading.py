@@ -365,7 +365,7 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
     where = f" ({last[0].filename}, line {last[0].lineno})" if last else ""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if "default process group twice" in text:
-        text += " distcheck has initialised it already; guard it with dist.is_initialized()"
+        text += " distcheck has initialized it already; guard it with dist.is_initialized()"
     return f"importing {what} {place} raised {text}{where}"
 
 
@@ -376,7 +376,7 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     if scripts.levels_in_package(path) and name == path.stem:
         folder = scripts.root_of(path)
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-    if str(folder) not in sys.path:  # so that it can import its neighbours
+    if str(folder) not in sys.path:  # so that it can import its neighbors
         # Where every user may write, after Python's own modules, which another's must not replace.
         is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
         sys.path.insert(len(sys.path) if is_shared else 0, str(folder))

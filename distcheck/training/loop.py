@@ -199,7 +199,7 @@ class Loop:
             loss_value = self._stand_by(step)
         self._observer.backward_over(self._stretches)
         progress(number, "sync")
-        self._synchronise(step)
+        self._synchronize(step)
         self._observer.updated(number, self.model, self._optimizer, loss_value)
         return loss_value, tokens, time.perf_counter() - begun
 
@@ -223,8 +223,8 @@ class Loop:
             self.wrapped(batch.inputs)
         self.wrapped.train(trained)
 
-    def _synchronise(self, step: Step) -> None:
-        """Sync and update. Code that takes the optimizer's step itself, or synchronises within it,
+    def _synchronize(self, step: Step) -> None:
+        """Sync and update. Code that takes the optimizer's step itself, or synchronizes within it,
         has its final gradients when torch's own optimizer begins.
         """
         number, update = step.index, self._strategy.update
@@ -261,8 +261,8 @@ class Loop:
         if len(steps) > 1:
             raise RuntimeError(
                 f"the strategy called optimizer.step() {len(steps)} times in step {number}: it "
-                "must call it once, after all parameters are synchronised (a call inside a loop "
-                "over the parameters updates with gradients that are not synchronised yet)"
+                "must call it once, after all parameters are synchronized (a call inside a loop "
+                "over the parameters updates with gradients that are not synchronized yet)"
             )
         if not steps:
             raise UsageError(
@@ -389,7 +389,7 @@ def _refuse_other_names(strategy: str, before: list[str], model: nn.Module) -> N
         raise UsageError(
             f"{strategy} replaced parameters of the model: {gone[0]} is gone, and {new[0]} is new "
             f"({len(gone)} are gone in all). Parameters are compared by name: build such a model "
-            "in a workload (--workload FILE.py:NAME), and give the code that synchronises it"
+            "in a workload (--workload FILE.py:NAME), and give the code that synchronizes it"
         )
 
 
@@ -412,5 +412,5 @@ def _refuse_steps_in_backward(strategy: str, before: list[float], model: nn.Modu
     raise UsageError(
         f"{strategy} updates the parameters in backward and leaves no gradients, so they are "
         "never seen; leave out the step and the zero_grad() of its hooks, and give the part that "
-        "synchronises: the loop takes the optimizer's step after backward"
+        "synchronizes: the loop takes the optimizer's step after backward"
     )

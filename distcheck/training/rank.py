@@ -35,7 +35,7 @@ from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
-from distcheck.worlds import postings, step_calls, surroundings
+from distcheck.worlds import call_recorder, step_calls, surroundings
 from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
@@ -74,7 +74,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     by_owners = strategy.contract.gradients == "owner"
     simulated = name_of(job.case.backend) == "simulated"
     calls = None
-    if simulated or postings.is_installed():
+    if simulated or call_recorder.is_installed():
         calls = step_calls.listen(rank, past_python=not simulated)
     recorder = TraceRecorder(
         writer,

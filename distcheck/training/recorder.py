@@ -141,7 +141,7 @@ class TraceRecorder(Observer):
 
     Local gradients are taken by hooks on the parameters, registered before the strategy sees
     the model, so they are what backward produced on this rank alone, also for strategies that
-    synchronise while backward is running. Where the code has torch forget them (`leaf_hooks`), they
+    synchronize while backward is running. Where the code has torch forget them (`leaf_hooks`), they
     are put back before the next backward. The order in which the hooks fire is the order in
     which gradients became ready, which is what DDP forms its buckets from.
 
@@ -245,7 +245,7 @@ class TraceRecorder(Observer):
             self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
 
     def synced(self, step: int, model: nn.Module) -> None:
-        """Records local gradients that no hook saw as absent, and the synchronised ones. Of those
+        """Records local gradients that no hook saw as absent, and the synchronized ones. Of those
         that no hook could see nothing is recorded.
         """
         held = self._held("full_gradients")

@@ -1,6 +1,6 @@
 """Files that train when they are imported: of them, only what they define is run.
 
-A course's script, or a public one, often has its training at the top level: it initialises the
+A course's script, or a public one, often has its training at the top level: it initializes the
 process group, reads a command line, and loops. Its functions can be verified all the same.
 """
 
@@ -31,7 +31,7 @@ ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its trai
 
 
 def trains_at(path: Path, *, begins: bool = False) -> int:
-    """The line at its top level where a file trains, or (`begins`) initialises a process group or
+    """The line at its top level where a file trains, or (`begins`) initializes a process group or
     reads its command line; 0: none.
     """
     names = _TRAINS | _BEGINS if begins else _TRAINS

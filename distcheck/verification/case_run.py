@@ -10,13 +10,13 @@ from distcheck.backends import name_of
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.judge import diagnosis
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.rerun_bisection import Separation, TakingApart
 from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.run_facts import SEPARATELY
 from distcheck.training.jobs import CaseFacts
 from distcheck.verification.process_state import state_lines
@@ -66,7 +66,7 @@ class CaseRun:
     of_rerun: list[CheckResult] | None = None
     separation: Separation | None = None
     results: list[CheckResult] = field(default_factory=list)
-    seen: Facts | None = None
+    seen: Measurements | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
     not_run: str = ""
     defect: InternalError | None = None
@@ -83,8 +83,8 @@ class CaseRun:
 
     def cut_short(self) -> None:
         """Says, where a closer look was due, that the run ended before it."""
-        if self.seen is None and not self.finished and diagnosis.worth_a_look(self.results):
-            self.seen = Facts(world=self.case.world, trouble=_INTERRUPTED)
+        if self.seen is None and not self.finished and diagnosis.needs_diagnosis(self.results):
+            self.seen = Measurements(world=self.case.world, trouble=_INTERRUPTED)
 
     def close(self) -> None:
         while self.traces:

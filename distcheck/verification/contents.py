@@ -96,7 +96,7 @@ def contents_of(
         "complex": any("complex" in spec.dtype for spec in model.parameters),
         "buffers": bool(model.buffers),
         "integer_buffers": any("int" in spec.dtype for spec in model.buffers),
-        "batch_norm": facts.normalises_batches,
+        "batch_norm": facts.normalizes_batches,
         "random_numbers": facts.draws_random_numbers,
         "unequal_shards": any(len(set(step)) > 1 for step in sizes),
         "accumulation": training.accumulate > 1 or facts.contract.micro_batches > 1,

@@ -10,8 +10,8 @@ Four kinds of right code fail in the default cases, and none of them in a usual 
   composite have, or one of five (`channels_last`), which the composite has. They are run again with
   another parameter in its place, and those reports take the first ones' places
 - code that computes in float32 whatever the gradients' dtype is: it fails in the float64 case,
-  which is added for S64, with numbers of float32 or an exception that names a dtype. Where every
-  float32 case passed, that case is left out
+  which is added for full batch float64, with numbers of float32 or an exception that names a dtype.
+  Where every float32 case passed, that case is left out
 - code that takes no account of gradients that some ranks do not have: it raises or hangs in the
   cell that the default run adds for them, which is left out then (`plan/cells_to_run.py`)
 - code that weights no rank, where shards are unequal: it is wrong there, and stays so. A case with
@@ -35,7 +35,7 @@ from distcheck.judge import schedules
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import MISUSES, RankEnd
+from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
@@ -59,8 +59,18 @@ _DTYPE = re.compile(
     r"|Float|Half|(?:Float|Double|Half)Tensor)\b"
 )
 # What gradients are called that were used before an exchange had ended.
-_RACES = {"nondeterministic", "partial-sync", "duplicated-rank", "one-rank-only", "unexplained"}
-_FOLLOW = {"no-sync", "replicas-differ", "wrong-update"}  # from one, though each has other causes
+_RACES = {
+    "nondeterministic",
+    "partial-sync",
+    "duplicated-rank",
+    "single-rank-gradient",
+    "unexplained",
+}
+_FOLLOW = {
+    "missing-sync",
+    "replicated-gradients-differ",
+    "wrong-update",
+}  # from one, though each has other causes
 _MOST_SHOWN = 160  # characters of an error
 
 
@@ -277,7 +287,7 @@ def is_untrained(report: CaseReport) -> bool:
 def _exchanged_nothing(report: CaseReport) -> bool:
     """Whether every rank holds its own gradients; one rank's, in a world of two, are the same."""
     causes = {one.cause for one in report.diagnosis}
-    return "no-sync" in causes and causes <= {"no-sync", "one-rank-only"}
+    return "missing-sync" in causes and causes <= {"missing-sync", "single-rank-gradient"}
 
 
 def _is_gone(outcome: Outcome) -> bool:
@@ -355,7 +365,7 @@ def with_schedules(
     """The report with the check `schedules`. Raises CannotRunError where they cannot be run."""
     case = report.case
     found = _search(pool, case, description, data_fd, show)
-    replay = msgspec.structs.replace(case, schedules=0, switches=0).command_line
+    replay = msgspec.structs.replace(case, schedules=0, preemptions=0).command_line
     result, causes = schedules.judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
     checks = (*report.checks, result)
@@ -403,7 +413,7 @@ def _search(
         pool,
         ranks,
         schedules=case.schedules,
-        switches=case.switches,
+        preemptions=case.preemptions,
         fds={} if data_fd is None else {"data": data_fd},
         on_progress=lambda ran: show(
             f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"

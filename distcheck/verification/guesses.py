@@ -19,13 +19,13 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
 from distcheck.records.case_ids import as_file_name
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS
 from distcheck.training.adapters.forms import trained_with
 from distcheck.verification import preparation, verdicts
-from distcheck.verification.book import Book
 from distcheck.verification.case_run import CaseRun
+from distcheck.verification.report_builder import ReportBuilder
 from distcheck.verification.session import OnFinished, Session
 from distcheck.workloads import about, datasets
 from distcheck.worlds.pool import Pool
@@ -106,7 +106,11 @@ def trial_of(run: CaseRun) -> Trial:
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code that calls no collective exchanges in no form.
     sure = used or not run.facts.exchanges
-    explained = _is_of_update(report) or bool(named - {"no-sync"}) or ("no-sync" in named and sure)
+    explained = (
+        _is_of_update(report)
+        or bool(named - {"missing-sync"})
+        or ("missing-sync" in named and sure)
+    )
     return Trial(
         way=way,
         passed=report.verdict == "pass",
@@ -136,7 +140,12 @@ class Guess:
     waiting: list[CaseRun] = field(default_factory=list)
 
     def settle(
-        self, pool: Pool, book: Book, data: preparation.Data, session: Session, enter: OnFinished
+        self,
+        pool: Pool,
+        book: ReportBuilder,
+        data: preparation.Data,
+        session: Session,
+        enter: OnFinished,
     ) -> Sequence[CaseRun]:
         """Decides, and returns the cases that are left to run. Raises UsageError where the person
         has to say how the code is called.

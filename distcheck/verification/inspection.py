@@ -13,7 +13,7 @@ import torch
 
 from distcheck import __version__, backends
 from distcheck.backends import nccl
-from distcheck.backends.mpi.alone import stand_alone
+from distcheck.backends.mpi.single_process import stand_alone
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge import acceptance
@@ -34,7 +34,7 @@ from distcheck.training.building import (
     open_ingredients,
     updates_again,
 )
-from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, Facts, InspectionRequest
+from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, CodeFacts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import Look, load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
@@ -119,7 +119,7 @@ _SAME_ROWS = 1e-2  # of their norm: far above rounding in any dtype, and other r
 
 
 @INSPECT.does
-def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> Facts:
+def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> CodeFacts:
     """Loads everything once. Raises UsageError or CannotRunError with what is wrong."""
     if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
         raise CannotRunError(why)
@@ -167,7 +167,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     first = job.cases[0]
     devices.enter(first.device, 0)
     seeds.pin_determinism()  # files of theirs have been loaded
-    return Facts(environment=environment(first.backend, first.device), cases=tuple(facts))
+    return CodeFacts(environment=environment(first.backend, first.device), cases=tuple(facts))
 
 
 @WAYS.does
@@ -267,7 +267,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     # What a workload does before its first step may put them into another mode.
     changes = hasattr(ingredients.loaded.workload, "before_step")
-    normalises = any(changes or m.training or m.running_mean is None for m in norms)
+    normalizes = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
     roundings = _Roundings(model)
     before, libraries_before = torch.get_rng_state(), seeds.library_states()
@@ -294,8 +294,8 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,
         draws_random_numbers=draws,
-        normalises_batches=normalises,
-        rows_apart=normalises and _rows_apart(ingredients, model, norms),
+        normalizes_batches=normalizes,
+        rows_apart=normalizes and _rows_apart(ingredients, model, norms),
         rounds_to=tuple(sorted(roundings.dtypes)),
         training=ingredients.training,
         must_happen=ingredients.must_happen,

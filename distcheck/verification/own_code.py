@@ -26,7 +26,7 @@ from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.workloads.datasets.description import PREPARE, PrepareRequest
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import internal_error
 from distcheck.worlds.local.children import Child
@@ -93,10 +93,10 @@ _BEFORE = "rendezvous"  # the phase in which ranks meet; what they train is load
 
 
 def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> InternalError | None:
-    raised = blame.own_defect(children, hung=hung)
+    raised = root_cause.own_defect(children, hung=hung)
     if raised is None:
         return None
-    at = blame.first_cause(children, hung=hung).progress
+    at = root_cause.first_cause(children, hung=hung).progress
     loaded = at is not None and at.phase != _BEFORE
     return None if loaded and not is_own_alone(case) else internal_error(raised)
 

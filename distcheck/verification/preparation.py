@@ -30,14 +30,14 @@ from distcheck.training.jobs import (
     Calibration,
     CalibrationRequest,
     CaseFacts,
-    Facts,
+    CodeFacts,
     InspectionRequest,
 )
 from distcheck.verification import limits
 from distcheck.verification.case_run import CaseRun
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import (
     Ranks,
     error_of,
@@ -134,7 +134,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
         os.close(fd)
 
 
-def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> Facts:
+def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
     """Loads every strategy and workload once. Raises UsageError or CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
@@ -172,7 +172,7 @@ def plan_runs(
     spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
     """Layouts and planned checks of every case, and the cases that are left out, with the reason;
-    calibrates what X relies on, once per world.
+    calibrates what the bitwise layer relies on, once per world.
 
     Leaves a case out, with a note beside its siblings as well, where its strategy's wire could not
     carry its numbers, or where it does not fit on this machine and its world is `spare`. Raises
@@ -361,10 +361,10 @@ def calibrate(
                 f"there was no progress for {deadline_s:g} s; raise --deadline, or use fewer ranks"
             )
             if not ranks.hung:
-                raised = blame.own_defect(ranks.children, hung=False)
+                raised = root_cause.own_defect(ranks.children, hung=False)
                 if raised is not None and name_of(backend) in backend_names():
                     raise internal_error(raised)
-                why = str(error_of(blame.first_cause(ranks.children, hung=False)))
+                why = str(error_of(root_cause.first_cause(ranks.children, hung=False)))
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )

@@ -13,10 +13,10 @@ from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
 from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import preparation, verdicts
-from distcheck.verification.book import nothing_judged, run_of
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
 from distcheck.verification.progress import Listener, Silent
+from distcheck.verification.report_builder import nothing_judged, run_of
 from distcheck.verification.session import Session
 from distcheck.worlds.pool import Pool
 

@@ -27,25 +27,25 @@ from distcheck.errors import (
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
-from distcheck.plan.thorough import NOTHING_BESIDE, Beside
+from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
 from distcheck.reports import notebook
 from distcheck.reports.terminal import render_failure
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 from distcheck.verification import followups, limits, preparation, verdicts
-from distcheck.verification.book import (
-    Book,
-    GivenUpError,
-    Interrupted,
-    given_up_on,
-    nothing_judged,
-    reported,
-)
 from distcheck.verification.case_run import CaseRun, is_separate
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.guesses import Guesses
 from distcheck.verification.progress import Listener, Silent
+from distcheck.verification.report_builder import (
+    GivenUpError,
+    Interrupted,
+    ReportBuilder,
+    given_up_on,
+    nothing_judged,
+    reported,
+)
 from distcheck.verification.session import Session
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.worlds import turns
@@ -80,7 +80,7 @@ class RunOptions:
                count
     left_out   cases of that plan that are not run, each with the reason
     beside     searches, and what may be left out
-    explore    runs the searches last, as `distcheck.explore.beside.explore_beside` does
+    explore    runs the searches last, as `distcheck.explore.thorough_search.explore_beside` does
     """
 
     keep: Store | None = None
@@ -90,7 +90,7 @@ class RunOptions:
     whole: RunPlan | None = None
     follow_up: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
-    beside: Beside = NOTHING_BESIDE
+    extras: ThoroughExtras = NO_EXTRAS
     explore: Callable[..., None] | None = None
 
 
@@ -130,7 +130,7 @@ def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -
 
 
 def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: Origin) -> Report:
-    listener, keep, beside = options.listener or Silent(), options.keep, options.beside
+    listener, keep, extras = options.listener or Silent(), options.keep, options.extras
     made = options.made
     listener.preparing("importing torch")
     if any(source_files.mentions(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}):
@@ -159,31 +159,31 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         left = [case for case in cases if case.id not in earlier]
         listener.preparing("calibrating reduction orders")
         known = [about[case.id] for case in left]
-        runs, out = preparation.plan_runs(pool, left, known, data, beside.spare)
+        runs, out = preparation.plan_runs(pool, left, known, data, extras.spare)
         if keep is not None:
             keep.check_space(sum(limits.trace_bytes(run.case, run.layout) for run in runs))
         listener.planned([run.case for run in runs], before=len(earlier))
         for run in runs:
             if run.case.id in made:
                 run.notes += _since(made[run.case.id], here[run.case.id], run.case)
-        book = Book(pool, runs, here, environment, keep, earlier)
+        book = ReportBuilder(pool, runs, here, environment, keep, earlier)
         out = {**options.left_out, **out}
         book.plan, book.left_out, book.settles = options.whole, out, options.follow_up
-        if beside.required:
+        if extras.required:
             book.left_out, book.unknown = {}, _unknown(left, out, origin)
         book.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
-        session.after_hang = beside.after_hang
+        session.after_hang = extras.after_hang
         with reported(book):
             _run_all(runs, pool, book, data, session, options)
             if options.follow_up:
                 _follow_up(pool, book, data, session, listener)
             _search_schedules(pool, book, data, listener)
-            if beside.searches:
+            if extras.searches:
                 assert options.explore is not None
                 options.explore(
                     pool,
-                    beside.searches,
+                    extras.searches,
                     book.finished,
                     book.not_counted,
                     keep=keep is not None,
@@ -196,7 +196,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
 def _run_all(
     runs: Sequence[CaseRun],
     pool: Pool,
-    book: "Book",
+    book: "ReportBuilder",
     data: preparation.Data,
     session: Session,
     options: RunOptions,
@@ -209,11 +209,11 @@ def _run_all(
 
     def enter(run: CaseRun) -> str | None:
         if options.follow_up and guesses.keep(run, book.report_of, session.set_aside):
-            if options.beside.fail_fast:
+            if options.extras.fail_fast:
                 later.extend(session.set_aside())
             return None
         verdict = book.enter(run)
-        if options.beside.fail_fast and book.stands(run.case):
+        if options.extras.fail_fast and book.stands(run.case):
             failed.append(run.case)
         if failed and not guesses.open():
             session.end_after(failed[0])
@@ -229,7 +229,9 @@ def _run_all(
             left, later[:] = [*later], []
 
 
-def _search_schedules(pool: Pool, book: "Book", data: preparation.Data, listener: Listener) -> None:
+def _search_schedules(
+    pool: Pool, book: "ReportBuilder", data: preparation.Data, listener: Listener
+) -> None:
     for report in book.finished:
         if followups.schedules_are_due(report):
             found = followups.with_schedules(
@@ -260,7 +262,7 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
 
 
 def _follow_up(
-    pool: Pool, book: "Book", data: preparation.Data, session: Session, listener: Listener
+    pool: Pool, book: "ReportBuilder", data: preparation.Data, session: Session, listener: Listener
 ) -> None:
     wanted = followups.follow_ups(book.finished)
     done: list[tuple[FollowUp, CaseReport]] = []

@@ -20,7 +20,7 @@ from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import TakingApart
 from distcheck.machine.resources import available_bytes, cores
@@ -33,7 +33,7 @@ from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.progress import Listener, step_in_words, steps_in_words
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
@@ -48,7 +48,7 @@ _JUDGE_DEADLINE_S = 600.0  # without any sign of work; a judge says what it begi
 
 
 @dataclass(frozen=True)
-class Judging:
+class JudgeTask:
     """`what` is judged: the first world; the rerun, in its place; a further world's bits. `of_run`
     is what is judged of the whole run beside some of its steps.
     """
@@ -57,7 +57,7 @@ class Judging:
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
     whole_run: bool
-    closer_look: bool = False
+    diagnoses: bool = False
     what: WorldName = "world"
     of_run: tuple[tuple[str, str], ...] = ()
 
@@ -93,7 +93,7 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
     return [group for group in (whole, [p for p in planned if p not in whole]) if group]
 
 
-def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int | None) -> World:
+def start_judging(pool: Pool, judging: JudgeTask, description: bytes, data_fd: int | None) -> World:
     """Starts the process that judges; `description` and `data_fd` are of the data set."""
     run = judging.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
@@ -105,7 +105,7 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
         "description": description,
         "draws_random_numbers": run.facts.draws_random_numbers,
     }
-    if judging.closer_look:
+    if judging.diagnoses:
         look = ObserveRequest(
             **about,
             steps=diagnosis.steps_to_look_at(run.results),
@@ -127,15 +127,15 @@ def start_judging(pool: Pool, judging: Judging, description: bytes, data_fd: int
     return start(JUDGE, request, fds)
 
 
-def what_was_seen(world: World, run: CaseRun) -> Facts:
+def what_was_seen(world: World, run: CaseRun) -> Measurements:
     """What a closer look has measured; why it could not, where it failed."""
     try:
         return OBSERVE.decode(job_result(world))
     except DistcheckError as error:
-        return Facts(world=run.case.world, trouble=str(error))
+        return Measurements(world=run.case.world, trouble=str(error))
 
 
-def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
+def judged_results(world: World, judging: JudgeTask) -> list[CheckResult]:
     """A judge's results; unknown, where it failed."""
     try:
         return JUDGE.decode(job_result(world))
@@ -149,7 +149,7 @@ def what_was_judged(world: World, judging: Judging) -> list[CheckResult]:
     ]
 
 
-class CloserLooks:
+class DiagnosisQueue:
     """Which failed cases are looked at: one of those that fail in the same way.
 
     A closer look costs as much as a case. Once one case of a strategy is explained, another in
@@ -225,10 +225,10 @@ class Session:
         self._pool, self._listener = pool, listener
         self._description, self._data_fd = description, data_fd
         self._worlds: deque[_Awaited] = deque()
-        self._judgings: deque[Judging] = deque()
+        self._judgings: deque[JudgeTask] = deque()
         self._world: tuple[World, _Awaited] | None = None
-        self._judges: list[tuple[World, Judging]] = []
-        self._looks = CloserLooks()
+        self._judges: list[tuple[World, JudgeTask]] = []
+        self._looks = DiagnosisQueue()
         self.after_hang = False  # whether other cases of a strategy that has hung are run
         self._last: Case | None = None  # after which nothing is judged any more
         self._on_finished: OnFinished = lambda run: "unknown"
@@ -301,7 +301,7 @@ class Session:
             return True
         return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
-    def _has_room_for(self, judging: Judging) -> bool:
+    def _has_room_for(self, judging: JudgeTask) -> bool:
         """Whether another judge may start: there are processes and, as far as known, memory."""
         if not self._judges:
             return True
@@ -365,7 +365,7 @@ class Session:
         spent = time.monotonic() - world.begun
         run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
         unstarted = [c for c in world.children if c.spawn_error]
-        outcomes = blame.outcomes(world.children, hung=world.hung)
+        outcomes = root_cause.outcomes(world.children, hung=world.hung)
         world.close()
         if unstarted:
             raise CannotRunError(
@@ -444,7 +444,7 @@ class Session:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._judgings.append(Judging(run, steps, tuple(group), whole_run=False))
+                self._judgings.append(JudgeTask(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
     def _judge_whole_run_if_due(self, run: CaseRun) -> None:
@@ -456,7 +456,7 @@ class Session:
             # A process of its own costs more than what is left to compare.
             self._judgings[-1] = replace(last, of_run=planned)
             return
-        self._judgings.append(Judging(run, (), planned, whole_run=True))
+        self._judgings.append(JudgeTask(run, (), planned, whole_run=True))
         run.judges_left += 1
 
     def _tick_judges(self) -> None:
@@ -468,20 +468,20 @@ class Session:
             self._judges.remove(entry)
             run = judging.run
             spent = time.monotonic() - world.begun
-            what = "closer look" if judging.closer_look else "judge"
+            what = "closer look" if judging.diagnoses else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
-            if judging.closer_look:
+            if judging.diagnoses:
                 run.seen = what_was_seen(world, run)
             else:
-                self._take_results(judging, what_was_judged(world, judging))
+                self._take_results(judging, judged_results(world, judging))
             world.close()
             run.judges_left -= 1
             self._go_on(run)
-            for other in self._looks.taken_up(run) if judging.closer_look else ():
+            for other in self._looks.taken_up(run) if judging.diagnoses else ():
                 other.judges_left -= 1
                 self._go_on(other)
 
-    def _take_results(self, judging: Judging, results: list[CheckResult]) -> None:
+    def _take_results(self, judging: JudgeTask, results: list[CheckResult]) -> None:
         run = judging.run
         if judging.what == "world":
             run.results += results
@@ -525,7 +525,7 @@ class Session:
         if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
             planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
-            judging = Judging(run, steps, planned, whole_run=False, what="rerun")
+            judging = JudgeTask(run, steps, planned, whole_run=False, what="rerun")
             self._judgings.append(judging)
             run.judges_left += 1
             return True
@@ -539,19 +539,19 @@ class Session:
             self._go_on(run)
             return
         planned = (("rerun", "-"),)
-        self._judgings.append(Judging(run, (), planned, whole_run=True, what="further"))
+        self._judgings.append(JudgeTask(run, (), planned, whole_run=True, what="further"))
         run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
         """Whether a case that is judged goes on to be diagnosed: once, and only if it failed in
         another way than one that is explained.
         """
-        if run.seen is not None or not diagnosis.worth_a_look(run.results):
+        if run.seen is not None or not diagnosis.needs_diagnosis(run.results):
             return False
         if not self._looks.explained(run):
             run.judges_left += 1
             if not self._looks.waits(run):
-                self._judgings.append(Judging(run, (), (), whole_run=True, closer_look=True))
+                self._judgings.append(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
         return run.like is None
 
     def _end_everything(self) -> None:

@@ -26,7 +26,7 @@ from distcheck.records import (
     Outcome,
     merge_verdicts,
 )
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
@@ -163,10 +163,10 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
     """Failures against bits that were computed here become unknown where others recorded them.
 
-    So is every X, the first model, and R: its bound is that of adding up and dividing the ranks'
-    own gradients, and the reference has those as this machine's kernels compute them. What ranks
-    are compared with each other, the lattice's exact sums, and the full batch, whose bound is that
-    of a computation in another order, stand.
+    So is every the bitwise layer, the first model, and The rounding bound: its bound is that of
+    adding up and dividing the ranks' own gradients, and the reference has those as this machine's
+    kernels compute them. What ranks are compared with each other, the lattice's exact sums, and the
+    full batch, whose bound is that of a computation in another order, stand.
     """
     return [
         _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)

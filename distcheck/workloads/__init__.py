@@ -18,7 +18,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     data      what it trains on whatever `--data` says; empty where it takes that
     in_float64  whether its float64 case costs seconds, not minutes
     without   the layers that have nothing to say about it
-    least     samples that each rank must have: BatchNorm cannot normalise a single one
+    least     samples that each rank must have: BatchNorm cannot normalize a single one
     """
 
     steps: int = 3
@@ -40,8 +40,9 @@ ABOUT: Mapping[str, About] = {
     # In float32 it has dropout, and a whole batch would draw other masks.
     "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
-# The float64 case beside a float32 one is there for S64, which looks for what shards mean: that is
-# the same at every step. Two, so that the second starts from parameters that were updated.
+# The float64 case beside a float32 one is there for full batch float64, which looks for what shards
+# mean: that is the same at every step. Two, so that the second starts from parameters that were
+# updated.
 STEPS_IN_FLOAT64 = 2
 
 

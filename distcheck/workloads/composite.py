@@ -18,10 +18,11 @@ Three choices keep every tensor worth comparing:
   an attention's keys, has a gradient of zero by construction, so there are none.
 - All functions are smooth (GELU, tanh), so rounding decides nothing.
 - Dropout would leave no whole batch to compare with: masks differ from shard to shard. In float64,
-  which is there for S64, it is off.
+  which is there for full batch float64, it is off.
 
 In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes show two updates. AdamW's
-first rate is not 0, so that S64 judges parameters that were updated after a single step.
+first rate is not 0, so that full batch float64 judges parameters that were updated after a single
+step.
 """
 
 from collections.abc import Iterable
@@ -151,11 +152,11 @@ class Text(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.neighbours = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.neighbors = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each token's vector, mixed with its neighbours'."""
-        found: torch.Tensor = self.neighbours(self.embedding(tokens).transpose(1, 2))
+        """Each token's vector, mixed with its neighbors'."""
+        found: torch.Tensor = self.neighbors(self.embedding(tokens).transpose(1, 2))
         return torch.tanh(found).transpose(1, 2)
 
 

@@ -5,13 +5,15 @@
 Nothing cancels here: inputs, weights and cotangents are positive, so every gradient is a sum of
 positive terms, over the samples as well as within the network. A gradient that is the small rest of
 large terms would be as small as its rounding errors, and correct code would differ from the whole
-batch by more than S32 allows for. For the same reason layers are followed by tanh: it has no point
-at which rounding decides which side of a kink an input is on. And no layer makes numbers grow,
-however many stand in a row: where a tanh is nearly 1, its slope is the small rest of 1 - tanh^2.
+batch by more than full batch float32 allows for. For the same reason layers are followed by tanh:
+it has no point at which rounding decides which side of a kink an input is on. And no layer makes
+numbers grow, however many stand in a row: where a tanh is nearly 1, its slope is the small rest of
+1 - tanh^2.
 
 BatchNorm is the exception: what passes back through it adds up to zero. It stands before every
 layer that trains, and a sigmoid makes its results positive again; its own weight's gradient is the
-rest of larger terms, and S32 compares it on the scale of its bias' gradient, which is not.
+rest of larger terms, and full batch float32 compares it on the scale of its bias' gradient, which
+is not.
 """
 
 from collections.abc import Iterable

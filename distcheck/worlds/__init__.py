@@ -3,7 +3,7 @@
 world.py         one world of ranks: linger, deadline, blame, calls that do not match
 launch.py        starting a world of ranks, or a lone job
 pool.py          what ranks are forked from here: the helper, and further interpreters
-kept.py          processes that stay from request to request
+worker_pool.py   processes that stay from request to request
 jobs.py          what a process can be asked to do: the type of a job, and no job
 reporter.py      a forked process's line to the front
 messages.py      what front, helper and children say to each other; framing.py how it travels
@@ -13,11 +13,11 @@ surroundings.py  what differs between ranks in several interpreters: machines, e
 
 stalls.py        telling a hung rank from a slow machine
 waiting.py       whether a rank waits, and in which of its calls
-postings.py      what those calls are; flight.py: torch's own record of them
+call_recorder.py      what those calls are; flight.py: torch's own record of them
 callers.py       whose code a file is, and the line that called
 proofs.py        what proves by them that a world can go no further
 call_log.py      the latest calls in shared memory, for ranks that a library ends
-blame.py         how each rank ended, and which end was the cause
+root_cause.py         how each rank ended, and which end was the cause
 interrupts.py    Ctrl-C and SIGTERM
 turns.py         how many worlds run at once under pytest-xdist
 scratch.py       folders that go even where the process that made them is killed

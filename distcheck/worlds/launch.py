@@ -167,13 +167,13 @@ def search_schedules(
     ranks: Ranks[Asked],
     *,
     schedules: int,
-    switches: int,
+    preemptions: int,
     fds: Descriptors | None = None,
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> Searched:
     """What ranks come to in a simulated world under the usual schedule and `schedules`
-    others, drawn or with at most so many `switches`. `look` is called meanwhile, and may raise.
+    others, drawn or with at most so many `preemptions`. `look` is called meanwhile, and may raise.
     Raises as `job_result` does.
     """
     host = HostRequest(
@@ -183,7 +183,7 @@ def search_schedules(
         starts=_starts(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
     )
     asked = SearchRequest(
-        host=host, schedules=schedules, deadline_s=ranks.deadline_s, switches=switches
+        host=host, schedules=schedules, deadline_s=ranks.deadline_s, preemptions=preemptions
     )
     world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
     world.children[0].on_progress = lambda progress: on_progress(progress.step)

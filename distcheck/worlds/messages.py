@@ -5,7 +5,7 @@ helper -> front    Ready; of a child Spawned and Exited, as Of
 child -> front     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over a pipe of its own
 
 Of ranks that have no pipe to the front the same is said as Of: by the child that holds a simulated
-world, which says of them all Proven and Remarked; and by another machine, see `remote/wire.py`.
+world, which says of them all Proven and Remarked; and by another machine, see `remote/protocol.py`.
 """
 
 import time
@@ -79,7 +79,7 @@ class Progress(msgspec.Struct, tag=True):
     phase: str
 
 
-class Said(msgspec.Struct, tag=True):
+class UserMessage(msgspec.Struct, tag=True):
     """A child tells the front something that only its own job understands."""
 
     payload: bytes
@@ -177,7 +177,9 @@ class Proven(msgspec.Struct, tag=True):
     what: str
 
 
-ChildEvent = Spawned | Progress | Said | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+ChildEvent = (
+    Spawned | Progress | UserMessage | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+)
 
 
 class Of(msgspec.Struct, tag=True):
@@ -195,7 +197,7 @@ class Of(msgspec.Struct, tag=True):
 Request = Spawn | Signal
 Notice = Ready | Of
 # What comes through a child's pipe.
-Event = Progress | Said | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
+Event = Progress | UserMessage | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
 AnyEvent = Event | ChildEvent
 
 

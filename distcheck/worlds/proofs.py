@@ -19,7 +19,7 @@ from distcheck.worlds.messages import Proven, Waits, printable
 # here as soon as it has run on, and says so within 0.2 s if its look has a core.
 _UNCHANGED_S = 0.25
 
-Said = Mapping[int, Waits]  # by rank
+WaitsByRank = Mapping[int, Waits]  # by rank
 
 
 class ProofWatch:
@@ -45,7 +45,7 @@ class ProofWatch:
         return self._found if known_at - self._since >= _UNCHANGED_S else None
 
 
-def proof(said: Said) -> Proven | None:
+def proof(said: WaitsByRank) -> Proven | None:
     """What proves by what all ranks of a world have said that it can go no further."""
     if all(own.over for own in said.values()) or not all(_fits(r, said) for r in said):
         return None
@@ -55,7 +55,7 @@ def proof(said: Said) -> Proven | None:
     return Proven(how, printable(what)) if what else None
 
 
-def _fits(rank: int, said: Said) -> bool:
+def _fits(rank: int, said: WaitsByRank) -> bool:
     """Whether a rank names itself, ranks of this world and calls that it has listed: what it says
     comes from a process in which any code may run.
     """
@@ -70,7 +70,7 @@ def _fits(rank: int, said: Said) -> bool:
     )
 
 
-def _mismatch(said: Said) -> str:
+def _mismatch(said: WaitsByRank) -> str:
     waited = [c for own in said.values() for c in (own.calls[place] for place in own.on)]
     for call in sorted(waited, key=lambda c: (c.is_message, c.number, c.group, c.rank)):
         if call.is_message:
@@ -91,7 +91,7 @@ def _mismatch(said: Said) -> str:
     return ""
 
 
-def _misfit(call: Posted, said: Said) -> str:
+def _misfit(call: Posted, said: WaitsByRank) -> str:
     """A send and a receive that meet and are of different sizes: by their numbers, which are those
     between two ranks with one tag, as long as no receive takes from any rank.
     """
@@ -108,7 +108,7 @@ def _misfit(call: Posted, said: Said) -> str:
     return ""
 
 
-def _deadlock(said: Said) -> tuple[str, str]:
+def _deadlock(said: WaitsByRank) -> tuple[str, str]:
     """Who waits for whom, if none of the ranks that wait can go on before another one of them; and
     of which kind that is.
     """
@@ -133,7 +133,7 @@ def _deadlock(said: Said) -> tuple[str, str]:
     return why_stuck(waits, over)
 
 
-def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
+def _may_complete(call: Posted, said: WaitsByRank, stuck: set[int]) -> bool:
     if not call.is_message and not _ranks_of(call, said):
         return True  # of a group that not all ranks know alike: nothing is known of it
     missing = list(_waited_for(call, said))
@@ -142,7 +142,7 @@ def _may_complete(call: Posted, said: Said, stuck: set[int]) -> bool:
     return not stuck.intersection(missing)
 
 
-def _waited_for(call: Posted, said: Said) -> Iterator[int]:
+def _waited_for(call: Posted, said: WaitsByRank) -> Iterator[int]:
     """The ranks that a call waits for, which have not posted what belongs to it."""
     if not call.is_message:
         ranks = _ranks_of(call, said)
@@ -177,7 +177,7 @@ def _takes_from_any(own: Waits, call: Posted) -> bool:
     return _messages(own, call, "recv", (-1,)) > 0
 
 
-def _ranks_of(call: Posted, said: Said) -> tuple[int, ...]:
+def _ranks_of(call: Posted, said: WaitsByRank) -> tuple[int, ...]:
     """The ranks of a collective's group, if all of them know it alike; or none."""
     ranks = said[call.rank].ranks.get(call.group, ())
     if not all(rank in said for rank in ranks):

@@ -21,7 +21,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.backends.mpi.library import TORCH_NAME
-from distcheck.worlds import flight, linux, postings
+from distcheck.worlds import call_recorder, flight, linux
 
 _MARGIN_S = 120.0
 _LOOK_EVERY_S = 0.0005
@@ -103,7 +103,7 @@ def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
     usual_limit_s = min(timeout, _torchs_timeout()).total_seconds()
     if backends.name_of(rendezvous.backend) == "simulated":
         return _join_simulated(rendezvous, timeout, usual_limit_s)
-    postings.install(usual_limit_s)
+    call_recorder.install(usual_limit_s)
     store = _store(rendezvous, store_fd, timeout)
     registered = registered or backends.register(rendezvous.backend)
     if registered == TORCH_NAME:
@@ -167,9 +167,9 @@ def note_calls_of_mpi() -> None:
     from distcheck.backends.mpi.work import MPIWork
 
     flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
-    postings.note_calls_of(MPIGroup)
-    notes = postings.HERE
-    postings.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
+    call_recorder.note_calls_of(MPIGroup)
+    notes = call_recorder.HERE
+    call_recorder.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
 
 
 def _move_on() -> None:

@@ -53,4 +53,4 @@ class Reporter:
 
     def say(self, payload: bytes) -> None:
         """Tells the front something that only this job's starter understands."""
-        self.send(messages.Said(payload))
+        self.send(messages.UserMessage(payload))

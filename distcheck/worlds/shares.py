@@ -1,7 +1,7 @@
 """The ranks of a world that live in one place, and what a world asks of that place.
 
 A world on one machine has one share; under a launcher that spans processes or machines it has
-one for each of them (`fleet.py`).
+one for each of them (`coordinator.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

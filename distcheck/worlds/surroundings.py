@@ -57,7 +57,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     def interpreter_of(self, rank: int) -> int | None:
         """The further interpreter that a rank is forked from; None: the helper.
 
-        By the parity of the ones in the rank's binary digits: neighbours differ, and so do the two
+        By the parity of the ones in the rank's binary digits: neighbors differ, and so do the two
         ranks of a group with any power of two as its stride.
         """
         return rank.bit_count() % len(HASH_SEEDS) if "interpreters" in self.factors else None

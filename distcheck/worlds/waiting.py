@@ -19,8 +19,8 @@ from typing import Any
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
 from distcheck.worlds import flight, linux, messages
+from distcheck.worlds.call_recorder import HERE, NotedCall, PostedCalls
 from distcheck.worlds.callers import is_theirs
-from distcheck.worlds.postings import HERE, NotedCall, Postings
 from distcheck.worlds.reporter import Reporter
 
 LOOK_EVERY_S = 0.1
@@ -170,7 +170,7 @@ def _limits_s() -> dict[str, float]:
     return found
 
 
-def _as_posted(entry: dict[str, Any], postings: Postings) -> Posted:
+def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> Posted:
     """A collective of the recorder's, with what was noted of it."""
     import torch.distributed as dist
 

@@ -16,13 +16,13 @@ from functools import partial
 
 from distcheck.records import posted_calls
 from distcheck.records.posted_calls import Posted
-from distcheck.worlds import blame, messages
-from distcheck.worlds.blame import SIZES_DIFFER
+from distcheck.worlds import messages, root_cause
 from distcheck.worlds.call_log import Logged
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
 from distcheck.worlds.mpi.started import MPIJob
 from distcheck.worlds.proofs import ProofWatch
+from distcheck.worlds.root_cause import SIZES_DIFFER
 from distcheck.worlds.shares import Share
 from distcheck.worlds.stalls import Looks, StallWatch
 
@@ -167,7 +167,9 @@ class World:
     @property
     def succeeded(self) -> bool:
         """Whether every rank finished its job and left in peace."""
-        return self.over and all(blame.finished(child, hung=self.hung) for child in self.children)
+        return self.over and all(
+            root_cause.finished(child, hung=self.hung) for child in self.children
+        )
 
     @property
     def results(self) -> list[bytes]:
@@ -302,9 +304,9 @@ class World:
 
     def _conclude(self) -> None:
         """Looks whether calls that do not match are why the world has failed."""
-        if self.hung or all(blame.finished(child, hung=False) for child in self.children):
+        if self.hung or all(root_cause.finished(child, hung=False) for child in self.children):
             return
-        cause = blame.first_cause(self.children, hung=False)
+        cause = root_cause.first_cause(self.children, hung=False)
         found = mismatch_of(cause, self.children)
         for child in self.children:
             child.proven = child.proven or found

@@ -11,12 +11,12 @@ FAIL missing-division
 The average is computed, and bound to a name that is not read again:
 
 $ distcheck verify --strategy examples/forms/function_of_model.py:drops_the_average --world 4
-FAIL no-sync
+FAIL missing-sync
 
 A reduce to rank 0 that is not sent back:
 
 $ distcheck verify --strategy examples/forms/function_of_model.py:reduces_to_rank_0 --world 4
-FAIL one-rank-only
+FAIL single-rank-gradient
 """
 
 import torch.distributed as dist

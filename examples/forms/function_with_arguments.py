@@ -10,11 +10,11 @@ PASS
 
 Anything else is said with --arg; @world_size is what would be filled in under that name.
 
-$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=@world_size --world 4
-PASS
+$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg
+parts=@world_size --world 4 PASS
 
-$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=3 --world 4
-FAIL wrong-divisor
+$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=3 --world
+4 FAIL wrong-divisor
 
 $ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --world 4
 refused: nothing is known of parts; give --arg parts=VALUE
@@ -22,7 +22,7 @@ refused: nothing is known of parts; give --arg parts=VALUE
 The list that is gathered into is one tensor, named four times: what comes last is all that is left.
 
 $ distcheck verify --strategy examples/forms/function_with_arguments.py:gathers_into_one --world 4
-FAIL one-rank-only
+FAIL single-rank-gradient
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A function that is called once, before training: it registers hooks that synchronise.
+"""A function that is called once, before training: it registers hooks that synchronize.
 
 $ distcheck verify --strategy examples/forms/hook_installer.py:install_hooks --world 4
 PASS
@@ -6,7 +6,7 @@ PASS
 A hook that reduces a copy and returns nothing changes nothing:
 
 $ distcheck verify --strategy examples/forms/hook_installer.py:installs_without_return --world 4
-FAIL no-sync
+FAIL missing-sync
 """
 
 import torch.distributed as dist

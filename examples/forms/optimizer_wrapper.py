@@ -1,4 +1,4 @@
-"""An optimizer around the optimizer, which synchronises inside its step().
+"""An optimizer around the optimizer, which synchronizes inside its step().
 
 $ distcheck verify --strategy examples/forms/optimizer_wrapper.py:DistributedOptimizer --world 4
 PASS
@@ -6,7 +6,7 @@ PASS
 The step comes first, so the average comes too late to have been of any use:
 
 $ distcheck verify --strategy examples/forms/optimizer_wrapper.py:StepsFirst --world 4
-FAIL no-sync
+FAIL missing-sync
 """
 
 import torch.distributed as dist

@@ -11,7 +11,7 @@ PASS
 The step uses the rank's own gradient; the average is taken and dropped:
 
 $ distcheck verify --strategy examples/forms/steps_inside.py:averages_and_forgets --world 4
-FAIL no-sync
+FAIL missing-sync
 
 Momentum is not plain SGD, so its gradients cannot be read off its step:
 

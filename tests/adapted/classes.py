@@ -54,7 +54,7 @@ class OddlyNamed(NaiveDDP):
 
 
 class LeansOnReset(nn.Module):
-    """The second step is only synchronised if `start_over` was called after the first."""
+    """The second step is only synchronized if `start_over` was called after the first."""
 
     def __init__(self, module, world_size):
         super().__init__()
@@ -284,7 +284,7 @@ class SyncingOptimizer:
 
 
 class StepsFirst(SyncingOptimizer):
-    """Synchronises when it is too late."""
+    """Synchronizes when it is too late."""
 
     def step(self):
         self.optimizer.step()

@@ -132,7 +132,7 @@ def ring(send, recv):
 
 
 def ring_that_adds_its_own_again(send, recv):
-    """Right for two ranks: the buffers are never exchanged, so the neighbour's counts twice."""
+    """Right for two ranks: the buffers are never exchanged, so the neighbor's counts twice."""
     rank, size = dist.get_rank(), dist.get_world_size()
     accum, recv_buff = send.clone(), send.clone()
     for _ in range(size - 1):

@@ -25,7 +25,7 @@ SMALL = "tests.mutants.small:Small"
 HERE = Path(__file__).parent
 MISSING = backends.missing("mpi")
 needs_mpi = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is an MPI")
-SCALE = {"gradients R", "gradients S32"}
+SCALE = {"gradients rounding", "gradients full batch float32"}
 LOCAL = {"accept": "local-sgd:1"}
 
 
@@ -61,7 +61,7 @@ GIVEN = [
     Given("functions:only_sums", "", SCALE),
     Given("functions:averages_parameters", "after-step", steps=2, options=LOCAL),
     Given(
-        "functions:averages_parameters_over_more", "after-step", {"parameters R"}, steps=2,
+        "functions:averages_parameters_over_more", "after-step", {"parameters rounding"}, steps=2,
         options=LOCAL,
     ),
     Given("functions:only_sums", options=_sum("mean/world"), world=3),
@@ -122,12 +122,12 @@ GIVEN = [
     Given("classes:Plain", "wrapper"),
     Given("classes:SyncsInForward", "method"),
     Given("classes:DividedInPlace", "sharded-module", world=3, steps=2),
-    Given("classes:TouchesAPiece", "sharded-module", {"parameters X"}, steps=2),
+    Given("classes:TouchesAPiece", "sharded-module", {"parameters bitwise"}, steps=2),
     Given("classes:DividedByParameter", "sharded-module", world=3, steps=2),
     Given(
         "classes:GathersOnce",
         "sharded-module",
-        {*SCALE, "loss S32", "loss X", "parameters X"},
+        {*SCALE, "loss full batch float32", "loss bitwise", "parameters bitwise"},
         steps=2,
     ),
     Given("classes:Reducer", "wrapper", steps=2),
@@ -146,7 +146,7 @@ GIVEN = [
     Given(
         "classes:KeepsItToItself",
         "sharded-optimizer",
-        {"gradients S32", "loss S32", "parameters X", "agreement -"},
+        {"gradients full batch float32", "loss full batch float32", "parameters bitwise", "agreement -"},
         steps=2,
     ),
     Given("classes:mean_hook", "comm-hook", steps=2),
@@ -313,7 +313,7 @@ def test_a_form_that_is_found_hides_no_bug(name: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["lost-broadcast"])]
+    ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["missing-parameter-broadcast"])]
 )
 def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
     name: str, causes: list[str]
@@ -507,9 +507,9 @@ def test_a_refusal_is_two_sentences_and_a_file_that_works(
     for capitals, given in edits.items():
         assert capitals in source
         source = source.replace(capitals, given)
-    (tmp_path / "beside.py").write_text(source)
+    (tmp_path / "thorough_search.py").write_text(source)
     name = sentences.rpartition("FILE.py:")[2].rstrip(":")
-    place = f"{tmp_path / 'beside.py'}:{name}"
+    place = f"{tmp_path / 'thorough_search.py'}:{name}"
     (case,) = distcheck.verify(
         place, world=2, workload=SMALL, dtype="float32", batch=48, steps=1
     ).cases

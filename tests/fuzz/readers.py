@@ -27,8 +27,8 @@ from distcheck.compare.records import CompareRequest, judge
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.job import judging
-from distcheck.job.asked import JobOptions
 from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
+from distcheck.job.options import JobOptions
 from distcheck.job.running import Ran
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
@@ -359,7 +359,7 @@ def explained(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 
 def beside(originals: Originals, folder: Path, draw: Random) -> Answer:
-    """What `distcheck train --beside` reads, and its page."""
+    """What `distcheck train --overlay` reads, and its page."""
     file = folder / "table.json"
     file.write_bytes(msgspec.json.encode(_TRAINED))
     _damaged_in_place(file, draw, "json")

@@ -60,7 +60,7 @@ def compared(dtype: torch.dtype, generator: torch.Generator) -> list[comparison.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_result_can_be_sent_and_read(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(20260131)
-    tally = Tally("gradients", "X")
+    tally = Tally("gradients", "bitwise")
     for _ in range(40):
         for one in compared(dtype, generator):
             tally.add(one, parameter="p", rank=0, step=0)
@@ -98,11 +98,11 @@ def test_a_distance_beyond_63_bits_is_the_most_that_there_is() -> None:
 def test_an_answer_that_cannot_be_read_makes_only_its_case_unknown(answer: bytes) -> None:
     child = SimpleNamespace(done=SimpleNamespace(payload=answer))
     world: Any = SimpleNamespace(children=[child], succeeded=True, results=[answer])
-    planned = (("gradients", "X"), ("loss", "R"))
+    planned = (("gradients", "bitwise"), ("loss", "rounding"))
     judging: Any = SimpleNamespace(planned=planned, of_run=(("purpose", "-"),))
-    results = session.what_was_judged(world, judging)
+    results = session.judged_results(world, judging)
     assert [(r.check, r.layer, r.verdict) for r in results] == [
-        ("gradients", "X", "unknown"), ("loss", "R", "unknown"), ("purpose", "-", "unknown"),
+        ("gradients", "bitwise", "unknown"), ("loss", "rounding", "unknown"), ("purpose", "-", "unknown"),
     ]  # fmt: skip
     assert "the check itself failed: the answer of" in results[0].reason
     run: Any = SimpleNamespace(case=SimpleNamespace(world=2))

@@ -28,7 +28,7 @@ SHARDS = 4
 MUTANTS = (
     "scale.missing_division", "missing_sync.no_sync", "accepted.rounded_and_never_divided",
     "accumulation.DividesByTheStepsTwice", "cells.fills_absent_gradients_with_zeros",
-    "tensors.NoSumInBackward", "divided.NormalisesOverItsOwnClasses",
+    "tensors.NoSumInBackward", "divided.NormalizesOverItsOwnClasses",
     "factors.unscales_what_was_never_scaled", "failures.dies_after_the_last_collective",
     "feeding.GeneratorOfEachRanksOwn", "groups.DividesByOneDimension", "late.SendsBeforeItFills",
     "layout.puts_back_in_storage_order", "left_out.ConvertedAfterWrapping",
@@ -52,7 +52,7 @@ USUAL = ("float16", "bfloat16", "fsdp")
 
 # Edits of a_job.py, each with the cause that must be named.
 BUGS = {
-    "no-sync": ("model(inputs)", "model.module(inputs)"),
+    "missing-sync": ("model(inputs)", "model.module(inputs)"),
     "double-division": ("loss.backward()", "(loss / world).backward()"),
 }
 

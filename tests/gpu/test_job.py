@@ -28,7 +28,7 @@ from distcheck.cli import main
 main()
 """
 
-# DistributedDataParallel decides in C++ by the device, which the pretence does not reach.
+# DistributedDataParallel decides in C++ by the device, which the pretense does not reach.
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]
             "/= world\n",
             "/= world * world\n",
             1,
-            {"gradients R", "gradients S32"},
+            {"gradients rounding", "gradients full batch float32"},
             marks=pytest.mark.sweep,
         ),
     ],
@@ -99,7 +99,7 @@ def test_a_job_is_compared_with_one_process(
     assert {name for name, check in checks.items() if check["verdict"] == "fail"} == failed
     assert {check["verdict"] for check in checks.values()} <= {"pass", "fail"}
     # Forward, with the masks of the rank, and backward are those of the job, to the bit.
-    assert checks["loss S32"]["worst"]["error"] == 0.0
+    assert checks["loss full batch float32"]["worst"]["error"] == 0.0
     causes = [found["cause"] for found in case["diagnosis"]]
     assert causes == (["double-division"] if failed else [])
 

@@ -1,4 +1,4 @@
-"""The code for GPUs, run on one that is pretended; and that the pretence refuses what it should."""
+"""The code for GPUs, run on one that is pretended; and that the pretense refuses what it should."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_everything_that_a_verification_does(
 
 @pytest.mark.sweep
 def test_strategies(tmp_path: Path) -> None:
-    """By root and leaves, from neighbour to neighbour, with a divided optimizer, through arrays."""
+    """By root and leaves, from neighbor to neighbor, with a divided optimizer, through arrays."""
     names = ("gather_scatter", "ring", "zero1", "more.py:average_array")
     strategies = [word for name in names for word in ("--strategy", name)]
     quick = ("--workload", "mlp", "--dtype", "float32", "--steps", "2", "--batch", "255")
@@ -101,7 +101,7 @@ def test_strategies(tmp_path: Path) -> None:
 def test_a_wrong_gradient_is_seen_and_explained(tmp_path: Path) -> None:
     ran = run(tmp_path, "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "ranks, cuda: no-sync" in ran.stdout
+    assert "ranks, cuda: missing-sync" in ran.stdout
 
 
 def test_everything_else_that_it_refuses(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
 from distcheck.job.inside import hooks
-from distcheck.job.inside.moving import Moving
+from distcheck.job.inside.perturb import PerturbingRecorder
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import reading
@@ -80,7 +80,7 @@ def _run(script: str, folder: Path, settings: JobSettings | None) -> None:
     sys.stdout = os.fdopen(1, "w")
     torch.set_num_threads(1)  # threads of this process are not in a fork
     if settings is not None:
-        recorder = (Moving if settings.draw else Recorder)(settings, folder)
+        recorder = (PerturbingRecorder if settings.draw else Recorder)(settings, folder)
         defect = folder / "defect"
         hooks.install(recorder, lambda: defect.write_text(traceback.format_exc()) and None)
     exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})

@@ -9,8 +9,8 @@ from msgspec import structs
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
-from distcheck.job.asked import JobOptions
 from distcheck.job.guard_command import GuardOptions as OfGuard
+from distcheck.job.options import JobOptions
 from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 
 Change = Callable[[Facts], None]
@@ -72,7 +72,7 @@ def test_a_learning_rate_that_is_meant_has_to_be_what_it_promises(
 
     change = right if kind == accepting.RATES else steps_per_rank
     verdicts, causes_left = judge(tmp_path, [kind], change, lr, steps=5)
-    assert (verdicts["learning rate", "S32"], causes_left) == (verdict, left)
+    assert (verdicts["learning rate", "full batch float32"], causes_left) == (verdict, left)
 
 
 def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
     results = judged(job, alone)
     named = causes.diagnose(job, results, alone)
     found = accepting.accept([accepting.RATES], job, alone, results, named)
-    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]
+    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "full batch float32")]
     assert rates.verdict == "fail"
     assert "weight_decay" in rates.reason
 
@@ -106,7 +106,7 @@ def test_a_schedule_that_accelerate_steps_once_per_rank_is_a_remark(
     assert (accepting.SCHEDULE in kinds) == remark
     named = causes.diagnose(job, results, alone)
     found = accepting.accept(kinds, job, alone, results, named)
-    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "S32")]
+    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "full batch float32")]
     assert rates.verdict == ("pass" if remark else "fail")
 
 
@@ -127,7 +127,9 @@ def test_a_warm_up_may_begin_at_one_rate_for_all_numbers_of_ranks(
     assert accepting.RATES in accepting.remarkable(job, alone, results)
     named = causes.diagnose(job, results, alone)
     found = accepting.accept([accepting.RATES], job, alone, results, named)
-    assert [r.verdict for r in found if (r.check, r.layer) == ("learning rate", "S32")] == [verdict]
+    assert [
+        r.verdict for r in found if (r.check, r.layer) == ("learning rate", "full batch float32")
+    ] == [verdict]
 
 
 def test_a_schedule_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_schedule_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
 
     rates = [accepting.SCHEDULE]
     verdicts, _ = judge(tmp_path, rates, faster, lambda step: LR / (1 + step), steps=2)
-    assert verdicts["learning rate", "S32"] == "unknown"
+    assert verdicts["learning rate", "full batch float32"] == "unknown"
 
 
 def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
@@ -151,9 +153,9 @@ def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "kinds", "said"),
     [
-        (JobOptions, ("masks",), "choose same-randomness, learning-rate-differs, scheduler-steps"),
+        (JobOptions, ("masks",), "choose shared-rng-seed, learning-rate-differs, scheduler-steps"),
         (JobOptions, (accepting.RATES, accepting.SCHEDULE), "takes one of"),
-        (OfGuard, (accepting.RATES,), "not supported with --guard; it takes same-randomness"),
+        (OfGuard, (accepting.RATES,), "not supported with --guard; it takes shared-rng-seed"),
     ],
 )
 def test_what_cannot_be_accepted_is_refused(

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from distcheck.job import causes, checks
-from distcheck.job.checks.folded import accumulation
+from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.checks.reference import with_reference
-from distcheck.job.inside.feeding import ALL, Feeding
-from distcheck.job.inside.folding import Folding, factor_of_mean
-from distcheck.job.settings import Role
+from distcheck.job.inside.batch_source import ALL, BatchSource
+from distcheck.job.inside.merged_batch import MergedBatch, factor_of_mean
+from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.records import Clip, Factor, Term
 from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference
@@ -55,7 +55,7 @@ def judge(
     ("count", "folded", "cause"),
     [
         (lambda s: 3, lambda s: (3.0, 0.0), "accumulation-not-scaled"),
-        (lambda s: 3, lambda s: (1 / 3, 0.0), "scaled-twice"),
+        (lambda s: 3, lambda s: (1 / 3, 0.0), "accumulation-scaled-twice"),
         (lambda s: 3 if s else 1, lambda s: (1.0 if s else 1 / 3, 0.0), "uneven-accumulation"),
         (lambda s: 5 if s == 2 else 3, lambda s: (5 / 3 if s == 2 else 1.0, 0.0),
          "uneven-accumulation"),
@@ -171,12 +171,12 @@ def test_the_factor_before_a_mean_is_read_off_the_graph(
 
 
 @pytest.fixture
-def folding(tmp_path: Path) -> Folding:
+def folding(tmp_path: Path) -> MergedBatch:
     job = make(tmp_path, passes_of(lambda s: 2))
-    return Folding(job, Feeding(job))
+    return MergedBatch(job, BatchSource(job))
 
 
-def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Folding) -> None:
+def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: MergedBatch) -> None:
     model, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
     targets = torch.tensor([0, 1, -100, 1])
     parameters = dict(model.named_parameters())
@@ -185,7 +185,7 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Fold
         folding._heard.clear()
         value = F.cross_entropy(model(inputs), targets, reduction=reduction)
         folding.heard(("cross_entropy", reduction, value, 3))
-        return folding.take(Role(ALL), of(value), parameters)
+        return folding.take(ReplayTask(ALL), of(value), parameters)
 
     plain = taken("mean", lambda v: v)
     scaled = taken("mean", lambda v: v / 12)
@@ -197,16 +197,16 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Fold
     other = taken("mean", lambda v: v * model.weight.square().sum())
     assert float(other["kind"]) == 0
     folding._heard.clear()
-    own = folding.take(Role(ALL), (model(inputs) ** 2).mean() / 12, parameters)
+    own = folding.take(ReplayTask(ALL), (model(inputs) ** 2).mean() / 12, parameters)
     right = torch.autograd.grad((model(inputs) ** 2).mean(), model.weight)[0]
     assert float(own["kind"]) == 1
     assert torch.allclose(own["weight"], right)
 
 
 def test_samples_that_interact_are_seen_and_not_judged(
-    folding: Folding, monkeypatch: pytest.MonkeyPatch
+    folding: MergedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Feeding, "inputs", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr(BatchSource, "inputs", lambda *_: [torch.zeros(1)])
     roles = folding.roles(0, 2)
     pairs = ((0, 0), (1, 0), (0, 1), (1, 1))
     assert [(r.rank, r.draw) for r in roles[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
@@ -216,7 +216,7 @@ def test_samples_that_interact_are_seen_and_not_judged(
     def wrote(value: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((2,), value), "kind": torch.tensor(1.0)}
 
-    found: dict[Role, Any] = {role: wrote(1.0) for role in roles}
+    found: dict[ReplayTask, Any] = {role: wrote(1.0) for role in roles}
     assert sorted(folding.results(found, 0)) == ["folded/weight", "spread-folded/weight"]
     assert (folding.kind, folding.why) == ("mean", "")
     found[roles[3]] = wrote(1.1)
@@ -226,15 +226,15 @@ def test_samples_that_interact_are_seen_and_not_judged(
 
 
 def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
-    folding: Folding, monkeypatch: pytest.MonkeyPatch
+    folding: MergedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copy is forked too late for it. Inputs of one shape are put in all the same."""
-    monkeypatch.setattr(Feeding, "begins_at", lambda _, step: max(0, step - 1))
+    monkeypatch.setattr(BatchSource, "begins_at", lambda _, step: max(0, step - 1))
     for given, why in (
         ([torch.zeros(1)], ""),
         ([None], "at step 1 a batch, padded to its own length, is loaded before the step"),
     ):
-        monkeypatch.setattr(Feeding, "inputs", lambda *_, given=given: given)
+        monkeypatch.setattr(BatchSource, "inputs", lambda *_, given=given: given)
         assert folding.roles(0, 0)
         assert bool(folding.roles(1, 0)) is not bool(why)
         assert folding.why == why
@@ -252,13 +252,13 @@ def test_it_is_said_why_passes_cannot_be_made_as_one(
     tmp_path: Path, about: dict[str, Any], why: str
 ) -> None:
     job = make(tmp_path, passes_of(lambda s: 2, **about))
-    folding = Folding(job, Feeding(job))
+    folding = MergedBatch(job, BatchSource(job))
     assert folding.roles(0, 2) == []
     assert folding.why == why
 
 
 def test_a_job_that_does_not_accumulate_pays_nothing(tmp_path: Path) -> None:
     job = make(tmp_path)
-    folding = Folding(job, Feeding(job))
+    folding = MergedBatch(job, BatchSource(job))
     assert folding.roles(0, 2) == []
     assert folding.why == ""

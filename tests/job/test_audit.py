@@ -171,10 +171,10 @@ def test_ddp_passes(world: Any) -> None:
     [
         (
             padding_taken_for_gradients,
-            "exchange-error",
+            "wrong-reduction",
             "2.bias: the gradient passed to the optimizer is",
         ),
-        (half_of_one, "exchange-error", "2.weight: the gradient passed to the optimizer is"),
+        (half_of_one, "wrong-reduction", "2.weight: the gradient passed to the optimizer is"),
         (
             last_rank_forgotten,
             "dropped-rank",
@@ -187,10 +187,10 @@ def test_ddp_passes(world: Any) -> None:
         ),
         (
             stale,
-            "exchange-error",
+            "wrong-reduction",
             "not a weighted mean of the ranks' gradients (7 of 8 parameters)",
         ),
-        (once, "exchange-error", "not reproduced at the next step"),
+        (once, "wrong-reduction", "not reproduced at the next step"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -277,7 +277,9 @@ def test_what_fully_shard_divides_is_audited(world: Any, shape: tuple[int, ...])
             with pytest.raises(DivergenceError) as error:
                 shards(world.rank, shape, wrong=wrong)
             found = error.value.divergence
-            assert [one.cause for one in explaining.causes(found)] == ["exchange-error"], found.text
+            assert [one.cause for one in explaining.causes(found)] == ["wrong-reduction"], (
+                found.text
+            )
             assert "2.weight: the gradient passed to the optimizer is" in found.text
             assert "(1 of 8 parameters)" in found.text
 

@@ -181,7 +181,11 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
     assert (ran.returncode, case["verdict"]) == (0, "pass"), ran.stdout + ran.stderr
     assert any("instead of GPUs" in note for note in case["notes"])
     checks = {(c["check"], c["layer"]) for c in case["checks"]}
-    assert {("gradients", "S32"), ("loss", "S32"), ("loss scaler", "-")} <= checks
+    assert {
+        ("gradients", "full batch float32"),
+        ("loss", "full batch float32"),
+        ("loss scaler", "-"),
+    } <= checks
 
 
 @pytest.mark.sweep
@@ -191,8 +195,8 @@ def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
     """
     ran, case = run(tmp_path, WRITES_AND_ENDS_ALONE, "--keep-going", stdin="a b c")
     assert (ran.returncode, case["verdict"]) == (1, "fail"), ran.stdout + ran.stderr
-    assert [found["cause"] for found in case["diagnosis"]] == ["no-sync"]
-    assert "no-sync" in ran.stdout
+    assert [found["cause"] for found in case["diagnosis"]] == ["missing-sync"]
+    assert "missing-sync" in ran.stdout
     assert ran.stdout.count("trained") == 2
     assert re.findall(r"^read (\d)$", ran.stdout, re.MULTILINE).count("3") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from distcheck.job import causes, checks, judging
-from distcheck.job.asked import JobOptions
 from distcheck.job.checks import averaging, exchange
 from distcheck.job.checks.reference import with_reference
 from distcheck.job.judging import culprit
+from distcheck.job.options import JobOptions
 from distcheck.job.running import Ran
-from distcheck.judge.parting.yardstick import tolerance
+from distcheck.judge.divergence.noise_floor import tolerance
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, LossCall
 from distcheck.records import CheckResult, Diagnosis, VerdictName
 from distcheck.records.layers import ROUNDING
@@ -56,7 +56,7 @@ def test_losses_that_are_no_numbers_are_no_terms(tmp_path: Path) -> None:
         facts.passes = [replaced(facts.a_pass(n), loss=None) for n in range(2)]
 
     results = checks.without_reference(make(tmp_path, change))
-    assert ("gradients", "R") in failed(results)
+    assert ("gradients", "rounding") in failed(results)
 
 
 def test_what_all_ranks_draw_to_take_their_parts_of_is_right(tmp_path: Path) -> None:
@@ -171,28 +171,28 @@ def wrong_pass(facts: Facts) -> None:
     facts.passes = [facts.a_pass(i, loss=1.0, exchanges=i == 0) for i in range(2)]
 
 
-R = "R"
+R = "rounding"
 CHANGES = (
     (same_samples, {("data", "-")}, "same-data"),
     (overlap, {("data", "-")}, "overlapping-data"),
-    (no_set_epoch, {("epoch order", "-")}, "no-set-epoch"),
+    (no_set_epoch, {("epoch order", "-")}, "missing-set-epoch"),
     (own_start, {("initial state", "-"), ("agreement", "-")}, "initial-state-differs"),
-    (same_masks, {("random streams", "-")}, "same-randomness"),
-    (same_noise, {("random streams", "-")}, "same-randomness"),
+    (same_masks, {("random streams", "-")}, "shared-rng-seed"),
+    (same_noise, {("random streams", "-")}, "shared-rng-seed"),
     (other_rate, {("learning rate", "-")}, "learning-rate-differs"),
     (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
     (clipped_while_scaled, {("loss scaler", "-")}, "clip-before-unscale"),
     (drift, {("agreement", "-")}, "unexplained"),
-    (owned, {("agreement", "-")}, "missing-broadcast"),
-    (unsynced, {("gradients", R), ("agreement", "-")}, "no-sync"),
+    (owned, {("agreement", "-")}, "missing-owner-broadcast"),
+    (unsynced, {("gradients", R), ("agreement", "-")}, "missing-sync"),
     (vectors_unsynced, {("gradients", R), ("agreement", "-")}, "partial-sync"),
     (clipped_first, {("gradients", R), ("clipping", R)}, "clip-before-sync"),
     (clipped_twice, {("clipping", R)}, "clip-by-local-norm"),
     (halved, {("gradients", R)}, "double-division"),
     (a_little, {("gradients", R)}, "wrong-divisor"),
     (not_scaled, {("loss scale", "-")}, "accumulation-not-scaled"),
-    (scaled_twice, {("loss scale", "-")}, "scaled-twice"),
-    (wrong_pass, {("gradients", R), ("agreement", "-")}, "sync-on-wrong-micro-step"),
+    (scaled_twice, {("loss scale", "-")}, "accumulation-scaled-twice"),
+    (wrong_pass, {("gradients", R), ("agreement", "-")}, "sync-in-wrong-micro-batch"),
 )
 
 
@@ -216,7 +216,7 @@ def test_averages_of_the_model_that_differ_are_a_remark(tmp_path: Path) -> None:
         facts.of_record = {"averages": {"ema": f"{facts.step} of rank {facts.rank * facts.step}"}}
 
     (remark,) = causes.average_differs(make(tmp_path, averages))
-    assert remark.cause == "average-differs"
+    assert remark.cause == "ema-differs"
     assert "(ema, " in remark.evidence
 
 
@@ -229,7 +229,7 @@ def test_a_sum_passes_with_a_remark(tmp_path: Path) -> None:
     assert result.verdict == "pass"
     assert "the sum of the ranks' gradients" in result.reason
     results, _ = with_reference(job, reference(job, tmp_path))
-    assert failed(results) == {("gradients", "S32")}
+    assert failed(results) == {("gradients", "full batch float32")}
     named = causes.diagnose(job, results, reference(job, tmp_path))
     assert [one.cause for one in named] == ["missing-division"]
 
@@ -315,7 +315,7 @@ def test_what_follows_from_ranks_that_have_parted_is_not_named(tmp_path: Path) -
     [
         ((4e9, 1.0), "clip-norm-differs"),
         ((1e9, 2.0), "clip-by-local-norm"),
-        ((1e9, 1.0), "changed-before-step"),
+        ((1e9, 1.0), "gradients-modified-before-step"),
     ],
 )
 def test_what_the_optimizer_was_given_is_compared_where_it_clips(
@@ -327,7 +327,7 @@ def test_what_the_optimizer_was_given_is_compared_where_it_clips(
     job = make(tmp_path, clipped)
     alone = reference(job, tmp_path, clipped=0.5, clips=(alone_clips,))
     results = judged(job, alone)
-    assert failed(results) == {("clipped gradients", "S32")}
+    assert failed(results) == {("clipped gradients", "full batch float32")}
     assert [one.cause for one in causes.diagnose(job, results, alone)] == [cause]
 
 
@@ -380,7 +380,7 @@ def test_ranks_that_count_alike_and_should_not_are_named(
     job = make(tmp_path, uneven)
     alone = reference(job, tmp_path, weights=weights)
     results = judged(job, alone)
-    assert failed(results) == {("gradients", "S32")}
+    assert failed(results) == {("gradients", "full batch float32")}
     found = causes.diagnose(job, results, alone)
     assert [one.cause for one in found] == [cause]
     assert ", ".join(map(str, weights)) in found[0].evidence
@@ -440,7 +440,7 @@ def test_a_loss_that_is_off_shows_in_all_gradients_together(
     job = make(tmp_path, off)
     alone = reference(job, tmp_path, loss=2.0 / printed, spread=1e-5)
     results = judged(job, alone)
-    assert failed(results) == (set() if ok else {("loss", "S32")})
+    assert failed(results) == (set() if ok else {("loss", "full batch float32")})
     named = [one.cause for one in causes.diagnose(job, results, alone)]
     assert named == ([] if ok else ["wrong-divisor"])
 
@@ -469,7 +469,7 @@ def test_what_a_rank_stepped_to_and_did_not_hand_on_is_named(tmp_path: Path) -> 
 
     job = make(tmp_path, divides)
     found = causes.diagnose(job, judged(job, reference(job, tmp_path)), reference(job, tmp_path))
-    assert [one.cause for one in found] == ["missing-broadcast"]
+    assert [one.cause for one in found] == ["missing-owner-broadcast"]
     assert "only the optimizer of rank 0 has weight" in found[0].evidence
 
 
@@ -496,7 +496,7 @@ def first_rank(start: Tensors, after: list[Tensors]) -> Tensors:
         (own_mean, "unknown", []),
         (outer_step, "unknown", []),
         (own_sum, "fail", ["wrong-divisor"]),
-        (first_rank, "fail", ["no-sync"]),
+        (first_rank, "fail", ["missing-sync"]),
     ],
 )
 def test_ranks_that_average_parameters_are_another_algorithm(
@@ -667,7 +667,7 @@ def test_an_average_within_the_model_is_a_remark(tmp_path: Path, moves: bool) ->
     job = make(tmp_path, holds_an_average)
     fails = failed(checks.without_reference(job))
     assert (("initial state", "-") in fails) == (not moves)
-    assert [one.cause for one in causes.average_differs(job)] == ["average-differs"] * moves
+    assert [one.cause for one in causes.average_differs(job)] == ["ema-differs"] * moves
 
 
 def test_a_rate_that_was_sent_in_float32_is_that_of_one_process(tmp_path: Path) -> None:

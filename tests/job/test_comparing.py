@@ -13,13 +13,13 @@ from distcheck.compare.command import compare_command
 from distcheck.compare.jobs import compare_jobs
 from distcheck.compare.records import CaseComparison
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.judge.parting import yardstick
-from distcheck.judge.parting.yardstick import Moved, Yardstick
+from distcheck.judge.divergence import noise_floor
+from distcheck.judge.divergence.noise_floor import NoiseFloor, Perturbation
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
 from distcheck.recordings.jobs.records import KeptRecording, write_json
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.reports.json_report import render_json
 from tests.job.recordings import Facts, gradients, make, mean, replaced
 
@@ -172,13 +172,13 @@ def measured(folder: Path, share: float = 1e-6) -> Path:
     job = reading.read(folder)
     steps = []
     for step in job.steps:
-        found = {"loss": Moved(2 * share, 2.0)}
-        for kind, stem in yardstick.STEM_OF.items():
+        found = {"loss": Perturbation(2 * share, 2.0)}
+        for kind, stem in noise_floor.STEM_OF.items():
             for name in job.names(kind):
-                size = yardstick.norm_of(yardstick.held(job, kind, 0, step, name))  # type: ignore[arg-type]
-                found[f"{stem}/{name}"] = Moved(share * size, size)
+                size = noise_floor.norm_of(noise_floor.held(job, kind, 0, step, name))  # type: ignore[arg-type]
+                found[f"{stem}/{name}"] = Perturbation(share * size, size)
         steps.append(found)
-    yardstick.write(Yardstick(steps=tuple(steps)), folder)
+    noise_floor.write(NoiseFloor(steps=tuple(steps)), folder)
     return folder
 
 
@@ -204,7 +204,7 @@ def test_what_moved_runs_are_off_by_is_the_yardstick(
     now = measured(kept(tmp_path / "now", drifting(by), verdict="pass"), share)
     one = compare_jobs(then, now, bits=False)[0]
     assert one.verdict == verdict
-    assert len(one.found.yardstick) == (2 if verdict == "fail" else 3)
+    assert len(one.found.noise_floor) == (2 if verdict == "fail" else 3)
     if verdict == "fail":
         assert one.found.beyond is not None
         assert (one.found.beyond.step, one.found.beyond_kind) == (1, "exchanged gradients")
@@ -320,7 +320,7 @@ def other_version(folder: Path) -> None:
 
 
 def less_than_none(folder: Path) -> None:
-    (folder / yardstick.FILE).write_text('{"steps": [{"loss": [-1, 2]}]}')
+    (folder / noise_floor.FILE).write_text('{"steps": [{"loss": [-1, 2]}]}')
 
 
 def other_digest(folder: Path) -> None:

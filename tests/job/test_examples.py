@@ -77,7 +77,7 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
         assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["world"] == world
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
-    layers = ["R", "S32"]
+    layers = ["rounding", "full batch float32"]
     assert [c["layer"] for c in of_gradients] == layers
     assert {c["compared"]["ranks"] for c in of_gradients} == {world}
     # Trainer divides by a number that it counts from a batch ahead: the replay covers one step.
@@ -121,7 +121,7 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
         script = plant(next(bug for bug in BUGS if bug.name == name), tmp_path)
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script)]
     code, case = judge_command(["--", *command], tmp_path)
-    expected = (1, "fail", ["scaled-twice"]) if name else (0, "pass", [])
+    expected = (1, "fail", ["accumulation-scaled-twice"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
     assert case["world"] == 2
 
@@ -197,11 +197,11 @@ def test_two_nodes_on_one_machine_are_one_job(name: str, tmp_path: Path) -> None
     both = TWO_NODES.format(python=sys.executable, port=free_port(), script=script)
     (tmp_path / "both.sh").write_text(both)
     code, case = judge_command(["--", "sh", "both.sh"], tmp_path)
-    expected = (1, "fail", ["no-set-epoch"]) if name else (0, "pass", [])
+    expected = (1, "fail", ["missing-set-epoch"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
     assert case["world"] == 2
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
-    assert [c["layer"] for c in of_gradients] == ["R", "S32"]
+    assert [c["layer"] for c in of_gradients] == ["rounding", "full batch float32"]
 
 
 def test_every_edit_fits_its_script(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ AVERAGES = """            if len(seen) % {every} == 0:
         (1, "world", "unknown", []),
         (7, "world", "unknown", []),  # after the steps that are recorded otherwise
         (7, "1", "fail", ["wrong-divisor"]),
-        (99, "world", "fail", ["no-sync"]),
+        (99, "world", "fail", ["missing-sync"]),
     ],
 )
 def test_local_sgd_is_another_algorithm(

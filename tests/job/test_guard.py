@@ -137,14 +137,14 @@ def same_masks(job: Job, step: int) -> None:
 
 MISTAKES: tuple[tuple[Callable[[Job, int], None], set[str], str, int], ...] = (
     (another_start, {"initial state"}, "initial-state-differs", 2),
-    (writes_to_a_parameter, {"parameters"}, "changed-outside-step", 10),
+    (writes_to_a_parameter, {"parameters"}, "parameters-modified-outside-step", 10),
     (one_rank_has_an_error, {"parameters"}, "one-rank-differs", 10),
-    (exchanges_no_longer, {"parameters"}, "no-sync", 10),
+    (exchanges_no_longer, {"parameters"}, "missing-sync", 10),
     (another_rate, {"settings"}, "learning-rate-differs", 10),
     (another_buffer, {"buffers"}, "buffers-differ", 10),
     (forgets_its_momentum, {"optimizer state"}, "one-rank-differs", 10),
     (same_samples, {"samples"}, "same-data", 10),
-    (same_masks, {"random streams"}, "same-randomness", 10),
+    (same_masks, {"random streams"}, "shared-rng-seed", 10),
 )
 
 
@@ -193,7 +193,7 @@ def test_the_first_parameter_the_ranks_and_the_bundle(world: Any, tmp_path: Path
     again = records.read(Path(found.file))
     assert (again.findings, again.sums) == (found.findings, found.sums)
     assert 0 < explaining.distance(again.sums[0]) < 1e-5
-    assert [one.cause for one in explaining.causes(again)] == ["changed-outside-step"]
+    assert [one.cause for one in explaining.causes(again)] == ["parameters-modified-outside-step"]
 
 
 @pytest.mark.world(3, reuse=True)
@@ -474,9 +474,9 @@ HALF = ReplicaFinding(kind="parameters", first="w", groups=((0,), (1,)), differi
 @pytest.mark.parametrize(
     ("about", "cause"),
     [
-        ({"sums": sums(1e-2)}, "no-sync"),
+        ({"sums": sums(1e-2)}, "missing-sync"),
         ({"sums": sums(1e-8)}, "unexplained"),  # rounding, or a small learning rate
-        ({"sums": sums(1e-8), "state_compared": 2}, "changed-outside-step"),
+        ({"sums": sums(1e-8), "state_compared": 2}, "parameters-modified-outside-step"),
         ({"sums": sums(1e-2), "findings": (HALF,)}, "partial-sync"),
     ],
 )
@@ -489,7 +489,7 @@ def test_rounding_of_state_and_parameters_is_named() -> None:
     found = bundle(sums=sums(1e-8), state_compared=2, findings=(one, STATE))
     assert [cause.cause for cause in explaining.causes(found)] == ["nondeterministic"]
     apart = bundle(sums=sums(1e-1), state_compared=2, findings=(one, STATE))
-    assert [cause.cause for cause in explaining.causes(apart)] == ["no-sync"]
+    assert [cause.cause for cause in explaining.causes(apart)] == ["missing-sync"]
 
 
 @pytest.mark.parametrize(

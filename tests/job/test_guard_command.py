@@ -45,13 +45,13 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stdout.count("ended") == 2
     assert "first  step 12: bias differs between rank 0 and rank 1" in ran.stdout
-    assert "changed-outside-step" in ran.stdout
+    assert "parameters-modified-outside-step" in ran.stdout
     (bundle,) = (tmp_path / ".distcheck" / "guard").iterdir()
     explain = [sys.executable, "-m", "distcheck", "explain", str(bundle)]
     said = subprocess.run(explain, capture_output=True, text=True, timeout=60)
     assert said.returncode == 1
     assert "they agreed at step 8" in said.stdout
-    assert "cause   changed-outside-step" in said.stdout
+    assert "cause   parameters-modified-outside-step" in said.stdout
 
 
 def checked(rank: int, **about: Any) -> Checked:
@@ -100,7 +100,7 @@ def test_exit_codes(
     assert judged(monkeypatch, found, code) == expected
 
 
-@pytest.mark.parametrize("accept", [(), ("same-randomness",)], ids=str)
+@pytest.mark.parametrize("accept", [(), ("shared-rng-seed",)], ids=str)
 def test_one_seed_for_all_ranks_may_be_meant(
     monkeypatch: pytest.MonkeyPatch, accept: tuple[str, ...]
 ) -> None:

@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 
 from distcheck.cli.commands import replay
 from distcheck.errors import UsageError
-from distcheck.job.asked import JobOptions
 from distcheck.job.judging import case_of_words
+from distcheck.job.options import JobOptions
 from distcheck.store.bundle import make_bundle
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from distcheck.errors import UsageError
-from distcheck.job import judging, moved_runs
+from distcheck.job import judging, perturbed_runs
 from distcheck.job.causes import diagnose
 from distcheck.job.checks import exchange, without_reference
 from distcheck.job.checks.ranks import agreement, initial_state, random_streams
@@ -25,9 +25,9 @@ from distcheck.job.inside import arrangement
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.recorder import give_loss
 from distcheck.recordings.jobs import reading, records
-from distcheck.recordings.jobs.condensed import condensed, units_of
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Axis, Part, Pass
+from distcheck.recordings.jobs.records import Axis, Pass, Shard
+from distcheck.recordings.jobs.unsharded import replicas_of, unsharded
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Compared
 from distcheck.records.mesh import mesh_from_text
@@ -53,7 +53,9 @@ def run(script: Path, folder: Path, world: int) -> tuple[int, dict[str, Any]]:
 def test_a_right_layout_passes(script: Path, tmp_path: Path) -> None:
     code, case = run(script, tmp_path, WORLDS.get(script.name, 2))
     assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
-    assert any((c["check"], c["layer"]) == ("gradients", "S32") for c in case["checks"])
+    assert any(
+        (c["check"], c["layer"]) == ("gradients", "full batch float32") for c in case["checks"]
+    )
 
 
 @pytest.mark.sweep
@@ -97,7 +99,7 @@ def in_parts(folder: Path, *, of: int = 2, missing: bool = False) -> None:
             digests[key] = f"{record.rank:032x}"
             at = (number * len(whole) // of, 0)
             ranks = tuple(range(first, first + of))[: 1 if missing else of]
-            parts[key] = Part(shape=tuple(whole.shape), at=at, of=ranks)
+            parts[key] = Shard(shape=tuple(whole.shape), at=at, of=ranks)
         data = file.with_suffix(".safetensors")
         save_file(tensors, data)
         checksum = records.checksum_of(data)
@@ -116,7 +118,7 @@ def shared(tmp_path: Path, change: Any = alike, **about: Any) -> JobRecording:
     folder.mkdir()
     make(folder, change, **about)
     on_axes(folder, TENSOR)
-    return moved_runs.read_whole(folder, tmp_path / "whole")
+    return perturbed_runs.read_whole(folder, tmp_path / "whole")
 
 
 def test_parts_are_put_together(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_parts_are_put_together(tmp_path: Path) -> None:
     as_it_was = make(folder, steps=1)
     whole = as_it_was.tensors(0, 0)["raw/weight"]
     in_parts(folder)
-    job = condensed(reading.read(folder), tmp_path / "whole")
+    job = unsharded(reading.read(folder), tmp_path / "whole")
     assert (job.world, job.processes, job.units) == (2, 2, ((0,), (1,)))
     for rank in range(2):
         found = job.gradient(Kind.EXCHANGED, rank, 0, "weight")
@@ -140,7 +142,7 @@ def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path) -> None:
     make(folder, steps=1)
     in_parts(folder, missing=True)
     with pytest.raises(UsageError, match="do not make up the whole"):
-        condensed(reading.read(folder), tmp_path / "whole")
+        unsharded(reading.read(folder), tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_parts_of_a_damaged_recording_are_refused(harm: dict[str, Any], tmp_path
     parts = {k: replace(p, **harm) if k == "raw/weight" else p for k, p in record.parts.items()}
     job.records[1, 0] = replace(record, parts=parts)
     try:
-        found = condensed(job, tmp_path / "whole")
+        found = unsharded(job, tmp_path / "whole")
     except UsageError:
         return
     assert found.gradient(Kind.EXCHANGED, 1, 0, "weight") is None
@@ -194,19 +196,19 @@ def test_the_same_samples_without_an_axis_are_a_failure(tmp_path: Path) -> None:
     folder.mkdir()
     make(folder, alike)
     on_axes(folder, DATA)
-    job = moved_runs.read_whole(folder, tmp_path / "whole")
+    job = perturbed_runs.read_whole(folder, tmp_path / "whole")
     assert (job.world, disjoint(job).verdict) == (2, "fail")
-    by_hand = moved_runs.read_whole(folder, tmp_path / "given", "tensor=2")
+    by_hand = perturbed_runs.read_whole(folder, tmp_path / "given", "tensor=2")
     assert (by_hand.world, disjoint(by_hand).verdict) == (1, "pass")
     with pytest.raises(UsageError, match="needs 3 ranks, and the world has 2"):
-        moved_runs.read_whole(folder, tmp_path / "other", "tensor=3")
+        perturbed_runs.read_whole(folder, tmp_path / "other", "tensor=3")
 
 
 def test_other_samples_on_a_rank_of_one_model_are_named(tmp_path: Path) -> None:
     job = shared(tmp_path, lambda facts: None)
     result = disjoint(job)
     assert "ranks 0 and 1 share a model, but read different samples" in result.reason
-    assert [found.cause for found in diagnose(job, [result])] == ["data-differs"]
+    assert [found.cause for found in diagnose(job, [result])] == ["sample-content-differs"]
 
 
 def test_copies_that_part_are_seen(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_unlike_tensors_without_a_reference_are_not_judged(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("factor", "cause"), [(2.0, "extra-sum"), (0.5, "extra-division"), (0.3, "wrong-divisor")]
+    ("factor", "cause"), [(2.0, "extra-reduction"), (0.5, "extra-division"), (0.3, "wrong-divisor")]
 )
 def test_a_factor_is_named_by_its_axis(factor: float, cause: str, tmp_path: Path) -> None:
     def change(facts: Facts) -> None:
@@ -253,7 +255,7 @@ def test_terms_of_a_sum_are_named(tmp_path: Path) -> None:
         clipped = 0.5 + facts.rank / 8
         facts.raw = {"weight": facts.raw["weight"] * clipped, "bias": own * clipped}
 
-    assert named(shared(tmp_path, change, steps=1), tmp_path) == ["missing-sum"]
+    assert named(shared(tmp_path, change, steps=1), tmp_path) == ["missing-reduction"]
 
 
 def named(job: JobRecording, tmp_path: Path) -> list[str]:
@@ -274,7 +276,7 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
     ],
 )
 def test_who_trains_one_model(axes: tuple[Axis, ...], units: tuple[tuple[int, ...], ...]) -> None:
-    assert units_of(axes, 4) == units
+    assert replicas_of(axes, 4) == units
 
 
 @pytest.mark.parametrize(
@@ -304,11 +306,14 @@ def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> N
         folder = tmp_path / verdict
         folder.mkdir()
         job = make(folder, about, steps=1)
-        failed = CheckResult(check="gradients", layer="S32", verdict="fail")
+        failed = CheckResult(check="gradients", layer="full batch float32", verdict="fail")
         assert judging.if_interacts(job, failed, [failed]).verdict == verdict
         # The same loss as of one batch: the term is over all samples on the ranks, too.
         loss = CheckResult(
-            check="loss", layer="S32", verdict="pass", compared=Compared(elements=1, ranks=2)
+            check="loss",
+            layer="full batch float32",
+            verdict="pass",
+            compared=Compared(elements=1, ranks=2),
         )
         assert judging.if_interacts(job, failed, [failed, loss]).verdict == "fail"
 
@@ -332,7 +337,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
     folder.mkdir()
     make(folder, change, steps=1)
     on_axes(folder, Axis(name="cp", kind="sequence", size=2))
-    (result,) = random_streams(moved_runs.read_whole(folder, tmp_path / "whole"))
+    (result,) = random_streams(perturbed_runs.read_whole(folder, tmp_path / "whole"))
     assert (result.verdict, "shards of the same samples" in result.reason) == ("fail", True)
 
 

@@ -16,7 +16,7 @@ from distcheck.job.inside.ending import Elsewhere
 from distcheck.job.machines import AllSent, JudgedThereError, Piece
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
-from distcheck.worlds.remote import meeting, secret, wire
+from distcheck.worlds.remote import bootstrap, protocol, secret
 from tests.job.planted import FOLDER
 from tests.launchers.namespaces import hosts
 from tests.launchers.processes import finish, free_port, start
@@ -81,10 +81,10 @@ def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> N
             assert not (mine / "ended").exists()
         assert (here / "drawn-0002-torch-ab12").exists()
         assert (whole.ran.code, {rank for rank, _ in whole.ran.raised}) == (7, {0, 2})
-        whole.tell(1, "FAIL train.py: no-sync")
+        whole.tell(1, "FAIL train.py: missing-sync")
     said = other.result()
     assert isinstance(said, JudgedThereError)
-    assert (said.exit_code, str(said)) == (1, "judged on 127.0.0.1: FAIL train.py: no-sync")
+    assert (said.exit_code, str(said)) == (1, "judged on 127.0.0.1: FAIL train.py: missing-sync")
 
 
 def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
@@ -136,7 +136,9 @@ def test_without_the_secret_nothing_is_taken(
     def stranger() -> None:
         coming.wait(10)
         with pytest.raises(CannotRunError):
-            meeting.connect(lambda: ("127.0.0.1", port), b"another secret altogether", deadline_s=1)
+            bootstrap.connect(
+                lambda: ("127.0.0.1", port), b"another secret altogether", deadline_s=1
+            )
 
     thread = threading.Thread(target=stranger)
     thread.start()
@@ -161,9 +163,9 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
 
     def hostile() -> None:
         place = ("127.0.0.1", port)
-        connection = meeting.connect(lambda: place, secret.shared_secret(), deadline_s=10)
-        line = wire.Wire(connection, wire.FromFront, patience_s=10)
-        line.send(wire.Coming(protocol=wire.PROTOCOL, ranks=THERE, world=4, host="evil"))
+        connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=10)
+        line = protocol.Connection(connection, protocol.FromFront, patience_s=10)
+        line.send(protocol.Joining(protocol=protocol.PROTOCOL, ranks=THERE, world=4, host="evil"))
         line.send(Piece(name=name, data=b"x"))
         line.send(AllSent(code=0))
         said.append(line.next()[0])
@@ -177,7 +179,7 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
     ):
         pass
     thread.join()
-    assert isinstance(said[0], wire.Over)
+    assert isinstance(said[0], protocol.Shutdown)
     assert said[0].exit_code == 3
     assert sorted(tmp_path.rglob("*")) == before
     assert not Path("/escaped").exists()

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.job import running, settings
-from distcheck.job.asked import JobOptions
 from distcheck.job.inside import hooks, tensors
-from distcheck.job.inside.alone import Alone
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.recorder import Recorder
+from distcheck.job.inside.single_process_group import SingleProcessGroup
 from distcheck.job.inside.step_file import After, StepFile
+from distcheck.job.options import JobOptions
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs import reading, records, sketches
 from distcheck.recordings.jobs.records import RankRecord
@@ -213,7 +213,7 @@ def test_leaves_are_found_in_their_order_and_get_other_data() -> None:
 
 
 def test_a_group_of_one_rank_copies() -> None:
-    group = Alone(SimpleNamespace(group_id="0", group_rank=0, group_size=1))
+    group = SingleProcessGroup(SimpleNamespace(group_id="0", group_rank=0, group_size=1))
     given, room = torch.arange(4.0), torch.zeros(4)
     group.allreduce([given]).wait()
     assert given.tolist() == [0, 1, 2, 3]
@@ -234,7 +234,7 @@ def test_what_fsdp_gathers_is_no_exchange_of_the_scripts(
 ) -> None:
     """torch 2.11 gathers parameters by the function that scripts call as well."""
     said: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(hooks, "_listener", Deaf())
+    monkeypatch.setattr(hooks, "_listener", NullListener())
     monkeypatch.setattr(hooks, "say", lambda *given: said.append(given))
     call = hooks._collective("all_gather_into_tensor", lambda one: one)
     file = Path(torch.distributed.__file__).with_name(folder) / "_collectives.py"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from distcheck.job.inside import state
-from distcheck.job.inside.feeding import (
+from distcheck.job.inside.batch_source import (
     ALL,
-    Feeding,
+    BatchSource,
     NotTogetherError,
     _fit,
     _padded,
@@ -24,7 +24,7 @@ from distcheck.job.inside.feeding import (
 from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.joining import can_join, joined
 from distcheck.job.inside.step_file import StepFile
-from distcheck.job.settings import Role
+from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.reading import JobRecording, read
 from distcheck.recordings.jobs.records import (
@@ -78,15 +78,15 @@ def test_micro_batches_become_one_pass(job: JobRecording) -> None:
     found = joined(dataclasses.replace(job, records={**job.records, (1, 0): several}))
     (single,) = found.records[1, 0].passes
     assert (single.rows, single.loss, single.losses[0].counted) == (("a", "a"), 2.0, 6)
-    (inputs,) = Feeding(found).inputs(0, [(1, 0)])
-    target = Feeding(found).target(0, [(1, 0)], 0)
+    (inputs,) = BatchSource(found).inputs(0, [(1, 0)])
+    target = BatchSource(found).target(0, [(1, 0)], 0)
     assert inputs is not None
     assert target is not None
     assert (inputs.shape, target.shape, found.joined) == ((6, 4), (6,), {0: 1})
 
 
 def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:
-    feeding = Feeding(job)
+    feeding = BatchSource(job)
     own = feeding.batch([(1, (0, 1, 5))])
     assert own is not None
     assert [list(leaf.shape) for leaf in own] == [[3, 4], [3]]
@@ -98,7 +98,7 @@ def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:
 
 
 def test_inputs_targets_and_random_states(job: JobRecording) -> None:
-    feeding = Feeding(job)
+    feeding = BatchSource(job)
     inputs = feeding.inputs(0, feeding.pairs(0, ALL))
     assert inputs[0] is not None
     assert inputs[0][:, 0].tolist() == [0, 0, 1, 1, 1]
@@ -158,9 +158,9 @@ def test_means_and_distances() -> None:
 
 def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
     forks = Forks(tmp_path)
-    right, wrong, raises = Role(1), Role(2, draw=1), Role(3)
+    right, wrong, raises = ReplayTask(1), ReplayTask(2, draw=1), ReplayTask(3)
     found = forks.run([right, wrong, raises], 0, "together")
-    if isinstance(found, Role):  # in a copy
+    if isinstance(found, ReplayTask):  # in a copy
         if found == wrong:
             os.abort()
         if found == raises:
@@ -176,7 +176,7 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
 
 def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> None:
     """As where a loader hands out a batch ahead of its step."""
-    feeding = Feeding(job)
+    feeding = BatchSource(job)
     assert feeding.begins_at(0) == 0
     for rank in (0, 1):
         one = job.records[rank, 0]
@@ -231,4 +231,4 @@ def test_with_which_pass_losses_were_noted(
     (one,) = record.passes
     passes = tuple(msgspec.structs.replace(one, losses=one.losses * count) for count in losses)
     job.records[0, 0] = msgspec.structs.replace(record, passes=passes)
-    assert Feeding(job).noted_with(0, first, number) == noted
+    assert BatchSource(job).noted_with(0, first, number) == noted

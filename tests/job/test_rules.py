@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from distcheck.job import accepting, causes, checks, copying, judging, replaying
-from distcheck.job.asked import JobOptions
 from distcheck.job.checks.ranks import finite
-from distcheck.job.inside import alone, choosing
-from distcheck.job.inside.feeding import Feeding
+from distcheck.job.inside import choosing, single_process_group
+from distcheck.job.inside.batch_source import BatchSource
+from distcheck.job.options import JobOptions
 from distcheck.job.running import Ran, Watch
-from distcheck.job.settings import JobSettings, Role, write
+from distcheck.job.settings import JobSettings, ReplayTask, write
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Term
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
 from tests.job.scripts import recorded
 
@@ -223,9 +223,9 @@ def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
 
 def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(world_size=2, batch=2, gpus=4)
-    (found,) = alone.of_one((given,), 2)
+    (found,) = single_process_group.of_one((given,), 2)
     assert vars(found) == {"world_size": 1, "batch": 2, "gpus": 4}
-    assert alone.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
+    assert single_process_group.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
         1, True, "2", {"nprocs": 1, "lr": 2},
     )  # fmt: skip
 
@@ -233,7 +233,7 @@ def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> No
 def _copies(rank_gradients: list[Any], **about: float) -> choosing.Copies:
     plain = {"loss": 1.0, "passes": 1.0, "count": 0.0, "sums": 0.0, "own": 1.0, **about}
     numbers = {name: torch.tensor(value) for name, value in plain.items()}
-    return {Role(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
+    return {ReplayTask(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
 
 
 def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) -> None:
@@ -247,10 +247,10 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
 
     job = make(tmp_path, exchanges)
     found = _copies([gradients(0, 0), gradients(1, 0)], own=0.5)
-    choice = choosing.choose(job, Feeding(job), found, "", "")
+    choice = choosing.choose(job, BatchSource(job), found, "", "")
     assert "--reference COMMAND" in choice.failure
     found = _copies([gradients(0, 0), gradients(1, 0)])
-    assert not choosing.choose(job, Feeding(job), found, "", "").failure
+    assert not choosing.choose(job, BatchSource(job), found, "", "").failure
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_sum_over_samples_may_be_that_of_all_ranks(
     job = make(tmp_path, lambda facts: None)
     about = {"sums": float(choosing.SUMS.index(sums)), "count": count}
     found = _copies([gradients(0, 0), gradients(1, 0)], **about)
-    choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+    choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
     assert choice.scales == expected
 
 
@@ -279,7 +279,7 @@ def test_a_sum_is_divided_by_what_ranks_have_unlike_numbers_of(tmp_path: Path) -
     for number, role in enumerate(found):
         found[role]["count"] = torch.tensor(5.0 + number)  # type: ignore[index]
     job = make(tmp_path, lambda facts: None)
-    choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+    choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
     assert choice.scales == (1.0,)
 
 
@@ -296,11 +296,11 @@ def test_the_mean_of_the_ranks_sums_is_a_remark(
     scales: tuple[float, ...], scale: float, strict: bool, verdict: str, tmp_path: Path
 ) -> None:
     job = make(tmp_path, lambda facts: None)
-    alone = reference(job, tmp_path)
-    replayed = msgspec.structs.replace(alone.replayed, scales=scales, scale=scale)
-    alone = dataclasses.replace(alone, replayed=replayed)
+    single_process_group = reference(job, tmp_path)
+    replayed = msgspec.structs.replace(single_process_group.replayed, scales=scales, scale=scale)
+    single_process_group = dataclasses.replace(single_process_group, replayed=replayed)
     asked = JobOptions(words=("python", "train.py"), steps=3, strict=strict)
-    case = judging.judge(asked, job, Ran(0, ()), alone, "")
+    case = judging.judge(asked, job, Ran(0, ()), single_process_group, "")
     assert case.verdict == verdict
     said = [*case.remarks, *case.diagnosis]
     assert [one.cause for one in said] == ["double-division"] * (scale != max(scales))
@@ -348,8 +348,8 @@ def test_rates_that_are_scaled_by_ranks_are_a_remark(
     by: float, rates_too: bool, tmp_path: Path
 ) -> None:
     job = make(tmp_path)
-    alone = reference(job, tmp_path, lr=lambda step: LR / by)
-    kinds = accepting.remarkable(job, alone, [])
+    single_process_group = reference(job, tmp_path, lr=lambda step: LR / by)
+    kinds = accepting.remarkable(job, single_process_group, [])
     assert (accepting.RATES in kinds) == rates_too
     assert accepting.RANDOMNESS in kinds
 
@@ -365,7 +365,7 @@ def test_one_seed_for_all_masks_is_a_remark_and_strictly_a_failure(
     case = judging.judge(asked, make(tmp_path, masks), Ran(0, ()), None, "")
     assert case.verdict == verdict
     named = case.diagnosis if strict else case.remarks
-    assert [one.cause for one in named] == ["same-randomness"]
+    assert [one.cause for one in named] == ["shared-rng-seed"]
 
 
 @pytest.mark.parametrize(("divides", "cause"), [(1.0, "accumulation-not-scaled"), (2.0, "")])
@@ -380,9 +380,9 @@ def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_b
         facts.at_step = {n: g / divides / (4 + 1e-6) for n, g in facts.raw.items()}
 
     job = make(tmp_path, sums)
-    alone = reference(job, tmp_path, clipped=1 / divides / (4 + 1e-6), loss=4.0)
+    single_process_group = reference(job, tmp_path, clipped=1 / divides / (4 + 1e-6), loss=4.0)
     asked = JobOptions(words=("python", "train.py"), steps=3)
-    case = judging.judge(asked, job, Ran(0, ()), alone, "")
+    case = judging.judge(asked, job, Ran(0, ()), single_process_group, "")
     assert [one.cause for one in case.diagnosis if one.cause != "clip-by-local-norm"] == (
         [cause] if cause else []
     )
@@ -397,7 +397,7 @@ def test_a_multiple_of_one_pass_is_no_number_of_all_ranks(tmp_path: Path) -> Non
     job = make(tmp_path, two)
     for count, expected in ((8.0, (1.0,)), (16.0, (2.0,)), (12.0, (1.0, 2.0))):
         found = _copies([gradients(0, 0), gradients(1, 0)], sums=1.0, count=count, passes=2.0)
-        choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+        choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
         assert choice.scales == expected, count
 
     def unlike(facts: Facts) -> None:
@@ -406,7 +406,7 @@ def test_a_multiple_of_one_pass_is_no_number_of_all_ranks(tmp_path: Path) -> Non
     (tmp_path / "unlike").mkdir()
     job = make(tmp_path / "unlike", unlike)
     found = _copies([gradients(0, 0), gradients(1, 0)], sums=1.0, count=6.0, passes=2.0)
-    choice = choosing.choose(job, Feeding(job), found, "", "the batches are apart")
+    choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
     assert choice.scales == (1.0, 2.0)
 
 
@@ -419,8 +419,8 @@ def test_a_clip_norm_that_grows_with_the_ranks_is_named(tmp_path: Path) -> None:
         facts.at_step = {n: g / 2 for n, g in facts.raw.items()}
 
     job = make(tmp_path, clips)
-    alone = reference(job, tmp_path, clipped=0.25, clips=((1.0, 4.0),))
-    found = causes.diagnose(job, judged(job, alone), alone)
+    single_process_group = reference(job, tmp_path, clipped=0.25, clips=((1.0, 4.0),))
+    found = causes.diagnose(job, judged(job, single_process_group), single_process_group)
     assert [one.cause for one in found] == ["clip-norm-differs"]
 
 
@@ -435,9 +435,9 @@ def test_what_one_rank_changes_before_its_step_is_named(tmp_path: Path) -> None:
         facts.after = {n: p - LR * facts.at_step[n] for n, p in facts.before.items()}
 
     job = make(tmp_path, changes)
-    alone = reference(job, tmp_path)
-    found = causes.diagnose(job, judged(job, alone), alone)
-    assert [one.cause for one in found] == ["changed-before-step"]
+    single_process_group = reference(job, tmp_path)
+    found = causes.diagnose(job, judged(job, single_process_group), single_process_group)
+    assert [one.cause for one in found] == ["gradients-modified-before-step"]
 
 
 def test_a_loss_that_is_scaled_by_rank_is_named(tmp_path: Path) -> None:
@@ -448,8 +448,8 @@ def test_a_loss_that_is_scaled_by_rank_is_named(tmp_path: Path) -> None:
         facts.local, facts.raw = facts.locals[facts.rank], mean(facts.locals)
 
     job = make(tmp_path, scales)
-    alone = reference(job, tmp_path)
-    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    single_process_group = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, single_process_group), single_process_group)
     assert found.cause == "wrong-divisor"
     assert "are 1x, 2x the single-process reference" in found.evidence
 
@@ -461,9 +461,9 @@ def test_what_one_rank_writes_between_backward_and_step_is_named(tmp_path: Path)
             facts.after = {n: p - LR * facts.raw[n] for n, p in facts.written.items()}
 
     job = make(tmp_path, writes)
-    alone = reference(job, tmp_path)
-    (found,) = causes.diagnose(job, judged(job, alone), alone)
-    assert found.cause == "changed-outside-step"
+    single_process_group = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, single_process_group), single_process_group)
+    assert found.cause == "parameters-modified-outside-step"
     assert "step 1: weight was modified after the forward pass" in found.evidence
 
 
@@ -481,15 +481,15 @@ def _adds(facts: Facts, of_rank_one: float, *names: str) -> None:
 
 @pytest.mark.parametrize("much", [0.1, 1e-4])
 @pytest.mark.parametrize(
-    ("names", "cause"), [(("a sum",), "loss-differs"), ((), "unexplained")], ids=str
+    ("names", "cause"), [(("a sum",), "loss-term-on-some-ranks"), ((), "unexplained")], ids=str
 )
 def test_a_loss_with_a_term_of_one_rank_alone_is_named(
     much: float, names: tuple[str, ...], cause: str, tmp_path: Path
 ) -> None:
     """However little it adds; and not where ranks' losses have the same terms."""
     job = make(tmp_path, lambda facts: _adds(facts, much, *names))
-    alone = reference(job, tmp_path)
-    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    single_process_group = reference(job, tmp_path)
+    (found,) = causes.diagnose(job, judged(job, single_process_group), single_process_group)
     assert found.cause == cause
     if names:
         assert "rank 1 has the terms cross_entropy, a sum, but that of rank 0 has" in found.evidence
@@ -506,8 +506,10 @@ def test_a_rank_whose_loss_counts_nothing_is_named(silent: int, tmp_path: Path) 
             facts.passes = [replaced(facts.passes[0], loss=0.0)]
 
     job = make(tmp_path, is_zero)
-    alone = reference(job, tmp_path, **({"loss": 0.0} if silent == 0 else {}), raw=float(silent))
-    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    single_process_group = reference(
+        job, tmp_path, **({"loss": 0.0} if silent == 0 else {}), raw=float(silent)
+    )
+    (found,) = causes.diagnose(job, judged(job, single_process_group), single_process_group)
     assert found.cause == "dropped-rank"
     assert f"all local gradients of rank {silent} are zero" in found.evidence
 
@@ -520,7 +522,7 @@ def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:
 
     job = make(tmp_path, decays)
     found = causes.diagnose(job, checks.without_reference(job))
-    assert [one.cause for one in found] == ["settings-differ"]
+    assert [one.cause for one in found] == ["optimizer-settings-differ"]
 
 
 # -- it ends ---------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def augmented_alike(facts: Facts) -> None:
         (augmented_from_the_same_files, "fail", ["same-data"]),
         (augmented_from_one_file, "unknown", []),
         (own_data, "pass", []),
-        (augmented_alike, "fail", ["same-randomness"]),
+        (augmented_alike, "fail", ["shared-rng-seed"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -123,7 +123,7 @@ def test_shards_that_are_augmented_alike_are_named(tmp_path: Path) -> None:
     job = make(tmp_path, seeded_alike)
     job.alike.update({(rank, 0, 0): (f"of {rank}", "label") for rank in range(2)})
     found = causes.diagnose(job, [samples.disjoint(job)])
-    assert [one.cause for one in found] == ["same-randomness"]
+    assert [one.cause for one in found] == ["shared-rng-seed"]
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
@@ -252,4 +252,4 @@ def test_what_a_sample_holds_is_what_one_process_reads(
     (result,) = against.contents(dataclasses.replace(alone, replayed=replayed))
     assert result.verdict == ("fail" if fails else "pass")
     named = [one.cause for one in causes.diagnose(job, [result])]
-    assert named == (["data-differs"] if fails else [])
+    assert named == (["sample-content-differs"] if fails else [])

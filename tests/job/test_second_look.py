@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.job.test_by_module import NET
+from tests.job.test_divergent_ops import HEAD, TRAIN
 from tests.job.test_examples import cli
 from tests.job.test_modules_watched import LOOP
-from tests.job.test_ops_part import HEAD, TRAIN
 
 
 @pytest.mark.sweep

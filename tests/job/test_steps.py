@@ -190,7 +190,7 @@ for step in range(2):
 
 
 def test_the_state_of_a_step_is_that_of_the_passes_that_it_was_trained_on(tmp_path: Path) -> None:
-    """Sharpness-aware minimisation moves parameters between two passes."""
+    """Sharpness-aware minimization moves parameters between two passes."""
     job = recorded(CHANGES, tmp_path, steps=2)
     record, kept = job.records[0, 1], job.tensors(0, 1)
     assert [one.later for one in record.passes] == [False, True]

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from distcheck.job import causes, checks
 from distcheck.job.checks import exchange, terms
-from distcheck.job.checks.folded import accumulation
-from distcheck.job.inside.feeding import ALL, Feeding
-from distcheck.job.inside.folding import Folding
+from distcheck.job.checks.accumulation import accumulation
+from distcheck.job.inside.batch_source import ALL, BatchSource
+from distcheck.job.inside.merged_batch import MergedBatch
 from distcheck.job.inside.terms import count_of, terms_of
-from distcheck.job.settings import Role
+from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.records import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
 from tests.job.test_examples import judge
@@ -188,7 +188,7 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
          "not divided by the 4 gradient accumulation steps, so gradients are 4x too large"),
         ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled",
          "the loss is not divided by the 4 gradient accumulation steps"),
-        ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "scaled-twice",
+        ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "accumulation-scaled-twice",
          "the loss is divided twice by the 4 gradient accumulation steps"),
     ],
 )  # fmt: skip
@@ -297,16 +297,16 @@ def test_the_direction_of_a_loss_of_several_terms_is_judged(
     assert [d.cause for d in causes.diagnose(job, [result], alone)] == named
 
 
-def folding_of(found: tuple[Term, ...], folder: Path) -> Folding:
+def folding_of(found: tuple[Term, ...], folder: Path) -> MergedBatch:
     job = make(folder, passes_with(*found, count=2))
-    return Folding(job, Feeding(job))
+    return MergedBatch(job, BatchSource(job))
 
 
 def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
     folding = folding_of((term("ce", 1 / 2), term("mse", 1 / 2, 0.1)), tmp_path)
     model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
     parameters = dict(model.named_parameters())
-    probe = Role(ALL, 0, 0, ((0, 0), (1, 0)))
+    probe = ReplayTask(ALL, 0, 0, ((0, 0), (1, 0)))
     folding._probes = [probe]
     ce = F.cross_entropy(model(inputs), torch.tensor([0, 1, 0, 1]))
     mse = F.mse_loss(model(inputs), torch.zeros(4, 2))
@@ -320,7 +320,7 @@ def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
         assert torch.equal(left[f"term/{number}/weight"], expected)
     whole_loss = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
     assert torch.equal(left["weight"], whole_loss)
-    other = folding.take(Role(ALL, 0, 1, ((0, 0), (1, 0))), loss, parameters)
+    other = folding.take(ReplayTask(ALL, 0, 1, ((0, 0), (1, 0))), loss, parameters)
     assert not [name for name in other if name.startswith("term/")]
 
 
@@ -336,7 +336,7 @@ def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
 def test_terms_that_interact_are_seen_and_not_judged(
     harm: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Feeding, "inputs", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr(BatchSource, "inputs", lambda *_: [torch.zeros(1)])
     own = {"call": -1}
     folding = folding_of((term("ce", 1 / 2, **own), term("mse", 1 / 2, 0.1, **own)), tmp_path)
     roles = folding.roles(0, 2)
@@ -346,7 +346,7 @@ def test_terms_that_interact_are_seen_and_not_judged(
         found = {name: torch.ones(2) for name in ("weight", "term/0/weight", "term/1/weight")}
         return {**found, "kind": torch.tensor(3.0), "weights": weights}
 
-    found: dict[Role, Any] = {role: wrote() for role in roles}
+    found: dict[ReplayTask, Any] = {role: wrote() for role in roles}
     found[roles[3]]["term/1/weight"] *= harm.get("part", 1.0)
     left = folding.results(found, 0)
     assert why in folding.why

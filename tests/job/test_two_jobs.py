@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.judge.parting import yardstick
+from distcheck.judge.divergence import noise_floor
 from tests.job.planted import FOLDER
 from tests.job.test_examples import cli
 
@@ -56,10 +56,10 @@ def test_a_kept_job_its_continuation_and_the_same_job_again(
     for name in names:
         _, case = job(tmp_path, "--steps", "4", "--no-reference", "--save", name, *command)
         assert case["verdict"] == "unknown"  # one rank exchanges nothing
-    measured = yardstick.read(tmp_path / "whole")
+    measured = noise_floor.read(tmp_path / "whole")
     assert (len(measured.steps), measured.why) == (4, "")
     assert measured.steps[0]["step/weight"].distance > 0
-    code, case = job(tmp_path, "--continues", "whole", *command, "saved.pt")
+    code, case = job(tmp_path, "--resumed-from", "whole", *command, "saved.pt")
     assert (code, case["verdict"], case["diagnosis"]) == (0, "pass", [])
     assert case["notes"][0].startswith("the job resumes before step 2 of the job in whole")
     if len(names) > 1:
@@ -74,7 +74,7 @@ def test_a_kept_job_its_continuation_and_the_same_job_again(
         "recording.json",
         *(
             pytest.param(name, marks=pytest.mark.sweep)
-            for name in ("rank-0000/step-000001.json", "yardstick.json")
+            for name in ("rank-0000/step-000001.json", "noise_floor.json")
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_nothing_runs_beside_a_damaged_recording(tmp_path: Path, harm: str) -> N
     (folder / "rank-0000").mkdir(parents=True)
     for name in ("recording.json", "rank-0000/rank.json", harm):
         (folder / name).write_text("[]")
-    ran = cli("job", tmp_path, "--continues", "whole", "--", "touch", "was-run")
+    ran = cli("job", tmp_path, "--resumed-from", "whole", "--", "touch", "was-run")
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "whole" in ran.stderr
     assert not (tmp_path / "was-run").exists()
@@ -179,7 +179,7 @@ BUGS = {
 NAMED = {
     "label smoothing": "unexplained", "a shorter schedule": "learning-rate-differs",
     "a loss times two": "wrong-divisor", "another clip": "clip-norm-differs",
-    "another Adam": "settings-differ",
+    "another Adam": "optimizer-settings-differ",
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_a_restart_in_another_world_is_within_the_bound(
     more = ["--batch", "16"] if by_hand and world == 1 else []
     saved = "checkpoint.pt" if by_hand else "state"
     code, case = job(
-        tmp_path, "--continues", "whole", "--nproc", str(world), "--steps", "2", "--",
+        tmp_path, "--resumed-from", "whole", "--nproc", str(world), "--steps", "2", "--",
         sys.executable, *words, *more, "--resume", saved,
     )  # fmt: skip
     if world == 2 or more:
@@ -215,5 +215,5 @@ def test_a_restart_in_another_world_is_within_the_bound(
     else:  # three ranks, or one with half of the samples, train on others in a step
         assert code == 1
         assert {one["cause"] for one in case["diagnosis"]} <= {
-            "data-order-differs", "samples-repeated", "samples-skipped",
+            "resume-changes-data-order", "resume-repeats-samples", "resume-skips-samples",
         }, case["diagnosis"]  # fmt: skip

@@ -74,7 +74,7 @@ SCRIPTS = {
     "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", 0, set(), {"wrong-sign"}),
     "one step old": (BY_HAND % STALE, 0, set(), {"stale-gradient"}),
     "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", 1,
-                  {"one-rank-only", "dropped-rank", "duplicated-rank"}, set()),
+                  {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
     "micro-batches": (SPLIT % "y", 0, set(), set()),
     "micro-batches, each a mean": (SPLIT % "b", 1, {"accumulation-not-scaled"}, set()),
 }  # fmt: skip

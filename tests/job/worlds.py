@@ -13,9 +13,9 @@ import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
 from distcheck.job import replaying, settings
-from distcheck.job.asked import JobOptions
 from distcheck.job.inside.install import install
 from distcheck.job.judging import judge
+from distcheck.job.options import JobOptions
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings, Replayed

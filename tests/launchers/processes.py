@@ -78,7 +78,7 @@ def finish(
         for process in processes:
             left = max(deadline - time.monotonic(), 0.1)
             out, err = process.communicate(timeout=left)
-            # mpirun gives rank 0 a terminal, and so colours.
+            # mpirun gives rank 0 a terminal, and so colors.
             ends.append((process.returncode, _STYLE.sub("", out), _STYLE.sub("", err)))
     finally:
         for process in processes:

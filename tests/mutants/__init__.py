@@ -91,7 +91,9 @@ def mutant(
     processes: bool = False,
     form: str | None = None,
 ) -> Callable[[T], T]:
-    """Registers a mutant. `caught` is written "gradients R, gradients S32, agreement"."""
+    """Registers a mutant. `caught` is written "gradients rounding, gradients full batch float32,
+    agreement".
+    """
 
     def register(target: T) -> T:
         named: Any = target
@@ -116,4 +118,8 @@ def everything() -> list[Mutant]:
 
 def _pair(text: str) -> tuple[str, str]:
     check, _, layer = text.rpartition(" ")
-    return (check, layer) if layer in ("lattice", "X", "R", "S64", "S32") else (text, "-")
+    return (
+        (check, layer)
+        if layer in ("lattice", "bitwise", "rounding", "full batch float64", "full batch float32")
+        else (text, "-")
+    )

@@ -12,7 +12,7 @@ from distcheck.contract import Build, Step
 
 from . import mutant
 
-_WRONG = "gradients R, gradients S32"
+_WRONG = "gradients rounding, gradients full batch float32"
 
 
 def _through(wire: torch.dtype, model: nn.Module, factor: float) -> None:
@@ -34,13 +34,13 @@ def rounded_and_one_percent_off(model: nn.Module, step: Step) -> None:
     _through(torch.float16, model, 1.01 / step.world_size)
 
 
-@mutant(caught="gradients R", steps=1, accept="low-precision:fp16")
+@mutant(caught="gradients rounding", steps=1, accept="low-precision:fp16")
 def shorter_than_accepted(model: nn.Module, step: Step) -> None:
     """float16 was said, bfloat16 is sent."""
     _through(torch.bfloat16, model, 1.0 / step.world_size)
 
 
-def _quantised(model: nn.Module, bits: int, factor: float, *, ranks: int | None = None) -> None:
+def _quantized(model: nn.Module, bits: int, factor: float, *, ranks: int | None = None) -> None:
     """Symmetric, one range a tensor; `ranks` leaves the last ones out."""
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -50,28 +50,28 @@ def _quantised(model: nn.Module, bits: int, factor: float, *, ranks: int | None 
         parameter.grad.copy_(sum(everyone[:ranks]) * factor)
 
 
-@mutant(caught=_WRONG, steps=1, accept="quantised:8")
-def quantised_and_never_divided(model: nn.Module) -> None:
+@mutant(caught=_WRONG, steps=1, accept="quantized:8")
+def quantized_and_never_divided(model: nn.Module) -> None:
     """Eight bits are accepted, W times the mean is not."""
-    _quantised(model, 8, 1.0)
+    _quantized(model, 8, 1.0)
 
 
-@mutant(caught=_WRONG, steps=1, accept="quantised:8", seldom=True)
-def quantised_without_the_last_rank(model: nn.Module, step: Step) -> None:
+@mutant(caught=_WRONG, steps=1, accept="quantized:8", seldom=True)
+def quantized_without_the_last_rank(model: nn.Module, step: Step) -> None:
     """A loop over the gathered list that ends too early."""
-    _quantised(model, 8, 1 / (step.world_size - 1), ranks=-1)
+    _quantized(model, 8, 1 / (step.world_size - 1), ranks=-1)
 
 
-@mutant(caught=_WRONG, steps=1, accept="quantised:12")
-def quantised_and_one_percent_off(model: nn.Module, step: Step) -> None:
+@mutant(caught=_WRONG, steps=1, accept="quantized:12")
+def quantized_and_one_percent_off(model: nn.Module, step: Step) -> None:
     """Twelve bits are finer than a hundredth of the large elements."""
-    _quantised(model, 12, 1.01 / step.world_size)
+    _quantized(model, 12, 1.01 / step.world_size)
 
 
-@mutant(caught=_WRONG, steps=1, accept="quantised:8")
+@mutant(caught=_WRONG, steps=1, accept="quantized:8")
 def fewer_bits_than_accepted(model: nn.Module, step: Step) -> None:
     """Eight were said, five are sent."""
-    _quantised(model, 5, 1 / step.world_size)
+    _quantized(model, 5, 1 / step.world_size)
 
 
 class _LowRank:
@@ -112,21 +112,21 @@ class _LowRank:
         return matrix - sent
 
 
-@mutant(caught="gradients R", steps=1, accept="low-rank:2")
+@mutant(caught="gradients rounding", steps=1, accept="low-rank:2")
 class LowRankAndNeverDivided(_LowRank):
     """The second product is summed, and nobody divides it."""
 
     factor = 4.0
 
 
-@mutant(caught="gradients R", steps=1, accept="low-rank:2", seldom=True)
+@mutant(caught="gradients rounding", steps=1, accept="low-rank:2", seldom=True)
 class LowRankAndOnePercentOff(_LowRank):
     """Directions are the strategy's own affair, lengths are not."""
 
     factor = 1.01
 
 
-@mutant(caught="gradients R", steps=1, accept="low-rank:2", seldom=True)
+@mutant(caught="gradients rounding", steps=1, accept="low-rank:2", seldom=True)
 class LowRankWithoutTheLastRank(_LowRank):
     """The last rank's product never gets into the sum."""
 
@@ -134,7 +134,7 @@ class LowRankWithoutTheLastRank(_LowRank):
         return share * (step.rank < step.world_size - 1)
 
 
-@mutant(caught="gradients R", steps=1, accept="low-rank:2")
+@mutant(caught="gradients rounding", steps=1, accept="low-rank:2")
 class LowRankNeverOrthogonal(_LowRank):
     """Columns of length one, and not at right angles."""
 
@@ -142,7 +142,7 @@ class LowRankNeverOrthogonal(_LowRank):
         return along / along.norm(dim=0)
 
 
-@mutant(caught="gradients R", steps=2, accept="low-rank:2", step=1)
+@mutant(caught="gradients rounding", steps=2, accept="low-rank:2", step=1)
 class LowRankForgetsTheRest(_LowRank):
     """What was left over is set to zero instead of being carried on."""
 
@@ -150,7 +150,7 @@ class LowRankForgetsTheRest(_LowRank):
         return torch.zeros_like(matrix)
 
 
-@mutant(caught="gradients R", steps=1, accept="low-rank:1", seldom=True)
+@mutant(caught="gradients rounding", steps=1, accept="low-rank:1", seldom=True)
 class MoreDirectionsThanAccepted(_LowRank):
     """One was said, two are sent."""
 
@@ -193,21 +193,21 @@ class _Local:
         return _Averaging(build(parameters), **self.how)
 
 
-@mutant(caught="parameters R, agreement", accept="local-sgd:2", world=2, steps=4, step=1)
+@mutant(caught="parameters rounding, agreement", accept="local-sgd:2", world=2, steps=4, step=1)
 class NeverAverages(_Local):
     """Local SGD whose second half was forgotten."""
 
     how = MappingProxyType({"period": 99})
 
 
-@mutant(caught="parameters R", accept="local-sgd:2", steps=4, step=1)
+@mutant(caught="parameters rounding", accept="local-sgd:2", steps=4, step=1)
 class AveragesAndNeverDivides(_Local):
     """The sum of the parameters."""
 
     how = MappingProxyType({"factor": 4.0})
 
 
-@mutant(caught="parameters R", accept="local-sgd:2", steps=4, step=1, seldom=True)
+@mutant(caught="parameters rounding", accept="local-sgd:2", steps=4, step=1, seldom=True)
 class AveragesWithoutTheLastRank(_Local):
     """The mean of all ranks but the last."""
 
@@ -215,7 +215,12 @@ class AveragesWithoutTheLastRank(_Local):
 
 
 @mutant(
-    caught="parameters R, agreement", accept="local-sgd:2", world=2, steps=4, step=1, seldom=True
+    caught="parameters rounding, agreement",
+    accept="local-sgd:2",
+    world=2,
+    steps=4,
+    step=1,
+    seldom=True,
 )
 class AveragesSomeParameters(_Local):
     """The first three of six."""
@@ -223,7 +228,7 @@ class AveragesSomeParameters(_Local):
     how = MappingProxyType({"most": 3})
 
 
-@mutant(caught="parameters X", accept="local-sgd:2", world=2, steps=4, step=1)
+@mutant(caught="parameters bitwise", accept="local-sgd:2", world=2, steps=4, step=1)
 class AveragesMoreOften(_Local):
     """Every step, where every second was said."""
 

@@ -44,7 +44,7 @@ class _Accumulates:
         average(model, step)
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=3, steps=2)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=SMALL, world=3, steps=2)
 @strategy(micro_batches=2)
 class DividesByTheStepsTwice(_Accumulates):
     """The loss is divided by the number of accumulation steps, and then the gradient."""
@@ -55,7 +55,12 @@ class DividesByTheStepsTwice(_Accumulates):
             parameter.grad /= 2
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, world=2, steps=2)
+@mutant(
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    world=2,
+    steps=2,
+)
 @strategy(micro_batches=2)
 class RescalesEveryTime(_Accumulates):
     """What has been accumulated is divided at every stretch: a moving average."""
@@ -71,7 +76,12 @@ class RescalesEveryTime(_Accumulates):
         return (losses[0] + losses[1]) / 2
 
 
-@mutant(caught="gradients R, gradients S32, loss S32, agreement", workload=SMALL, world=2, steps=2)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, loss full batch float32, agreement",
+    workload=SMALL,
+    world=2,
+    steps=2,
+)
 @strategy(micro_batches=2)
 class AddsTheLastAfterTheSync(_Accumulates):
     """The exchange comes before the last stretch's gradients do."""
@@ -84,7 +94,7 @@ class AddsTheLastAfterTheSync(_Accumulates):
         """It was done on the way."""
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=2, steps=2)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=SMALL, world=2, steps=2)
 @strategy(micro_batches=2)
 class KeepsTheFirstOnly(_Accumulates):
     """The partition that is reduced was filled at the first stretch; later ones are dropped."""
@@ -97,7 +107,13 @@ class KeepsTheFirstOnly(_Accumulates):
                 parameter.grad.copy_(kept)
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=2, steps=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    world=2,
+    steps=2,
+    seldom=True,
+)
 @strategy(micro_batches=2)
 class KeepsTheLastOnly(_Accumulates):
     """Each backward pass overwrites the buffer that it should add to."""
@@ -108,7 +124,13 @@ class KeepsTheLastOnly(_Accumulates):
             parameter.grad = None
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=2, steps=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    world=2,
+    steps=2,
+    seldom=True,
+)
 @strategy(micro_batches=2)
 class SetsToZeroEveryTime(_Accumulates):
     """zero_grad stands in the inner loop."""
@@ -125,18 +147,31 @@ class _AddsUp(_Accumulates):
         return (losses[0].detach() + losses[1].detach()) / 2
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, world=4, steps=2)
+@mutant(
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    world=4,
+    steps=2,
+)
 @strategy(micro_batches=2)
 class TwoReplicasInEachProcess(_AddsUp):
     """Every process sums over two replicas, and the sum is divided by the processes alone."""
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)
+@mutant(
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    steps=2,
+)
 class AddsUpMeanLosses(_AddsUp):
     """Mean losses are added up, as if `accumulate` had divided them; nothing is promised."""
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32", workload=SMALL, steps=2)
+@mutant(
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    steps=2,
+)
 class UnpromisedAndALittleOff(_Accumulates):
     """Promises nothing, so bits may differ; a ten-thousandth is more than they may."""
 
@@ -144,7 +179,7 @@ class UnpromisedAndALittleOff(_Accumulates):
         return super().backward(lambda part: loss_of(part) * 1.0001, batch, step) / 1.0001
 
 
-@mutant(caught="buffers X", workload=".small:Normalised", world=2, steps=2)
+@mutant(caught="buffers bitwise", workload=".small:Normalized", world=2, steps=2)
 @strategy(micro_batches=2, buffers="rank 0")
 class BroadcastsBuffersBetween(_Accumulates):
     """Buffers are sent before every stretch, where once before the step was promised."""
@@ -170,7 +205,12 @@ class _Noting(torch.autograd.Function):
         return gradient, None
 
 
-@mutant(caught="gradients R, gradients S32", workload=".small:CalledTwice", world=2, steps=2)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=".small:CalledTwice",
+    world=2,
+    steps=2,
+)
 class KeepsOneCallOnly:
     """A module that is called twice is reduced twice, and the second result replaces the first."""
 

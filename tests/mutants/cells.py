@@ -26,7 +26,7 @@ def _average_all(model: nn.Module, step: Step) -> None:
             _average(parameter.grad, step)
 
 
-@mutant(caught="parameters X", workload="unused_later", world=2, steps=3, step=2)
+@mutant(caught="parameters bitwise", workload="unused_later", world=2, steps=3, step=2)
 def fills_absent_gradients_with_zeros(model: nn.Module, step: Step) -> None:
     """So that every rank has the same list; momentum then moves what one machine leaves alone."""
     for parameter in model.parameters():
@@ -36,7 +36,7 @@ def fills_absent_gradients_with_zeros(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients R, gradients S32, agreement",
+    caught="gradients rounding, gradients full batch float32, agreement",
     workload="unused_later",
     world=2,
     steps=3,
@@ -44,7 +44,7 @@ def fills_absent_gradients_with_zeros(model: nn.Module, step: Step) -> None:
 )
 class SplitsByPosition:
     """One flat buffer, cut up again as it was in the first step: what follows an absent gradient
-    gets its neighbour's (or, at the end of the list, nothing).
+    gets its neighbor's (or, at the end of the list, nothing).
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,12 @@ class SplitsByPosition:
                 parameter.grad.copy_(part.view_as(parameter))
 
 
-@mutant(caught="gradients R, gradients S32", workload="tied_weights", world=2, steps=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload="tied_weights",
+    world=2,
+    steps=1,
+)
 def adds_up_a_tied_weight_twice(model: nn.Module, step: Step) -> None:
     """Names, not parameters: a tied weight has two names (torchtitan #3174)."""
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -71,14 +76,24 @@ def adds_up_a_tied_weight_twice(model: nn.Module, step: Step) -> None:
         parameter.grad.div_(step.world_size)
 
 
-@mutant(caught="gradients R, gradients S32, agreement", workload="transposed", world=2, steps=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, agreement",
+    workload="transposed",
+    world=2,
+    steps=1,
+)
 def drops_the_contiguous_copy(model: nn.Module, step: Step) -> None:
     """`.contiguous()` is the tensor itself, until it is not (Megatron-LM #5337)."""
     for parameter in model.parameters():
         _average(parameter.grad.contiguous(), step)
 
 
-@mutant(caught="gradients R, gradients S32", workload="channels_last", world=2, steps=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload="channels_last",
+    world=2,
+    steps=1,
+)
 def puts_memory_back_by_index(model: nn.Module, step: Step) -> None:
     """Taken out as it lies in memory, put back in the order of indices (pytorch #64039)."""
     for parameter in model.parameters():
@@ -88,7 +103,10 @@ def puts_memory_back_by_index(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients R, gradients S32, agreement", workload="bucket_boundaries", world=2, steps=1
+    caught="gradients rounding, gradients full batch float32, agreement",
+    workload="bucket_boundaries",
+    world=2,
+    steps=1,
 )
 def forgets_what_fills_a_bucket(model: nn.Module, step: Step) -> None:
     """Small ones go into a bucket, large ones go alone, and what is neither (DeepSpeed #4321)."""
@@ -98,7 +116,7 @@ def forgets_what_fills_a_bucket(model: nn.Module, step: Step) -> None:
             _average(parameter.grad, step)
 
 
-@mutant(caught="gradients R", workload="mixed_dtypes", world=2, steps=1)
+@mutant(caught="gradients rounding", workload="mixed_dtypes", world=2, steps=1)
 def one_bucket_for_every_dtype(model: nn.Module, step: Step) -> None:
     """Everything through a float32 buffer: float64 comes back shorter (DeepSpeed #7660)."""
     flat = torch.cat([p.grad.flatten().float() for p in model.parameters()])
@@ -108,7 +126,12 @@ def one_bucket_for_every_dtype(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(part.view_as(parameter))
 
 
-@mutant(caught="gradients R, gradients S32, agreement", workload="complex", world=2, steps=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, agreement",
+    workload="complex",
+    world=2,
+    steps=1,
+)
 def reduces_the_real_part(model: nn.Module, step: Step) -> None:
     """The imaginary part stays each rank's own (pytorch #158753 made it zero)."""
     for parameter in model.parameters():
@@ -117,7 +140,12 @@ def reduces_the_real_part(model: nn.Module, step: Step) -> None:
         parameter.grad.real.copy_(real)
 
 
-@mutant(caught="gradients R, gradients S32, agreement", workload="accumulation", world=2, steps=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, agreement",
+    workload="accumulation",
+    world=2,
+    steps=1,
+)
 class ExchangesAfterTheFirstBackward:
     """A flag that says "done in this step": the second micro-batch is added to the mean
     (DeepSpeed #7985).
@@ -141,7 +169,13 @@ class ExchangesAfterTheFirstBackward:
         self.done.clear()
 
 
-@mutant(caught="gradients R, gradients S32", workload="loss_scaling", world=2, steps=2, step=1)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload="loss_scaling",
+    world=2,
+    steps=2,
+    step=1,
+)
 def hides_infinities(model: nn.Module, step: Step) -> None:
     """What overflowed counts as zero, so that no rank skips the step."""
     for parameter in model.parameters():
@@ -160,7 +194,7 @@ class _KeepsGradients(torch.optim.SGD):
         super().step()
 
 
-@mutant(caught="parameters X", workload="clipping", world=2, steps=1)
+@mutant(caught="parameters bitwise", workload="clipping", world=2, steps=1)
 class StepsFromItsOwnBuffer:
     """The optimizer reads the buffer of the exchange; the loop clips p.grad, which nobody reads."""
 
@@ -179,7 +213,13 @@ class StepsFromItsOwnBuffer:
 _first_model: list[nn.Parameter] = []
 
 
-@mutant(caught="gradients R, gradients S32, agreement", workload="resume", world=2, steps=3, step=2)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, agreement",
+    workload="resume",
+    world=2,
+    steps=3,
+    step=2,
+)
 def keeps_the_first_model(model: nn.Module, step: Step) -> None:
     """A list that is made once in a process; after a restart the model is another one."""
     if not _first_model:
@@ -188,7 +228,7 @@ def keeps_the_first_model(model: nn.Module, step: Step) -> None:
         _average(parameter.grad, step)
 
 
-@mutant(caught="buffers X", workload="reassigned_buffers", world=2, steps=2, step=1)
+@mutant(caught="buffers bitwise", workload="reassigned_buffers", world=2, steps=2, step=1)
 @strategy(weighting="gradient", buffers="rank 0")
 class BroadcastsDeadBuffers:
     """It holds on to the buffers that the model began with (pytorch #63916)."""

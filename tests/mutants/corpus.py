@@ -242,7 +242,7 @@ EXTRAS = frozenset(
         # layouts
         "NormsAreNotSummed", "SumsTheHeadAsWell", "CutsWhereItMustSum", "GateIsNotSummed",
         "ExpertsAreAveraged", "DropsRows",
-        "NormalisesOverItsOwnClasses", "MeanOfTheRanksMeans", "AveragesOverContext",
+        "NormalizesOverItsOwnClasses", "MeanOfTheRanksMeans", "AveragesOverContext",
         "ContextCountsFully", "MasksAlike", "MasksOfItsOwn", "CountsEveryReplica",
         "NoSumInBackward", "SharesOfAWholeLayer", "SumInBFloat16", "PartsTheOtherWayRound",
         "BiasOnEveryRank", "AveragesTerms", "SumsBothWays", "SumsAWholeLayer", "DividesAWholeLayer",
@@ -275,8 +275,8 @@ EXTRAS = frozenset(
         "takes_one_storage_for_tied", "TakesAGradientForAccumulation", "NothingAfterAnEvaluation",
         # what --accept must not let through
         "rounded_and_never_divided", "rounded_and_one_percent_off",
-        "shorter_than_accepted", "quantised_and_never_divided", "quantised_without_the_last_rank",
-        "quantised_and_one_percent_off", "fewer_bits_than_accepted", "LowRankAndNeverDivided",
+        "shorter_than_accepted", "quantized_and_never_divided", "quantized_without_the_last_rank",
+        "quantized_and_one_percent_off", "fewer_bits_than_accepted", "LowRankAndNeverDivided",
         "LowRankAndOnePercentOff", "LowRankWithoutTheLastRank", "LowRankNeverOrthogonal",
         "LowRankForgetsTheRest", "MoreDirectionsThanAccepted", "NeverAverages",
         "AveragesAndNeverDivides", "AveragesWithoutTheLastRank", "AveragesSomeParameters",

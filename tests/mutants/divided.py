@@ -68,15 +68,17 @@ class RightVocabulary:
         return loss.detach()
 
 
-@mutant(caught="gradients S32, loss S32", world=2, steps=1, seldom=True)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32", world=2, steps=1, seldom=True
+)
 @strategy(parallel={"tensor": -1})
-class NormalisesOverItsOwnClasses(RightVocabulary):
+class NormalizesOverItsOwnClasses(RightVocabulary):
     """The sum of the softmax is over the classes of one rank."""
 
     sums_up = False
 
 
-@mutant(caught="outputs S32", world=2, steps=1)
+@mutant(caught="outputs full batch float32", world=2, steps=1)
 @strategy(parallel={"tensor": -1})
 class ReturnsLogitsWithoutTheirMaximum:
     """For a softmax that cannot overflow, the largest logit is taken out of the logits in place."""
@@ -125,7 +127,11 @@ class RightTokens:
 
 
 @mutant(
-    caught="gradients S32, loss S32", world=2, workload=".small:ManyLengths", steps=1, seldom=True
+    caught="gradients full batch float32, loss full batch float32",
+    world=2,
+    workload=".small:ManyLengths",
+    steps=1,
+    seldom=True,
 )
 @strategy(parallel={"sequence": -1})
 class MeanOfTheRanksMeans(RightTokens):
@@ -135,7 +141,7 @@ class MeanOfTheRanksMeans(RightTokens):
         return counts.sum() * dist.get_world_size()
 
 
-@mutant(caught="gradients S32", world=2, workload=".small:ManyLengths", seldom=True)
+@mutant(caught="gradients full batch float32", world=2, workload=".small:ManyLengths", seldom=True)
 @strategy(parallel={"sequence": -1})
 class AveragesOverContext(RightTokens):
     """Gradients of the ranks that share a sample are averaged, as those of other samples are."""
@@ -158,7 +164,7 @@ class _WithoutItsShare(torch.autograd.Function):
         return gradient
 
 
-@mutant(caught="gradients S32", world=2, workload="transformer", seldom=True)
+@mutant(caught="gradients full batch float32", world=2, workload="transformer", seldom=True)
 @strategy(parallel={"sequence": -1})
 class ContextCountsFully(ContextParallel):
     """The mean over the ranks' tokens passes its whole gradient on to each of them."""
@@ -181,7 +187,7 @@ class RightMasks:
 
 
 @mutant(
-    caught="gradients S32, loss S32, outputs S32",
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
     world=2,
     workload=".small:Dropping",
     steps=1,
@@ -195,7 +201,10 @@ class MasksAlike(RightMasks):
 
 
 @mutant(
-    caught="gradients S32, loss S32, outputs S32, agreement",
+    caught=(
+        "gradients full batch float32, loss full batch float32, outputs full batch float32, "
+        "agreement"
+    ),
     world=2,
     workload=".small:Dropping",
     steps=1,
@@ -232,7 +241,7 @@ class RightNorm:
             parameter.grad.mul_(factor)
 
 
-@mutant(caught="parameters X", world=4, workload=".small:ClippedByTheLoop")
+@mutant(caught="parameters bitwise", world=4, workload=".small:ClippedByTheLoop")
 @strategy(parallel={"tensor": -1})
 class CountsEveryReplica(RightNorm):
     """What every rank holds counts once for each of them."""

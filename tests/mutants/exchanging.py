@@ -55,7 +55,7 @@ class _Contrastive(nn.Module):
         return F.cross_entropy(alike, torch.arange(len(alike)))
 
 
-@mutant(caught="gradients S32", **LOSS)
+@mutant(caught="gradients full batch float32", **LOSS)
 class GathersWithoutGradient(_Contrastive):
     """Other ranks' rows have no gradient: the average divides each rank's own by their number."""
 
@@ -63,7 +63,7 @@ class GathersWithoutGradient(_Contrastive):
         return _with_own(rows)
 
 
-@mutant(caught="gradients S32", **LOSS)
+@mutant(caught="gradients full batch float32", **LOSS)
 class OwnRowsAgainstOthers(_Contrastive):
     """Own rows against all: what the other ranks' losses have of them is missing."""
 
@@ -72,13 +72,13 @@ class OwnRowsAgainstOthers(_Contrastive):
         return F.cross_entropy(alike, torch.arange(len(one)) + dist.get_rank() * len(one))
 
 
-@mutant(caught="gradients S32, loss S32", **LOSS)
+@mutant(caught="gradients full batch float32, loss full batch float32", **LOSS)
 class GathersNothing(_Contrastive):
     def gathered(self, rows: Tensor) -> Tensor:
         return rows
 
 
-@mutant(caught="gradients S32", **LOSS)
+@mutant(caught="gradients full batch float32", **LOSS)
 class WeightsTimesWorld(GathersWithoutGradient):
     """The factor puts the rows right, and the scale, which every rank has whole, wrong."""
 
@@ -86,7 +86,7 @@ class WeightsTimesWorld(GathersWithoutGradient):
         return super().forward(one, two) * dist.get_world_size()
 
 
-@mutant(caught="loss S32", **LOSS)
+@mutant(caught="loss full batch float32", **LOSS)
 class LossOfOwnPart(_Contrastive):
     """The gradient is right, and the number that is shown has a part of the rank's own, which is
     infinite for one sample alone.
@@ -96,7 +96,7 @@ class LossOfOwnPart(_Contrastive):
         return super().forward(one, two) + 1 / (torch.tensor(float(len(one))) - 1)
 
 
-@mutant(caught="buffers S32", **LOSS)
+@mutant(caught="buffers full batch float32", **LOSS)
 class CenterOfOwnRows(_Contrastive):
     """A moving mean of the rank's own rows alone."""
 
@@ -125,13 +125,13 @@ class _Accuracy:
         return both[0] / both[1]
 
 
-@mutant(caught="gradients S32", **METRIC)
+@mutant(caught="gradients full batch float32", **METRIC)
 class AccuracyOfOwnSamples(_Accuracy):
     def compute(self) -> Tensor:
         return self.right / self.seen
 
 
-@mutant(caught="gradients S32", **METRIC)
+@mutant(caught="gradients full batch float32", **METRIC)
 class MeanOfAccuracies(_Accuracy):
     """256 samples over 3 ranks are 86, 85 and 85."""
 
@@ -141,7 +141,7 @@ class MeanOfAccuracies(_Accuracy):
         return mean / dist.get_world_size()
 
 
-@mutant(caught="gradients S32", **METRIC)
+@mutant(caught="gradients full batch float32", **METRIC)
 class AddsWhatAllHave(_Accuracy):
     """The accuracy of all, added up over the ranks once more."""
 
@@ -151,7 +151,7 @@ class AddsWhatAllHave(_Accuracy):
         return found
 
 
-@mutant(caught="gradients S32", **METRIC)
+@mutant(caught="gradients full batch float32", **METRIC)
 class FoldsTwoRanksAlike(_Accuracy):
     """A fold over the ranks' states that forgets the count of what it has folded: right for two."""
 

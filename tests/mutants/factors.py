@@ -12,7 +12,7 @@ from . import mutant
 from .small import average
 
 SMALL = ".small:Small"
-WRONG = "gradients R, gradients S32"
+WRONG = "gradients rounding, gradients full batch float32"
 
 
 @mutant(caught=WRONG, workload=SMALL, world=2, steps=2, seldom=True)

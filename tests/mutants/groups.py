@@ -11,11 +11,11 @@ from distcheck.contract import Step
 from . import mutant
 
 SMALL = ".small:Small"
-APART = "gradients R, gradients S32, loss S32, agreement"
+APART = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
 
 class _Mesh:
-    """The ranks as two rows: groups of neighbours, and groups across."""
+    """The ranks as two rows: groups of neighbors, and groups across."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ranks = list(range(dist.get_world_size()))
@@ -24,7 +24,13 @@ class _Mesh:
         return model
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=4, steps=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=SMALL,
+    world=4,
+    steps=2,
+    seldom=True,
+)
 class DividesByOneDimension(_Mesh):
     """Summed over both dimensions of a mesh, divided by the size of one."""
 
@@ -35,7 +41,7 @@ class DividesByOneDimension(_Mesh):
             parameter.grad /= dist.get_world_size(self.row)
 
 
-@mutant(caught="gradients R, gradients S32", workload=SMALL, world=3, steps=2)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=SMALL, world=3, steps=2)
 class MeanOfGroupMeans(_Mesh):
     """Ranks 0 and 1 form their mean, rank 2 is alone; then the groups count alike."""
 

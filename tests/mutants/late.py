@@ -15,8 +15,8 @@ from . import mutant
 from .small import average
 
 SMALL = ".small:Small"
-WRONG = "gradients R, gradients S32"
-APART = "gradients R, gradients S32, loss S32, agreement"
+WRONG = "gradients rounding, gradients full batch float32"
+APART = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
 
 @mutant(caught=WRONG, workload=SMALL, world=2)
@@ -71,7 +71,7 @@ def does_not_wait(model: nn.Module, step: Step) -> None:
         work.wait()
 
 
-@mutant(caught="parameters X, agreement", workload=SMALL, world=2, steps=1)
+@mutant(caught="parameters bitwise, agreement", workload=SMALL, world=2, steps=1)
 class ReadsTheFlagEarly:
     """Whether a rank has found an overflow is asked of all, and read before the answer is there:
     rank 0 skips the update.

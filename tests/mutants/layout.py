@@ -10,7 +10,7 @@ from . import mutant
 from .small import average
 
 SMALL = ".small:Small"
-WRONG = "gradients R, gradients S32"
+WRONG = "gradients rounding, gradients full batch float32"
 
 
 @mutant(caught=WRONG, workload=SMALL, world=2, steps=2)
@@ -47,7 +47,9 @@ def imaginary_part_is_zero(model: nn.Module, step: Step) -> None:
             parameter.grad[..., 1] = 0
 
 
-@mutant(caught="gradients R", workload=".small:LargeGradients", world=4, steps=1, dtype="float16")
+@mutant(
+    caught="gradients rounding", workload=".small:LargeGradients", world=4, steps=1, dtype="float16"
+)
 def sums_before_it_divides(model: nn.Module, step: Step) -> None:
     """Four gradients that float16 holds, and a sum that it does not."""
     for parameter in model.parameters():
@@ -55,7 +57,9 @@ def sums_before_it_divides(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R", workload=".small:OneElement", world=4, steps=2, dtype="float16")
+@mutant(
+    caught="gradients rounding", workload=".small:OneElement", world=4, steps=2, dtype="float16"
+)
 def one_element_is_not_divided(model: nn.Module, step: Step) -> None:
     """Numbers are divided in pairs, and a single one has no partner."""
     for parameter in model.parameters():
@@ -101,7 +105,9 @@ def conversion_dropped(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(buffer / step.world_size)
 
 
-@mutant(caught="gradients R", workload=".small:TwoPrecisions", world=2, steps=2, dtype="bfloat16")
+@mutant(
+    caught="gradients rounding", workload=".small:TwoPrecisions", world=2, steps=2, dtype="bfloat16"
+)
 def buckets_by_the_wrong_dtype(model: nn.Module, step: Step) -> None:
     """All go into one bucket, of the last parameter's dtype."""
     gradients = [parameter.grad for parameter in model.parameters()]

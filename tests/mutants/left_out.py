@@ -11,9 +11,9 @@ from . import mutant
 from .small import average
 
 SMALL = ".small:Small"
-APART = "gradients R, gradients S32, loss S32, agreement"
+APART = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
-ONE_STEP = "gradients R, gradients S32, agreement"  # the loss of the step after would differ too
+ONE_STEP = "gradients rounding, gradients full batch float32, agreement"  # the loss of the step after would differ too
 
 
 def _reduce(gradients: list[torch.Tensor], step: Step) -> None:
@@ -30,7 +30,7 @@ class ConvertedAfterWrapping:
         return DistributedDataParallel(model).double().float()
 
 
-@mutant(caught=f"local gradients X, {APART}", workload=SMALL, world=2, steps=2)
+@mutant(caught=f"local gradients bitwise, {APART}", workload=SMALL, world=2, steps=2)
 class ReplacesAParameter:
     """A parameter is made anew after DDP has looked at the model."""
 
@@ -41,9 +41,9 @@ class ReplacesAParameter:
         return wrapped
 
 
-@mutant(caught=APART, workload=".small:Normalised", world=2, steps=2, seldom=True)
+@mutant(caught=APART, workload=".small:Normalized", world=2, steps=2, seldom=True)
 def norm_layers_left_out(model: nn.Module, step: Step) -> None:
-    """A list of layers by type, and the normalising ones are not on it."""
+    """A list of layers by type, and the normalizing ones are not on it."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     _reduce([p.grad for layer in layers for p in layer.parameters()], step)
 
@@ -141,7 +141,7 @@ class ListsOnceAndForAll:
 
 
 @mutant(
-    caught=f"local gradients X, {ONE_STEP}",
+    caught=f"local gradients bitwise, {ONE_STEP}",
     workload=".small:Tied",
     world=2,
     steps=1,

@@ -10,7 +10,7 @@ from distcheck.contract import Step
 from . import mutant
 
 # Where replicas disagree, the loss of the run is not that of any single model either.
-_ALL = "gradients R, gradients S32, loss S32, agreement"
+_ALL = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
 
 @mutant(caught=_ALL)
@@ -20,7 +20,7 @@ def no_sync(model: nn.Module) -> None:
 
 @mutant(caught=_ALL)
 def last_parameter_left_out(model: nn.Module, step: Step) -> None:
-    """One layer is never synchronised (Megatron-LM #599, torchtitan #2387)."""
+    """One layer is never synchronized (Megatron-LM #599, torchtitan #2387)."""
     for parameter in list(model.parameters())[:-1]:
         dist.all_reduce(parameter.grad)
         parameter.grad /= step.world_size
@@ -34,14 +34,14 @@ def reduce_without_broadcast(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def broadcast_instead_of_mean(model: nn.Module) -> None:
     """Everybody takes rank 0's gradient: replicas agree, three quarters of the data is lost."""
     for parameter in model.parameters():
         dist.broadcast(parameter.grad, src=0)
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def drops_the_last_rank(model: nn.Module, step: Step) -> None:
     """A range that ends one too early."""
     for parameter in model.parameters():
@@ -50,7 +50,7 @@ def drops_the_last_rank(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(torch.stack(gathered[:-1]).mean(0))
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def counts_rank_0_twice(model: nn.Module, step: Step) -> None:
     """The last rank's part is replaced by a second copy of rank 0's."""
     for parameter in model.parameters():
@@ -103,7 +103,7 @@ class WrapsAndCallsTheRawModule:
         return loss
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def clips_before_the_sync(model: nn.Module, step: Step) -> None:
     """Every rank clips its own part by its own norm, then the parts are averaged."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -15,7 +15,10 @@ from distcheck.contract import Build, Step, strategy
 from . import mutant
 from .small import average
 
-WRONG, APART = "gradients R, gradients S32", "gradients R, gradients S32, agreement"
+WRONG, APART = (
+    "gradients rounding, gradients full batch float32",
+    "gradients rounding, gradients full batch float32, agreement",
+)
 MIB_25 = 25 << 20
 
 
@@ -38,7 +41,7 @@ class RestsAtRateZero:
             average(model, step)
 
 
-@mutant(caught=f"{APART}, loss S32", workload="absent_on_some", world=3, steps=3)
+@mutant(caught=f"{APART}, loss full batch float32", workload="absent_on_some", world=3, steps=3)
 def asks_rank_0_what_there_is(model: nn.Module, step: Step) -> None:
     """So that all ranks call the same collectives: what rank 0 lacks is never exchanged."""
     parameters = list(model.parameters())
@@ -51,7 +54,7 @@ def asks_rank_0_what_there_is(model: nn.Module, step: Step) -> None:
             _average(parameter.grad, step)
 
 
-@mutant(caught=f"{APART}, loss S32", workload="absent_on_some", world=2, steps=3)
+@mutant(caught=f"{APART}, loss full batch float32", workload="absent_on_some", world=2, steps=3)
 class BucketThatIsNeverFull:
     """It is sent when every parameter's hook has run, and a layer that is not used runs none."""
 
@@ -84,7 +87,7 @@ def counts_who_has_something(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="initial state, gradients S32, loss S32, agreement",
+    caught="initial state, gradients full batch float32, loss full batch float32, agreement",
     workload="different_starts",
     world=2,
     steps=1,
@@ -146,7 +149,7 @@ def sends_its_sizes_in_single_precision(model: nn.Module, step: Step) -> None:
         _average(parameter.grad.view(-1)[: int(size)], step)
 
 
-@mutant(caught="gradients R", workload="complex128", world=2, steps=1, seldom=True)
+@mutant(caught="gradients rounding", workload="complex128", world=2, steps=1, seldom=True)
 def every_complex_is_complex64(model: nn.Module, step: Step) -> None:
     """It asks whether numbers are complex, and not how long."""
     for parameter in model.parameters():
@@ -176,7 +179,7 @@ def knows_one_class_of_parameters(model: nn.Module, step: Step) -> None:
             _average(parameter.grad, step)
 
 
-@mutant(caught="buffers X", workload="integer_buffers", world=2, steps=1)
+@mutant(caught="buffers bitwise", workload="integer_buffers", world=2, steps=1)
 @strategy(weighting="gradient", buffers="rank 0")
 class SendsBuffersAsFloats:
     """All buffers in one message of float32, which counts to 2^24."""
@@ -197,7 +200,7 @@ class SendsBuffersAsFloats:
         average(model, step)
 
 
-@mutant(caught=f"{APART}, loss S32", workload="eval_mode", world=2, steps=3)
+@mutant(caught=f"{APART}, loss full batch float32", workload="eval_mode", world=2, steps=3)
 def exchanges_in_training_mode(model: nn.Module, step: Step) -> None:
     """Nothing is exchanged while validating: by the model's mode, not by what is done with it."""
     if model.training:
@@ -205,8 +208,8 @@ def exchanges_in_training_mode(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught=f"local gradients X, {WRONG}, loss X, loss S32, buffers X",
-    workload=".workloads:Normalised",
+    caught=f"local gradients bitwise, {WRONG}, loss bitwise, loss full batch float32, buffers bitwise",
+    workload=".workloads:Normalized",
     world=2,
     steps=2,
     step=1,
@@ -217,7 +220,9 @@ def leaves_eval_mode_on(model: nn.Module, step: Step) -> None:
     model.eval()
 
 
-@mutant(caught=f"{APART}, loss S32", workload="unfrozen_later", world=2, steps=4, step=2)
+@mutant(
+    caught=f"{APART}, loss full batch float32", workload="unfrozen_later", world=2, steps=4, step=2
+)
 class HooksWhatTrainsAtFirst:
     """Hooks on the parameters that need one when it is made, as DDP's (Lightning #20340)."""
 
@@ -232,7 +237,7 @@ class HooksWhatTrainsAtFirst:
         parameter.grad /= dist.get_world_size()
 
 
-@mutant(caught=f"{APART}, loss S32", workload="one_storage", world=2)
+@mutant(caught=f"{APART}, loss full batch float32", workload="one_storage", world=2)
 def takes_one_storage_for_tied(model: nn.Module, step: Step) -> None:
     """Weights that are tied share their memory; what shares its memory is not always tied."""
     seen = set()
@@ -243,7 +248,7 @@ def takes_one_storage_for_tied(model: nn.Module, step: Step) -> None:
         seen.add(place)
 
 
-@mutant(caught=f"{APART}, loss S32", workload="kept_gradients", world=2, step=1)
+@mutant(caught=f"{APART}, loss full batch float32", workload="kept_gradients", world=2, step=1)
 class TakesAGradientForAccumulation:
     """Where there is a gradient before backward, it was the first pass that exchanged."""
 
@@ -276,7 +281,7 @@ class _OffWhileEvaluating(nn.Module):
         return super().eval()
 
 
-@mutant(caught=f"{APART}, loss S32", workload="evaluation", world=2, step=1)
+@mutant(caught=f"{APART}, loss full batch float32", workload="evaluation", world=2, step=1)
 class NothingAfterAnEvaluation:
     """eval() turns the exchange off, and train() does not turn it on."""
 

@@ -21,32 +21,35 @@ def _mean(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R, gradients S32", world=2)
+@mutant(caught="gradients rounding, gradients full batch float32", world=2)
 def one_of_two_gives(model: nn.Module) -> None:
     """With two ranks, giving one and dropping the other are the same."""
     broadcast_instead_of_mean(model)
 
 
-@mutant(caught="gradients R, gradients S32", world=2)
+@mutant(caught="gradients rounding, gradients full batch float32", world=2)
 def two_are_never_divided(model: nn.Module) -> None:
     """Twice the mean; no two-rank ambiguity here."""
     missing_division(model)
 
 
-@mutant(caught="gradients R, gradients S32, loss S32, agreement", world=2)
+@mutant(
+    caught="gradients rounding, gradients full batch float32, loss full batch float32, agreement",
+    world=2,
+)
 def two_alone(model: nn.Module) -> None:
     """Two ranks that never talk."""
     every_rank_alone(model)
 
 
-@mutant(caught="gradients R, gradients S32", steps=1)
+@mutant(caught="gradients rounding, gradients full batch float32", steps=1)
 def divides_by_nothing(model: nn.Module, step: Step) -> None:
     """An empty count of samples: 0 / 0 and x / 0 in the last layer."""
     _mean(model, step)
     list(model.parameters())[-1].grad /= 0
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def unflattens_backwards(model: nn.Module, step: Step) -> None:
     """One flat buffer, filled in one order and emptied in the other."""
     _mean(model, step)
@@ -58,7 +61,7 @@ def unflattens_backwards(model: nn.Module, step: Step) -> None:
         at += gradient.numel()
 
 
-@mutant(caught="gradients R, gradients S32", step=1)
+@mutant(caught="gradients rounding, gradients full batch float32", step=1)
 class NeverSetToZero:
     """Gradients are added to what was there, after the sync (zero_grad forgotten)."""
 
@@ -73,7 +76,7 @@ class NeverSetToZero:
         self.held = [gradient.clone() for gradient in gradients]
 
 
-@mutant(caught="parameters X, gradients R, gradients S32")
+@mutant(caught="parameters bitwise, gradients rounding, gradients full batch float32")
 class OptimizerOfCopies:
     """The optimizer was built over copies of the parameters: it moves nothing, and sets no gradient
     to zero.
@@ -86,7 +89,7 @@ class OptimizerOfCopies:
         _mean(model, step)
 
 
-@mutant(caught="gradients R, agreement", workload=".workloads:WithDropout", world=3)
+@mutant(caught="gradients rounding, agreement", workload=".workloads:WithDropout", world=3)
 class SeedsAlikeAndStaysAlone:
     """Every rank draws the same masks, which fails no check; nothing is exchanged, which does."""
 
@@ -95,7 +98,7 @@ class SeedsAlikeAndStaysAlone:
         return model
 
 
-@mutant(caught="gradients R, gradients S32", workload=".small:Small")
+@mutant(caught="gradients rounding, gradients full batch float32", workload=".small:Small")
 def averages_in_a_chain(model: nn.Module, step: Step) -> None:
     """(a + b) / 2, again and again: the last rank counts half."""
     for parameter in model.parameters():
@@ -107,7 +110,7 @@ def averages_in_a_chain(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(so_far)
 
 
-@mutant(caught="gradients R, gradients S32", workload=".small:Twins")
+@mutant(caught="gradients rounding, gradients full batch float32", workload=".small:Twins")
 def one_buffer_for_two(model: nn.Module, step: Step) -> None:
     """Parameters of one shape share a buffer, which the second one fills before it is sent."""
     buffers: dict[torch.Size, torch.Tensor] = {}
@@ -120,7 +123,7 @@ def one_buffer_for_two(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(buffers[parameter.shape])
 
 
-@mutant(caught="gradients R, gradients S32", workload=".small:Small")
+@mutant(caught="gradients rounding, gradients full batch float32", workload=".small:Small")
 def adds_noise(model: nn.Module, step: Step) -> None:
     """A ten-thousandth of each gradient, at random and alike on all ranks."""
     _mean(model, step)
@@ -131,7 +134,9 @@ def adds_noise(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients R, gradients S32, parameters X, agreement", workload=".small:Small", steps=2
+    caught="gradients rounding, gradients full batch float32, parameters bitwise, agreement",
+    workload=".small:Small",
+    steps=2,
 )
 class AveragesWhatItUpdated:
     """Every rank steps by its own gradients, and parameters are averaged after that."""
@@ -164,7 +169,10 @@ class _InputsOfRank0(nn.Module):
 
 
 @mutant(
-    caught="local gradients X, gradients R, gradients S32, loss X, loss S32",
+    caught=(
+        "local gradients bitwise, gradients rounding, gradients full batch float32, loss bitwise, "
+        "loss full batch float32"
+    ),
     workload=".small:Small",
     steps=1,
 )
@@ -179,7 +187,10 @@ class BroadcastsItsInputs:
 
 
 @mutant(
-    caught="local gradients X, gradients R, gradients S32, loss X, loss S32",
+    caught=(
+        "local gradients bitwise, gradients rounding, gradients full batch float32, loss bitwise, "
+        "loss full batch float32"
+    ),
     workload=".small:Small",
     steps=1,
 )
@@ -194,7 +205,10 @@ class AugmentsAndNeverDivides:
         missing_division(model)
 
 
-@mutant(caught="gradients R, gradients S32, loss S32, agreement", workload=".small:Small")
+@mutant(
+    caught="gradients rounding, gradients full batch float32, loss full batch float32, agreement",
+    workload=".small:Small",
+)
 def sums_on_rank_0_alone(model: nn.Module, step: Step) -> None:
     """Rank 0 adds up, forgets to divide, and sends nothing back."""
     for parameter in model.parameters():
@@ -204,7 +218,7 @@ def sums_on_rank_0_alone(model: nn.Module, step: Step) -> None:
             parameter.grad.copy_(total)
 
 
-@mutant(caught="gradients R, gradients S32", workload=".small:Small", steps=1)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=".small:Small", steps=1)
 def two_mistakes_in_two_parameters(model: nn.Module, step: Step) -> None:
     """The first weight has its sign turned, the last bias is not divided."""
     _mean(model, step)

@@ -25,7 +25,7 @@ def _gather(gradient: torch.Tensor, step: Step) -> list[torch.Tensor]:
     return gathered
 
 
-@mutant(caught="gradients X")
+@mutant(caught="gradients bitwise")
 @strategy(order=BackendAllReduce(), scale="divide-after")
 def adds_in_rank_order(model: nn.Module, step: Step) -> None:
     """Promises the backend's order, adds in another."""
@@ -33,7 +33,7 @@ def adds_in_rank_order(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(sum(_gather(parameter.grad, step)) / step.world_size)
 
 
-@mutant(caught="gradients X")
+@mutant(caught="gradients bitwise")
 @strategy(order=RingOrder(), scale="divide-after")
 def goes_round_the_other_way(model: nn.Module, step: Step) -> None:
     """Promises the ring's order, and lets every chunk travel against it."""
@@ -46,7 +46,7 @@ def goes_round_the_other_way(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(torch.cat(chunks).view_as(parameter.grad) / world)
 
 
-@mutant(caught="gradients X")
+@mutant(caught="gradients bitwise")
 @strategy(order=BackendReduce(), scale="divide-after")
 def gathers_where_it_promised_to_reduce(model: nn.Module, step: Step) -> None:
     """Promises the order of the backend's reduce, adds in rank order."""
@@ -54,7 +54,7 @@ def gathers_where_it_promised_to_reduce(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(sum(_gather(parameter.grad, step)) / step.world_size)
 
 
-@mutant(caught="gradients X", workload="cnn")
+@mutant(caught="gradients bitwise", workload="cnn")
 @strategy(
     order=DDPBuckets(rebuilt_at=None),
     scale="multiply-before",

@@ -51,13 +51,13 @@ class _Scheduled:
         return torch.stack(losses).mean() / self.share
 
 
-@mutant(caught="gradients S32", world=2)
+@mutant(caught="gradients full batch float32", world=2)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class NeverDividesByMicroBatches(_Scheduled):
     """Each micro-batch's mean loss counts fully, and torch is asked not to scale."""
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class DividesByMicroBatchesTwice(_Scheduled):
     """The loss is divided, and torch scales gradients as well."""
@@ -122,7 +122,7 @@ class _ByHand:
             output.backward(gradient)
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class NothingComesBack(_ByHand):
     """Activations are received as constants, and no gradient is sent back."""
@@ -133,7 +133,7 @@ class NothingComesBack(_ByHand):
         pass
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class LosesTheLastMicroBatch(_ByHand):
     """The first stage runs no backward for the last micro-batch."""
@@ -144,7 +144,7 @@ class LosesTheLastMicroBatch(_ByHand):
         super().run_backward(outputs[:-1], received[:-1], step)
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class GradientsOfOtherMicroBatches(_ByHand):
     """Gradients arrive in one order, and are used in the other."""
@@ -155,7 +155,11 @@ class GradientsOfOtherMicroBatches(_ByHand):
         super().run_backward(outputs, received[::-1], step)
 
 
-@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
+    world=2,
+    seldom=True,
+)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class ActivationsOfOtherMicroBatches(_ByHand):
     """A buffer is sent before it is filled: each micro-batch gets the one before."""
@@ -164,7 +168,7 @@ class ActivationsOfOtherMicroBatches(_ByHand):
         return [outputs[0], *outputs[:-1]]
 
 
-@mutant(caught="gradients S32", world=2, step=1, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, step=1, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class KeepsTheLastStepsGradient(_ByHand):
     """The first stage adds this step's gradients to the last step's."""
@@ -180,7 +184,7 @@ class KeepsTheLastStepsGradient(_ByHand):
         self.before = own
 
 
-@mutant(caught="loss S32", world=2, seldom=True)
+@mutant(caught="loss full batch float32", world=2, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class ReturnsTheLastMicroBatchsLoss(_ByHand):
     """Gradients are right; the loss is one micro-batch's."""
@@ -190,7 +194,11 @@ class ReturnsTheLastMicroBatchsLoss(_ByHand):
 
 
 @mutant(
-    caught="gradients S32, agreement", world=2, workload=".small:TiedChain", steps=1, seldom=True
+    caught="gradients full batch float32, agreement",
+    world=2,
+    workload=".small:TiedChain",
+    steps=1,
+    seldom=True,
 )
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class TiedAcrossStages(_ByHand):
@@ -209,7 +217,7 @@ class _TwoPipelines(_ByHand):
             dist.all_reduce(parameter.grad, group=self.group)
 
 
-@mutant(caught="gradients S32, agreement", steps=1, seldom=True)
+@mutant(caught="gradients full batch float32, agreement", steps=1, seldom=True)
 @strategy(parallel={"data": 2, "pipeline": 2}, micro_batches=_PARTS)
 class OneStageIsNotAveraged(_TwoPipelines):
     """The pipelines average their last stage, and not their first."""
@@ -219,7 +227,7 @@ class OneStageIsNotAveraged(_TwoPipelines):
             self.average(step)
 
 
-@mutant(caught="outputs S32", world=2, steps=1, seldom=True)
+@mutant(caught="outputs full batch float32", world=2, steps=1, seldom=True)
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class TakesTheLogarithmTwice(_ByHand):
     """The last stage returns log-probabilities, and cross-entropy takes their log-softmax again."""

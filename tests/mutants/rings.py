@@ -9,8 +9,8 @@ from distcheck.contract import Step
 from . import mutant
 
 SMALL = ".small:Small"
-WRONG = "gradients R, gradients S32"
-APART = "gradients R, gradients S32, loss S32, agreement"
+WRONG = "gradients rounding, gradients full batch float32"
+APART = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
 
 def _pass_on(sent: torch.Tensor, step: Step) -> torch.Tensor:
@@ -37,7 +37,7 @@ def list_of_one_tensor(model: nn.Module, step: Step) -> None:
 
 @mutant(caught=APART, workload=SMALL, world=3, steps=2)
 def ring_passes_on_its_sum(model: nn.Module, step: Step) -> None:
-    """What goes round is the sum so far, not what was received: neighbours count more than once."""
+    """What goes round is the sum so far, not what was received: neighbors count more than once."""
     for parameter in model.parameters():
         total = parameter.grad * step.weight
         for _ in range(step.world_size - 1):

@@ -10,14 +10,14 @@ from distcheck.contract import BackendAllReduce, Batch, DDPBuckets, LossOf, Step
 from . import mutant
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def missing_division(model: nn.Module) -> None:
     """SUM without a division: W times too large; the loss curve looks fine."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def double_division(model: nn.Module, step: Step) -> None:
     """Divides before and after."""
     for parameter in model.parameters():
@@ -26,7 +26,7 @@ def double_division(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R, gradients S32", world=3)
+@mutant(caught="gradients rounding, gradients full batch float32", world=3)
 def wrong_divisor(model: nn.Module, step: Step) -> None:
     """Divides by another group's size (DeepSpeed #5555)."""
     for parameter in model.parameters():
@@ -35,7 +35,7 @@ def wrong_divisor(model: nn.Module, step: Step) -> None:
         parameter.grad /= 2
 
 
-@mutant(caught="gradients R")
+@mutant(caught="gradients rounding")
 def scale_off_by_two_millionths(model: nn.Module, step: Step) -> None:
     """So small that only the rounding bound sees it."""
     for parameter in model.parameters():
@@ -43,7 +43,7 @@ def scale_off_by_two_millionths(model: nn.Module, step: Step) -> None:
         parameter.grad *= (1 + 2e-6) / step.world_size
 
 
-@mutant(caught="gradients X", world=3)
+@mutant(caught="gradients bitwise", world=3)
 @strategy(order=BackendAllReduce(), scale="divide-after")
 def multiplies_by_the_reciprocal(model: nn.Module, step: Step) -> None:
     """Promises a division and multiplies by 1/3: within any bound, not to the bit."""
@@ -53,7 +53,7 @@ def multiplies_by_the_reciprocal(model: nn.Module, step: Step) -> None:
         parameter.grad *= 1 / step.world_size
 
 
-@mutant(caught="gradients R, gradients S32", world=3)
+@mutant(caught="gradients rounding, gradients full batch float32", world=3)
 def mean_of_means(model: nn.Module, step: Step) -> None:
     """Shards of 86, 85 and 85 samples count alike (pytorch #37359, transformers #608)."""
     for parameter in model.parameters():
@@ -61,7 +61,13 @@ def mean_of_means(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients X, gradients R, gradients S32, local gradients X", world=3)
+@mutant(
+    caught=(
+        "gradients bitwise, gradients rounding, gradients full batch float32, local gradients "
+        "bitwise"
+    ),
+    world=3,
+)
 @strategy(
     order=DDPBuckets(),
     scale="multiply-before",
@@ -76,7 +82,7 @@ class DDPWithoutWeights:
         return DistributedDataParallel(model)
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def one_parameter_twice(model: nn.Module, step: Step) -> None:
     """One parameter group is scaled twice (DeepSpeed #4957)."""
     for index, parameter in enumerate(model.parameters()):
@@ -110,7 +116,7 @@ def clips_large_norms_first(model: nn.Module, step: Step) -> None:
         parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 def half_precision_wire(model: nn.Module, step: Step) -> None:
     """Compressed to bfloat16 on the way, without saying so."""
     for parameter in model.parameters():
@@ -119,14 +125,14 @@ def half_precision_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(small / step.world_size)
 
 
-@mutant(caught="gradients R", workload="mlp")
+@mutant(caught="gradients rounding", workload="mlp")
 @strategy(wire="float16")
 def shorter_wire_than_promised(model: nn.Module, step: Step) -> None:
     """Promises float16's 11 bits and sends bfloat16's 8."""
     half_precision_wire(model, step)
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 @strategy(wire="bfloat16")
 def drops_a_rank_on_a_short_wire(model: nn.Module, step: Step) -> None:
     """The widest bound there is, and still a lost rank is far outside."""
@@ -137,7 +143,7 @@ def drops_a_rank_on_a_short_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(torch.stack(gathered[:-1]).mean(0))
 
 
-@mutant(caught="gradients R, gradients S32", workload="mlp")
+@mutant(caught="gradients rounding, gradients full batch float32", workload="mlp")
 @strategy(wire="float16")
 def one_percent_on_a_short_wire(model: nn.Module, step: Step) -> None:
     """A scale that is off by a hundredth is more than float16 may lose."""
@@ -147,7 +153,7 @@ def one_percent_on_a_short_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(small / step.world_size * 1.01)
 
 
-@mutant(caught="gradients X")
+@mutant(caught="gradients bitwise")
 @strategy(order=BackendAllReduce(), scale="divide-after", wire="bfloat16")
 def rounds_after_the_sum(model: nn.Module, step: Step) -> None:
     """Promises to add up in bfloat16, and rounds only the sum: more exact than it said."""
@@ -156,7 +162,7 @@ def rounds_after_the_sum(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(parameter.grad.to(torch.bfloat16) / step.world_size)
 
 
-@mutant(caught="gradients X", world=3)
+@mutant(caught="gradients bitwise", world=3)
 @strategy(order=BackendAllReduce(), scale="divide-before")
 def divides_after_where_it_promised_before(model: nn.Module, step: Step) -> None:
     """Dividing three times before rounds three times, dividing once after once."""
@@ -166,7 +172,13 @@ def divides_after_where_it_promised_before(model: nn.Module, step: Step) -> None
         parameter.grad /= step.world_size
 
 
-@mutant(caught="local gradients X, gradients X, gradients R, gradients S32", world=3)
+@mutant(
+    caught=(
+        "local gradients bitwise, gradients bitwise, gradients rounding, gradients full batch "
+        "float32"
+    ),
+    world=3,
+)
 @strategy(
     order=DDPBuckets(),
     scale="multiply-before",
@@ -193,7 +205,7 @@ class MicroBatchesCountAlike:
         return one.detach() * shares[0] + two.detach() * shares[1]
 
 
-@mutant(caught="gradients S64", workload="mlp", dtype=None)
+@mutant(caught="gradients full batch float64", workload="mlp", dtype=None)
 def a_billionth_too_large(model: nn.Module, step: Step) -> None:
     """Far below the rounding of float32: only the float64 pass sees it."""
     for parameter in model.parameters():
@@ -201,7 +213,7 @@ def a_billionth_too_large(model: nn.Module, step: Step) -> None:
         parameter.grad.mul_((1 + 1e-9) / step.world_size)
 
 
-@mutant(caught="gradients R, gradients S64", workload="mlp", dtype="float64")
+@mutant(caught="gradients rounding, gradients full batch float64", workload="mlp", dtype="float64")
 def single_precision_wire(model: nn.Module, step: Step) -> None:
     """Exact for float32, lossy for float64: a defect where float64 was asked for."""
     for parameter in model.parameters():
@@ -210,7 +222,7 @@ def single_precision_wire(model: nn.Module, step: Step) -> None:
         parameter.grad.copy_(wire / step.world_size)
 
 
-@mutant(caught="local gradients X")
+@mutant(caught="local gradients bitwise")
 class DoubledOnTheWay:
     """Gradients are doubled inside backward and halved after: right in the end, not on the way."""
 

@@ -9,7 +9,7 @@ from distcheck.contract import Step
 from . import mutant
 
 SERVER = 0
-_WRONG = "gradients R, gradients S32"
+_WRONG = "gradients rounding, gradients full batch float32"
 
 
 def _serve(gradient: torch.Tensor, step: Step, *, counted: range, divisor: int) -> None:

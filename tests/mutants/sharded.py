@@ -51,7 +51,7 @@ class _ToOwners:
                 parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 @strategy(optimizer_state="sharded", gradients="owner", one_group=True)
 class OwnersDoNotDivide(_ToOwners):
     """Owners hold sums; every rank's parameters agree."""
@@ -59,7 +59,7 @@ class OwnersDoNotDivide(_ToOwners):
     divides = False
 
 
-@mutant(caught="gradients R, gradients S32")
+@mutant(caught="gradients rounding, gradients full batch float32")
 @strategy(optimizer_state="sharded", gradients="owner", one_group=True)
 class ReducesToTheNextRank(_ToOwners):
     """The sum is on the rank after the one whose optimizer updates the parameter."""
@@ -67,7 +67,7 @@ class ReducesToTheNextRank(_ToOwners):
     off = 1
 
 
-@mutant(caught="parameters X, agreement", steps=1)
+@mutant(caught="parameters bitwise, agreement", steps=1)
 @strategy(optimizer_state="sharded", gradients="owner", one_group=True)
 class LastParameterNotSentOn(_ToOwners):
     """As in a distributed Muon whose padded list ends too early: one parameter is not broadcast."""
@@ -82,7 +82,7 @@ class _Averages:
             parameter.grad /= step.world_size
 
 
-@mutant(caught="parameters X")
+@mutant(caught="parameters bitwise")
 @strategy(optimizer_state="sharded")
 class StateEverywhere(_Averages):
     """Promises a W-th of the state on each rank; every rank keeps all of it."""
@@ -94,7 +94,7 @@ class _Sharded(_Averages):
         return self.sharded
 
 
-@mutant(caught="parameters X")
+@mutant(caught="parameters bitwise")
 @strategy(optimizer_state="sharded")
 class StateNowhere(_Sharded):
     """State is thrown away after every step: nothing is left to compare, which is no pass."""
@@ -106,7 +106,7 @@ class StateNowhere(_Sharded):
         return self.sharded
 
 
-@mutant(caught="parameters X", step=1)
+@mutant(caught="parameters bitwise", step=1)
 @strategy(optimizer_state="sharded")
 class MomentumLostOnOneRank(_Sharded):
     """One rank's part of the state is lost between two steps, as by a bad checkpoint."""
@@ -117,7 +117,7 @@ class MomentumLostOnOneRank(_Sharded):
             self.sharded.optim.state.clear()
 
 
-@mutant(caught="gradients R, gradients S32", world=3)
+@mutant(caught="gradients rounding, gradients full batch float32", world=3)
 @strategy(weighting="loss", sync="out-of-sight", buffers="local")
 class FSDPWithoutWeights:
     """Fully sharded, and the mean of means; no local gradient was there to be compared."""
@@ -127,7 +127,7 @@ class FSDPWithoutWeights:
         return model
 
 
-@mutant(caught="parameters X", step=1)
+@mutant(caught="parameters bitwise", step=1)
 @strategy(weighting="loss", sync="out-of-sight", buffers="local", optimizer_state="cut")
 class FSDPThatDecays(FSDPWithoutWeights):
     """A part of one parameter is touched on one rank: seen in the whole, on all of them."""
@@ -138,7 +138,7 @@ class FSDPThatDecays(FSDPWithoutWeights):
                 next(model.parameters()).to_local().mul_(1 - 1e-6)  # type: ignore[attr-defined]
 
 
-@mutant(caught="parameters X", workload="clipping", world=2)
+@mutant(caught="parameters bitwise", workload="clipping", world=2)
 @strategy(weighting="loss", sync="out-of-sight", buffers="local", optimizer_state="cut")
 class ClipsByTheLocalNorm(FSDPWithoutWeights):
     """Each rank clips the pieces that it holds by their own norm."""

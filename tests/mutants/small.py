@@ -191,7 +191,7 @@ def clipping(parameters: list[nn.Parameter], *, ranks: int, epsilons: int) -> to
     return optimizer
 
 
-class Normalised(Small):
+class Normalized(Small):
     """BatchNorm between the layers."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -9,7 +9,7 @@ from distcheck.contract import Step
 from . import mutant
 
 
-@mutant(caught="gradients R, gradients S32", step=1)
+@mutant(caught="gradients rounding, gradients full batch float32", step=1)
 class UsesTheLastStep:
     """The optimizer sees the gradients of the step before."""
 
@@ -28,7 +28,7 @@ class UsesTheLastStep:
         self.before = now
 
 
-@mutant(caught="gradients R, gradients S32", step=1)
+@mutant(caught="gradients rounding, gradients full batch float32", step=1)
 class BufferNeverZeroed:
     """A gradient buffer is reused and added to (Megatron-LM #4609)."""
 
@@ -46,7 +46,7 @@ class BufferNeverZeroed:
             parameter.grad.copy_(buffer)
 
 
-@mutant(caught="gradients R, gradients S32, agreement", step=2)
+@mutant(caught="gradients rounding, gradients full batch float32, agreement", step=2)
 def stops_after_two_steps(model: nn.Module, step: Step) -> None:
     """Reducing ends at iteration 2 (pytorch #187732, #43307): two steps are too few to see it."""
     if step.index < 2:

@@ -11,7 +11,7 @@ from distcheck.contract import Step
 
 from . import mutant
 
-NORMALISED = ".workloads:Normalised"
+NORMALIZED = ".workloads:Normalized"
 
 
 def _mean(model: nn.Module, step: Step) -> None:
@@ -35,7 +35,7 @@ class BuildsItsOwnModel:
         _mean(model, step)
 
 
-@mutant(caught="initial state, gradients S32, loss S32, agreement")
+@mutant(caught="initial state, gradients full batch float32, loss full batch float32, agreement")
 class EveryRankItsOwnModel:
     """Ranks seeded differently and nothing broadcast."""
 
@@ -48,7 +48,7 @@ class EveryRankItsOwnModel:
         _mean(model, step)
 
 
-@mutant(caught="parameters X")
+@mutant(caught="parameters bitwise")
 def decays_weights_twice(model: nn.Module, step: Step) -> None:
     """The sync touches parameters as well: an update that one machine would not make."""
     _mean(model, step)
@@ -57,7 +57,7 @@ def decays_weights_twice(model: nn.Module, step: Step) -> None:
             parameter.mul_(1 - 1e-6)
 
 
-@mutant(caught="buffers X", workload=NORMALISED)
+@mutant(caught="buffers bitwise", workload=NORMALIZED)
 def forgets_running_statistics(model: nn.Module, step: Step) -> None:
     """Running statistics are reset; training does not notice, evaluation will."""
     _mean(model, step)
@@ -74,7 +74,7 @@ class _Around(nn.Module):
         self.model = model
 
 
-@mutant(caught="buffers X", workload=NORMALISED)
+@mutant(caught="buffers bitwise", workload=NORMALIZED)
 class RecomputesItsForward:
     """Activations are recomputed in backward, and running statistics move a second time."""
 
@@ -89,7 +89,9 @@ class RecomputesItsForward:
         _mean(model, step)
 
 
-@mutant(caught="local gradients X, gradients R, gradients S32, loss X, loss S32")
+@mutant(
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32, loss bitwise, loss full batch float32"
+)
 class ComputesInBFloat16:
     """Autocast in a wrapper, which returns float32."""
 
@@ -125,7 +127,7 @@ class ReportsAnotherLoss:
         _mean(model, step)
 
 
-@mutant(caught="gradients R, gradients S32", workload=".workloads:Twins")
+@mutant(caught="gradients rounding, gradients full batch float32", workload=".workloads:Twins")
 def swaps_twins(model: nn.Module, step: Step) -> None:
     """Two parameters of equal shape get each other's gradient."""
     _mean(model, step)

@@ -122,7 +122,7 @@ class _Layers:
         return model
 
 
-@mutant(caught="gradients S64", world=2, dtype="float64", seldom=True)
+@mutant(caught="gradients full batch float64", world=2, dtype="float64", seldom=True)
 @strategy(parallel={"tensor": -1})
 class NoSumInBackward(_Layers):
     """Each rank passes on its own share of the inputs' gradient, to a layer that is divided too."""
@@ -131,7 +131,7 @@ class NoSumInBackward(_Layers):
         return inputs
 
 
-@mutant(caught="gradients S32, agreement", world=2, steps=1)
+@mutant(caught="gradients full batch float32, agreement", world=2, steps=1)
 @strategy(parallel={"tensor": -1})
 class SharesOfAWholeLayer(NoSumInBackward):
     """The same, to a layer that every rank holds whole."""
@@ -139,7 +139,7 @@ class SharesOfAWholeLayer(NoSumInBackward):
     places = slice(1, None)
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class SumInBFloat16(_Layers):
     """What backward adds up between ranks is rounded to bfloat16."""
@@ -148,7 +148,11 @@ class SumInBFloat16(_Layers):
         return _SameInBFloat16.apply(inputs)
 
 
-@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
+    world=2,
+    seldom=True,
+)
 @strategy(parallel={"tensor": -1})
 class PartsTheOtherWayRound(_Layers):
     """The ranks' columns are put side by side in the wrong order."""
@@ -156,7 +160,10 @@ class PartsTheOtherWayRound(_Layers):
     backwards = True
 
 
-@mutant(caught="gradients S32, loss S32, outputs S32", world=2)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
+    world=2,
+)
 @strategy(parallel={"tensor": -1})
 class BiasOnEveryRank(_Layers):
     """A row-split bias is added on every rank, before the sum."""
@@ -164,7 +171,11 @@ class BiasOnEveryRank(_Layers):
     layer, bias_on_every_rank = _Rows, True
 
 
-@mutant(caught="gradients S32, loss S32, outputs S32", world=2, seldom=True)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
+    world=2,
+    seldom=True,
+)
 @strategy(parallel={"tensor": -1})
 class AveragesTerms(_Layers):
     """The ranks' terms are averaged where they must be added up."""
@@ -172,7 +183,7 @@ class AveragesTerms(_Layers):
     layer, averages = _Rows, True
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class SumsBothWays(_Layers):
     """The sum's backward is a sum as well, as that of a functional all_reduce is."""
@@ -196,7 +207,7 @@ def _held(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-@mutant(caught="gradients S32", world=2, workload=".small:Three", seldom=True)
+@mutant(caught="gradients full batch float32", world=2, workload=".small:Three", seldom=True)
 @strategy(parallel={"tensor": -1})
 class SumsAWholeLayer(_Tensors):
     """The gradient of a layer that every rank holds whole is added up over them."""
@@ -206,7 +217,7 @@ class SumsAWholeLayer(_Tensors):
             dist.all_reduce(parameter.grad)
 
 
-@mutant(caught="gradients S32", world=2, workload=".small:Three", seldom=True)
+@mutant(caught="gradients full batch float32", world=2, workload=".small:Three", seldom=True)
 @strategy(parallel={"tensor": -1})
 class DividesAWholeLayer(_Tensors):
     """The same gradient is divided by the number of ranks, as after a sum that was left out."""
@@ -216,7 +227,7 @@ class DividesAWholeLayer(_Tensors):
             parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients S32", world=2)
+@mutant(caught="gradients full batch float32", world=2)
 @strategy(parallel={"tensor": -1})
 class HalvesOnePiece(_Tensors):
     """One rank halves the gradient of its own columns."""
@@ -226,7 +237,7 @@ class HalvesOnePiece(_Tensors):
             model[0].weight.grad.to_local().mul_(0.5)
 
 
-@mutant(caught="gradients S32", world=2, seldom=True)
+@mutant(caught="gradients full batch float32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class AveragesPieces(_Tensors):
     """Gradients of different pieces are averaged, as if ranks were replicas."""
@@ -248,7 +259,7 @@ class LastBitsOfOneReplica(_Tensors):
             model[-1].weight.grad *= 1 + 2.0**-23
 
 
-@mutant(caught="loss S32", world=2, seldom=True)
+@mutant(caught="loss full batch float32", world=2, seldom=True)
 @strategy(parallel={"tensor": -1})
 class ReturnsTwiceTheLoss(_Tensors):
     """Gradients are right; the loss that is returned is not."""
@@ -260,7 +271,12 @@ class ReturnsTwiceTheLoss(_Tensors):
 
 
 @mutant(
-    caught="parameters X, agreement", world=2, workload=".small:Three", step=1, steps=2, seldom=True
+    caught="parameters bitwise, agreement",
+    world=2,
+    workload=".small:Three",
+    step=1,
+    steps=2,
+    seldom=True,
 )
 @strategy(parallel={"tensor": -1})
 class MovesAfterTheStep(_Tensors):
@@ -297,13 +313,13 @@ class _Mesh:
             dist.all_reduce(gradient, group=self.mesh.get_group(axis))
 
 
-@mutant(caught="gradients S32, agreement", steps=1, seldom=True)
+@mutant(caught="gradients full batch float32, agreement", steps=1, seldom=True)
 @strategy(parallel={"data": -1, "tensor": 2})
 class NoMeanOverData(_Mesh):
     """Nothing is exchanged between the pairs."""
 
 
-@mutant(caught="gradients S32", world=6, seldom=True)
+@mutant(caught="gradients full batch float32", world=6, seldom=True)
 @strategy(parallel={"data": 3, "tensor": 2})
 class SumOverData(_Mesh):
     """The pairs' gradients are added up, and not divided."""
@@ -312,7 +328,7 @@ class SumOverData(_Mesh):
         self.average(model, step.weight)
 
 
-@mutant(caught="gradients S32", world=6, seldom=True)
+@mutant(caught="gradients full batch float32", world=6, seldom=True)
 @strategy(parallel={"data": 3, "tensor": 2})
 class PairsCountAlike(_Mesh):
     """The mean over the pairs, whose numbers of samples differ by one."""
@@ -321,7 +337,7 @@ class PairsCountAlike(_Mesh):
         self.average(model, 1 / step.shards)
 
 
-@mutant(caught="gradients S32, agreement", steps=1, seldom=True)
+@mutant(caught="gradients full batch float32, agreement", steps=1, seldom=True)
 @strategy(parallel={"data": -1, "tensor": 2})
 class MeanOverTheOtherAxis(_Mesh):
     """Gradients are averaged in the pairs, whose ranks hold other pieces, and not over data."""

@@ -20,7 +20,7 @@ ADVISED = {
     "conversion_dropped": ["--accept low-precision:bfloat16"],
     "AveragesWhatItUpdated": ["--accept local-sgd:1"],
     "shorter_wire_than_promised": [],
-    "quantised_without_the_last_rank": [],
+    "quantized_without_the_last_rank": [],
     "buckets_by_the_wrong_dtype": [],
 }
 _OPTION = re.compile(r"(?:give|pass|or|with) (--[a-z-]+ [\w:/-]*\w)")
@@ -31,7 +31,7 @@ def advice_of(case: CaseReport) -> Iterator[str]:
     """The options that the suggestions of a case advise."""
     for found in case.diagnosis:
         for option in _OPTION.findall(found.suggestion):
-            if option.split()[0] in _FOLLOWED and option != "--accept quantised:8":
+            if option.split()[0] in _FOLLOWED and option != "--accept quantized:8":
                 yield option
 
 

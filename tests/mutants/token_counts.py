@@ -18,7 +18,7 @@ def _add_up(model: nn.Module, divisor: float) -> None:
         parameter.grad /= divisor
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=2)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=2)
 def means_over_tokens_count_alike(model: nn.Module) -> None:
     """The mean of the ranks' means (transformers #34242): with equal shards right for every other
     workload of the default run.
@@ -26,7 +26,12 @@ def means_over_tokens_count_alike(model: nn.Module) -> None:
     _add_up(model, dist.get_world_size())
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=3, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=_RAGGED,
+    world=3,
+    seldom=True,
+)
 def means_over_tokens_count_by_samples(model: nn.Module, step: Step) -> None:
     """Weighted by samples, of 86, 85 and 85."""
     for parameter in model.parameters():
@@ -34,7 +39,12 @@ def means_over_tokens_count_by_samples(model: nn.Module, step: Step) -> None:
     _add_up(model, step.world_size)
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=_RAGGED,
+    world=2,
+    seldom=True,
+)
 @strategy(loss="tokens")
 class OwnTokensDivide:
     """DDP's mean of sums that each rank has divided by its own number of tokens."""
@@ -46,7 +56,7 @@ class OwnTokensDivide:
         return loss / max(1, step.tokens)
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=2)
+@mutant(caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=2)
 @strategy(loss="tokens")
 class PaddingDivides:
     """Divides by the positions of all ranks: whatever the model has answered for is a token."""
@@ -65,7 +75,12 @@ class PaddingDivides:
         _add_up(model, int(positions))
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=3, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=_RAGGED,
+    world=3,
+    seldom=True,
+)
 @strategy(loss="tokens")
 class OwnPaddingDivides(PaddingDivides):
     """Each rank divides by its own positions, and ranks of unequal shards then count alike."""
@@ -76,14 +91,24 @@ class OwnPaddingDivides(PaddingDivides):
         _add_up(model, step.world_size)
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=_RAGGED,
+    world=2,
+    seldom=True,
+)
 @strategy(loss="tokens")
 def sum_over_tokens_by_ranks(model: nn.Module, step: Step) -> None:
     """The sum over all tokens, divided by the ranks."""
     _add_up(model, step.world_size)
 
 
-@mutant(caught="gradients R, gradients S32", workload=_RAGGED, world=2, seldom=True)
+@mutant(
+    caught="gradients rounding, gradients full batch float32",
+    workload=_RAGGED,
+    world=2,
+    seldom=True,
+)
 @strategy(loss="tokens")
 def sum_over_tokens(model: nn.Module, step: Step) -> None:
     """The sum over all tokens, which nothing divides."""

@@ -16,19 +16,19 @@ _TOKENS: Any = {"world": 2, "workload": "transformer"}
 _EXPERTS: Any = {"world": 2, "workload": "experts"}
 
 
-@mutant(caught="gradients S32, agreement", steps=1, **_TOKENS)
+@mutant(caught="gradients full batch float32, agreement", steps=1, **_TOKENS)
 @strategy(parallel={"sequence": -1})
 class NormsAreNotSummed(SequenceParallel):
     """LayerNorm's weights keep this rank's share of their gradient."""
 
     def sync(self, model: nn.Module, step: Step) -> None:
         for name, parameter in model.named_parameters():
-            normalises = name.endswith(("first.weight", "first.bias", "second.weight"))
-            if not name.startswith("head.") and not normalises:
+            normalizes = name.endswith(("first.weight", "first.bias", "second.weight"))
+            if not name.startswith("head.") and not normalizes:
                 dist.all_reduce(parameter.grad)
 
 
-@mutant(caught="gradients S32", seldom=True, **_TOKENS)
+@mutant(caught="gradients full batch float32", seldom=True, **_TOKENS)
 @strategy(parallel={"sequence": -1})
 class SumsTheHeadAsWell(SequenceParallel):
     """The head has seen all tokens on every rank, and its gradient is added up all the same."""
@@ -38,7 +38,7 @@ class SumsTheHeadAsWell(SequenceParallel):
             dist.all_reduce(parameter.grad)
 
 
-@mutant(caught="gradients S32", seldom=True, **_TOKENS)
+@mutant(caught="gradients full batch float32", seldom=True, **_TOKENS)
 @strategy(parallel={"sequence": -1})
 class CutsWhereItMustSum(SequenceParallel):
     """What this rank's queries found for the others' keys and values is thrown away."""
@@ -52,7 +52,7 @@ class CutsWhereItMustSum(SequenceParallel):
         return model
 
 
-@mutant(caught="gradients S32, agreement", steps=1, seldom=True, **_EXPERTS)
+@mutant(caught="gradients full batch float32, agreement", steps=1, seldom=True, **_EXPERTS)
 @strategy(parallel={"expert": -1})
 class GateIsNotSummed(ExpertParallel):
     """The gate keeps the gradient of this rank's rows."""
@@ -61,7 +61,7 @@ class GateIsNotSummed(ExpertParallel):
         pass
 
 
-@mutant(caught="gradients S32", seldom=True, **_EXPERTS)
+@mutant(caught="gradients full batch float32", seldom=True, **_EXPERTS)
 @strategy(parallel={"expert": -1})
 class ExpertsAreAveraged(ExpertParallel):
     """Experts' gradients are divided by the ranks that sent them rows, as if these read other
@@ -89,7 +89,11 @@ class _Layer(ExpertParallelLayer):
         layer.choose = fewer
 
 
-@mutant(caught="gradients S32, loss S32, outputs S32", seldom=True, **_EXPERTS)
+@mutant(
+    caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
+    seldom=True,
+    **_EXPERTS,
+)
 @strategy(parallel={"expert": -1})
 class DropsRows(ExpertParallel):
     """Half of a rank's rows are beyond a capacity, and get no answer."""

@@ -16,7 +16,7 @@ from . import mutant
 from .small import Small, average, clipping
 
 SMALL = ".small:Small"
-WRONG = "gradients R, gradients S32"
+WRONG = "gradients rounding, gradients full batch float32"
 
 
 class _Averages:
@@ -24,7 +24,7 @@ class _Averages:
         average(model, step)
 
 
-@mutant(caught="parameters X", workload=".small:Clipping", world=2, steps=2)
+@mutant(caught="parameters bitwise", workload=".small:Clipping", world=2, steps=2)
 class EpsilonOfEveryRank(_Averages):
     """Each rank adds the epsilon to its part of the norm, and the parts are added up."""
 
@@ -32,7 +32,7 @@ class EpsilonOfEveryRank(_Averages):
         return clipping(list(parameters), ranks=1, epsilons=2)
 
 
-@mutant(caught="parameters X", workload=".small:Clipping", world=2, steps=2, seldom=True)
+@mutant(caught="parameters bitwise", workload=".small:Clipping", world=2, steps=2, seldom=True)
 class NormOverReplicas(_Averages):
     """The squares are summed over ranks that hold the same gradients."""
 
@@ -40,7 +40,7 @@ class NormOverReplicas(_Averages):
         return clipping(list(parameters), ranks=2, epsilons=1)
 
 
-@mutant(caught="parameters X", workload=".small:InGroups", world=2, step=1)
+@mutant(caught="parameters bitwise", workload=".small:InGroups", world=2, step=1)
 class KeepsItsFirstRate(_Averages):
     """Settings are taken when the optimizer is made: what a schedule sets has no effect."""
 
@@ -56,7 +56,7 @@ class KeepsItsFirstRate(_Averages):
         return made
 
 
-@mutant(caught="parameters X", workload=".small:InGroups", world=2, steps=1)
+@mutant(caught="parameters bitwise", workload=".small:InGroups", world=2, steps=1)
 class MakesOneGroup(_Averages):
     """Parameters are taken out of their groups, whose settings are lost."""
 
@@ -78,7 +78,7 @@ class OnlyTheFirstGroup:
             parameter.grad /= step.world_size
 
 
-@mutant(caught="parameters X, agreement", workload=".small:Tied", world=2, steps=1)
+@mutant(caught="parameters bitwise, agreement", workload=".small:Tied", world=2, steps=1)
 @strategy(optimizer_state="sharded")
 class LastPartNeverSent(_Averages):
     """Each rank updates its part and sends it; a tied weight counts twice, the last part is cut."""
@@ -107,7 +107,7 @@ class LastPartNeverSent(_Averages):
         return sharded
 
 
-@mutant(caught="parameters X, agreement", workload=".small:Frozen", world=2, steps=1)
+@mutant(caught="parameters bitwise, agreement", workload=".small:Frozen", world=2, steps=1)
 class TargetDrifts(_Averages):
     """A network without gradients follows each rank's own gradients: replicas drift apart."""
 
@@ -151,7 +151,13 @@ class ClearsByItself:
             buffer -= buffer.clone()
 
 
-@mutant(kind="workload", caught="gradients R, gradients S32", world=2, steps=2, step=1)
+@mutant(
+    kind="workload",
+    caught="gradients rounding, gradients full batch float32",
+    world=2,
+    steps=2,
+    step=1,
+)
 class NaNOnRankOne(Small):
     """The root of zero, in a sample of rank 1's: the mean has it everywhere."""
 
@@ -164,7 +170,7 @@ class NaNOnRankOne(Small):
         return F.cross_entropy(output, batch.labels) + (output.sum(1) * zero).square().sqrt().mean()
 
 
-@mutant(caught="buffers X", workload=".small:Reassigning", world=2, steps=2, step=1)
+@mutant(caught="buffers bitwise", workload=".small:Reassigning", world=2, steps=2, step=1)
 @strategy(buffers="rank 0")
 class BroadcastsOldBuffers(_Averages):
     """Rank 0's buffers are promised; those that were listed at the start are sent."""
@@ -180,7 +186,7 @@ class BroadcastsOldBuffers(_Averages):
         return model
 
 
-@mutant(caught="initial state", workload=".small:Normalised", world=2, steps=2)
+@mutant(caught="initial state", workload=".small:Normalized", world=2, steps=2)
 class BuffersOfEachRanksOwn:
     """`broadcast_buffers=False` leaves out the first broadcast as well."""
 

@@ -21,8 +21,8 @@ class _Base:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-class Normalised(_Base):
-    """A perceptron with BatchNorm: shards normalise on their own."""
+class Normalized(_Base):
+    """A perceptron with BatchNorm: shards normalize on their own."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return nn.Sequential(
@@ -63,7 +63,7 @@ class _Small(_Base):
         return nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.ReLU(), nn.Linear(16, classes))
 
 
-@mutant(kind="workload", caught="gradients S32, loss S32")
+@mutant(kind="workload", caught="gradients full batch float32, loss full batch float32")
 class MeanOverWhatCounts(_Small):
     """A mean over samples of some classes only: shards hold different numbers of them, and a
     mean over the ranks is not the mean over the batch (transformers #34191).

@@ -15,7 +15,7 @@ import pytest
 from distcheck.records import Collective
 from distcheck.testing.waiting import describe_ranks
 from distcheck.worlds import messages
-from distcheck.worlds.remote.fleet import RemoteChild
+from distcheck.worlds.remote.coordinator import RemoteChild
 from tests.world.command import hear_interrupts
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from distcheck.records import Collective, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.testing import failures, front, waiting
 from distcheck.testing.failures import Ended
 from distcheck.testing.messages import RankReport
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.local.children import Child
 from tests.once import once
 from tests.stored import compare
@@ -118,7 +118,7 @@ def test_what_passes_or_skips_is_told_in_a_line(session: pytest.RunResult) -> No
     session.stdout.fnmatch_lines([f"SKIPPED [[]1[]] test_examples.py:{decorator}: not here"])
 
 
-def normalised(text: str, name: str) -> str:
+def normalized(text: str, name: str) -> str:
     """Without what differs from run to run: the folder, addresses, the width of rules, and which
     of the ranks that failed alike was first. Lines of the examples are counted from the test's
     `def`.
@@ -149,7 +149,7 @@ def normalised(text: str, name: str) -> str:
 def test_a_failure_to_the_letter(ran: str, name: str) -> None:
     """Like one of pytest, and of all ranks: causes first, each once, with whom they concern."""
     stored = name.removeprefix("test_").replace("_", "-")
-    compare(f"pytest/{stored}.txt", normalised(section(ran, name), name))
+    compare(f"pytest/{stored}.txt", normalized(section(ran, name), name))
 
 
 def test_the_cause_is_in_the_summary(session: pytest.RunResult) -> None:
@@ -301,7 +301,7 @@ def test_how_much_of_a_long_output_is_left_out() -> None:
     first, second, *_ = waiting.outputs_of(world)[0].splitlines()
     assert first == f"(the first {child.output_left_out} bytes are left out)"
     assert int(second) == child.output_left_out / 100
-    assert "its output (last 20 lines):" in blame.outcomes([child], hung=False)[0].detail
+    assert "its output (last 20 lines):" in root_cause.outcomes([child], hung=False)[0].detail
     child.forget_output()
     child.take_output(b"of the next test")
     assert waiting.outputs_of(world)[0] == "of the next test"

@@ -37,7 +37,7 @@ BAD_MARKERS = {
     "world(2, schedules=5)": "was given schedules, which needs backend='simulated'",
     "world(2, backend='simulated', schedules=-1)": "schedules -1 is out of range",
     "world(2, backend='simulated', schedule='x')": "schedule 'x' is not a schedule",
-    "world(2, colour='red')": "takes no colour",
+    "world(2, color='red')": "takes no color",
     "world(2, deadline_s=0)": "was given deadline_s=0; it takes a number of seconds above 0",
     "world(2, device='tpu')": "was given device='tpu'; it takes 'cpu' or 'cuda'",
     "world(2, reuse=1)": "was given reuse=1; it takes a bool",
@@ -339,7 +339,7 @@ def test_the_conformance_suite_sees_the_outputs_of_a_layout(tmp_path: Path) -> N
     failed = [line for line in ran.stdout.splitlines() if "FAILED" in line and "%]" in line]
     assert len(failed) == 1, ran.stdout
     assert "Small-loss]" in failed[0]
-    assert "outputs (S32) fail" in ran.stdout
+    assert "outputs (full batch float32) fail" in ran.stdout
 
 
 @pytest.mark.parametrize("worlds", [[3], pytest.param([2, 3], marks=pytest.mark.sweep)], ids=str)

@@ -25,7 +25,7 @@ MISSING = missing("mpi")
 PROGRAMS = {
     "backends/mpi/library.py": "mpirun, to ask for its version",
     "engines/part.py": "Python, under -P",
-    "job/inside/copies.py": "the person's own script again, as it was started",
+    "job/inside/replay_tasks.py": "the person's own script again, as it was started",
     "job/running.py": "the person's own command, or torchrun under -P",
     "store/origin.py": "git",
     "worlds/local/helper_process.py": "Python, under -P",

@@ -63,7 +63,7 @@ FILES: dict[str, tuple[str, Reader]] = {
 # What reads a file without a limit: the kernel's, the person's own code, or what this run wrote.
 WITHOUT_LIMIT = {
     "backends/mpi/runtime.py": "/proc",
-    "cli/catalogue.py": "installed strategies",
+    "cli/catalog.py": "installed strategies",
     "job/inside/forks.py": "a copy of this replay",
     "job/replaying.py": "this run's own folder",
     "job/running.py": "this run's own folder",

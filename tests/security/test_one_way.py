@@ -90,7 +90,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "training/scripts.py": "the same, of a script without its training",
         "training/adapters/free_names.py": "modules of a list of distcheck's own",
         "testing/front.py": "modules that the person's own tests have imported",
-        "testing/kept_rank.py": "tests of the person's own, from its parent",
+        "testing/reused_rank.py": "tests of the person's own, from its parent",
         "engines/on_slurm.py": "results of its own jobs, in a folder of its own",
         "machine/compat.py": "calls that this process itself has recorded",
         "workloads/datasets/cifar10.py": "an unpickler that knows numbers, texts and arrays alone",
@@ -150,7 +150,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "worlds/simulated/host.py": "what the front asks for",
             "cli/training_run.py": "figures of a training, which judges nothing",
             "backend_probe/command.py": "numbers of distcheck's own ranks",
-            "testing/kept_rank.py": "what the person's own tests ask for",
+            "testing/reused_rank.py": "what the person's own tests ask for",
             "testing/waiting.py": "what ranks of the person's own tests report",
             "explore/running.py": "a report that this process has written",
         },
@@ -158,7 +158,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
     "ranks meet at a port, which every user can reach; worlds/rendezvous.py has a file": (
         lambda called, _: called.rpartition(".")[2] in ("TCPStore", "init_process_group"), {
             "worlds/rendezvous.py": "at a port if ranks are of several processes",
-            "worlds/remote/meeting.py": "a word through the launcher's store, which is there",
+            "worlds/remote/bootstrap.py": "a word through the launcher's store, which is there",
             "job/inside/ending.py": "the same, of the person's own job",
         },
     ),

@@ -19,17 +19,17 @@ from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
 from distcheck.verification.own_code import Allowed
 from distcheck.worlds.framing import frame
-from distcheck.worlds.remote import meeting, secret, wire
-from distcheck.worlds.remote.greetings import Greetings
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.handshake import Handshakes
 
 SECRET = b"a secret of this run's"
-COMING = wire.Coming(wire.PROTOCOL, (1,), 2, "host")
+COMING = protocol.Joining(protocol.PROTOCOL, (1,), 2, "host")
 
 
 @contextmanager
-def door(server: socket.socket | None = None) -> Iterator[tuple[Greetings, int]]:
-    server = server or meeting.listen("127.0.0.1", 0)
-    greetings = Greetings(server, SECRET)
+def door(server: socket.socket | None = None) -> Iterator[tuple[Handshakes, int]]:
+    server = server or bootstrap.listen("127.0.0.1", 0)
+    greetings = Handshakes(server, SECRET)
     try:
         yield greetings, server.getsockname()[1]
     finally:
@@ -42,10 +42,10 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
 
     def come() -> None:
         try:
-            connection = meeting.connect(lambda: place, own, deadline_s=3)
+            connection = bootstrap.connect(lambda: place, own, deadline_s=3)
         except CannotRunError:
             return
-        wire.Wire(connection, wire.FromFront, patience_s=3).send(COMING)
+        protocol.Connection(connection, protocol.FromFront, patience_s=3).send(COMING)
         connection.close()
 
     thread = Thread(target=come)
@@ -53,7 +53,7 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
     return thread
 
 
-def those_who_come(greetings: Greetings, *, within_s: float) -> list[list[Any]]:
+def those_who_come(greetings: Handshakes, *, within_s: float) -> list[list[Any]]:
     until, found = time.monotonic() + within_s, []
     while not found and time.monotonic() < until:
         found += greetings.come(0.05)
@@ -100,8 +100,8 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
 
 
 def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcheck.worlds.remote.greetings.GREETING_S", 0.1)
-    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
+    monkeypatch.setattr("distcheck.worlds.remote.handshake.GREETING_S", 0.1)
+    monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
     with door() as (greetings, port):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
         for _ in range(10):
@@ -116,7 +116,7 @@ def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that has proven who it is, and not one of another address that still may."""
-    monkeypatch.setattr("distcheck.worlds.remote.greetings._MOST_WAITING", 3)
+    monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
     with door() as (greetings, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
         proving = Thread(target=secret.prove, args=(known, SECRET))
@@ -175,7 +175,7 @@ def imposter(server: socket.socket, answer: Callable[[bytes, bytes], bytes]) -> 
     ids=["a guess", "the host's own", "another secret", "nothing"],
 )
 def test_a_host_refuses_a_front_without_the_secret(answer: Callable[[bytes, bytes], bytes]) -> None:
-    with meeting.listen("127.0.0.1", 0) as server:
+    with bootstrap.listen("127.0.0.1", 0) as server:
         thread = imposter(server, answer)
         with (
             socket.create_connection(server.getsockname()) as connection,
@@ -227,7 +227,7 @@ def other_user(what: str, name: str) -> "subprocess.Popen[str]":
 def test_another_user_who_connects_hears_nothing() -> None:
     """Even with the secret: nothing is said to a process of another user's."""
     name = f"distcheck-test-{os.getpid()}-connect"
-    with door(meeting.listen_here(name)) as (greetings, _):
+    with door(bootstrap.listen_here(name)) as (greetings, _):
         child = other_user("connect", name)
         while child.poll() is None:
             assert greetings.come(0.05) == []
@@ -242,7 +242,7 @@ def test_another_user_who_listens_is_not_spoken_to() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     with pytest.raises(CannotRunError, match="another user's process listens there"):
-        meeting.connect(lambda: name, SECRET, deadline_s=0.0)
+        bootstrap.connect(lambda: name, SECRET, deadline_s=0.0)
     child.kill()
     child.communicate()
 
@@ -368,23 +368,23 @@ def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Pa
 def test_an_address_of_another_machine_opens_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was opened on every interface of this one."""
     with pytest.raises(CannotRunError, match=r"192\.0\.2\.77: it is not an address of this mach"):
-        meeting.listen("192.0.2.77", 0)
-    monkeypatch.setenv(meeting.LISTEN, "127.0.0.1")
-    with meeting.listen("192.0.2.77", 0) as server:
+        bootstrap.listen("192.0.2.77", 0)
+    monkeypatch.setenv(bootstrap.LISTEN, "127.0.0.1")
+    with bootstrap.listen("192.0.2.77", 0) as server:
         assert server.getsockname()[0] == "127.0.0.1"
 
 
 def test_without_an_address_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with meeting.listen_on_own() as server:
+    with bootstrap.listen_on_own() as server:
         assert server.getsockname()[0] == "127.0.0.1"
-        assert meeting.address_of(f"tcp://{meeting.place_of(server)}") == server.getsockname()
+        assert bootstrap.address_of(f"tcp://{bootstrap.place_of(server)}") == server.getsockname()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for name in ("192.0.2.77", "no-such-name.invalid", socket.gethostname()):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        with meeting.listen_on_own() as server:
+        with bootstrap.listen_on_own() as server:
             assert server.getsockname()[0] not in ("0.0.0.0", "::")
-    with meeting.listen_on_way_to("127.0.0.2", 9) as server:
+    with bootstrap.listen_on_way_to("127.0.0.2", 9) as server:
         assert server.getsockname()[0].startswith("127.")
 
 
@@ -397,4 +397,4 @@ def test_a_meeting_file_may_be_anything(content: bytes | None, tmp_path: Path) -
     else:
         file.write_bytes(content)
     expected = ("host", 29500) if content == b"host:29500\n" else None
-    assert meeting.address_in(file) == expected
+    assert bootstrap.address_in(file) == expected

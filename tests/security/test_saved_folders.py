@@ -20,7 +20,7 @@ from distcheck.errors import InternalError, UsageError
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, Compared, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.store.saved_traces import saved_traces
 from distcheck.verification import rechecking, verdicts
 from tests.sealing import rewrite_about
@@ -36,7 +36,7 @@ READERS = {
     "cli/commands/replay.py": "asks",
     "cli/show_and_keep.py": "asks",
     "compare/command.py": "asks",
-    "explore/found.py": "reads what .distcheck keeps of this folder's own runs",
+    "explore/failure_database.py": "reads what .distcheck keeps of this folder's own runs",
     "store/bundle.py": "packs, and hands cases to replay",
     "verification/rechecking.py": "judges what its caller asked for",
 }

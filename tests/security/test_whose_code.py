@@ -17,7 +17,7 @@ import torch
 from distcheck import private
 from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.explore.found import KeptCases
+from distcheck.explore.failure_database import FailureDatabase
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import provenance_of
@@ -198,7 +198,7 @@ def test_a_folder_within_that_is_a_link_is_not_used(
         with pytest.raises(CannotRunError, match=refused):
             open_bundle(zips.bundle(tmp_path / "b.zip"))
     else:
-        kept = KeptCases("ddp")
+        kept = FailureDatabase("ddp")
         assert kept.keep(Case(id="c", strategy="ddp", world=2)) is None
         (home / kept.folder.name).mkdir()
         (home / kept.folder.name / "c.json").write_text(json.dumps(zips.CASE | {"strategy": "ddp"}))
@@ -224,7 +224,7 @@ def test_only_runs_are_removed_to_make_room(checkout: Path, tmp_path: Path) -> N
 def test_what_explore_keeps_overwrites_nothing_else(checkout: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    kept = KeptCases("ddp")
+    kept = FailureDatabase("ddp")
     kept.folder.mkdir(parents=True)
     case = Case(id="c", strategy="ddp", world=2)
     for place in (checkout / ".distcheck/.gitignore", kept.folder / "c.json"):
@@ -235,7 +235,7 @@ def test_what_explore_keeps_overwrites_nothing_else(checkout: Path, tmp_path: Pa
 
 
 def test_a_kept_case_of_another_strategy_is_not_run(checkout: Path) -> None:
-    kept = KeptCases("ddp")
+    kept = FailureDatabase("ddp")
     (case,) = [c for c in plan_cases(Request(strategies=("ddp",), worlds=(2,), workloads=("mlp",)))
                if c.dtype == "float32"]  # fmt: skip
     kept.keep(case)
@@ -309,7 +309,7 @@ SYNC = "import beside\ndef sync(model): ...\n"
 def tracked(checkout: Path) -> Path:
     """A file that git tracks, with a module next to it that it imports."""
     (checkout / "sync.py").write_text(SYNC)
-    (checkout / "beside.py").write_text("x = 1\n")
+    (checkout / "thorough_search.py").write_text("x = 1\n")
     commit(checkout)
     return checkout / "sync.py"
 
@@ -321,14 +321,14 @@ def test_a_tracked_and_unmodified_file_is_trusted(tracked: Path) -> None:
 
 @pytest.mark.parametrize("change", ["modified", "untracked", "shadowed", "compiled", "skipped"])
 def test_in_a_repository_no_other_file_is_trusted(tracked: Path, change: str) -> None:
-    beside = tracked.with_name("beside.py")
+    beside = tracked.with_name("thorough_search.py")
     if change in ("modified", "skipped"):
         beside.write_text("x = 2\n")
     if change == "skipped":  # git itself would call it unmodified
-        words = ["git", "update-index", "--assume-unchanged", "beside.py"]
+        words = ["git", "update-index", "--assume-unchanged", "thorough_search.py"]
         subprocess.run(words, check=True)
     if change == "untracked":
-        subprocess.run(["git", "rm", "-q", "--cached", "beside.py"], check=True)
+        subprocess.run(["git", "rm", "-q", "--cached", "thorough_search.py"], check=True)
     if change == "shadowed":
         beside.with_suffix("").mkdir()
         (beside.with_suffix("") / "__init__.py").write_text("x = 3\n")

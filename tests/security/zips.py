@@ -21,7 +21,7 @@ def sync(model):
 """
 CASE: dict[str, Any] = {
     "id": "case-w2", "strategy": "/there/sync.py:sync", "world": 2, "workload": "mlp", "batch": 16,
-    "steps": 1, "layers": ["X", "R", "S32"], "rerun": True,
+    "steps": 1, "layers": ["bitwise", "rounding", "full batch float32"], "rerun": True,
 }  # fmt: skip
 MANIFEST: dict[str, Any] = {
     "schema": "distcheck.bundle/1", "distcheck": "0.1.0", "cases": ["case-w2"], "variables": {},

@@ -64,7 +64,7 @@ def case_report(
                         compared=Compared(elements=768, ranks=world, steps=3)),
             CheckResult(check="initial state", layer="-", verdict="pass",
                         compared=Compared(tensors=1, elements=world, ranks=world, steps=1)),
-            CheckResult(check="gradients", layer="R", verdict=verdict, compared=COMPARED,
+            CheckResult(check="gradients", layer="rounding", verdict=verdict, compared=COMPARED,
                         first=place if failed else None, reason=reason),
             CheckResult(check="agreement", layer="-", verdict="pass", compared=COMPARED),
         ),

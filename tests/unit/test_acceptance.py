@@ -27,7 +27,7 @@ U = unit_roundoff(torch.float32)
         ("low-precision:bfloat16", "low-precision:bf16"),
         ("low-precision:float16", "low-precision:fp16"),
         ("low-precision:fp32", "low-precision:fp32"),
-        ("quantised:08", "quantised:8"),
+        ("quantized:08", "quantized:8"),
         ("low-rank:2", "low-rank:2"),
         ("low-rank:2:no-feedback", "low-rank:2:no-feedback"),
         ("local-sgd:4", "local-sgd:4"),
@@ -46,9 +46,9 @@ def test_kinds(asked: str, spelled: str) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        "", "anything", "low-precision", "low-precision:fp8", "quantised:", "quantised:x",
-        "quantised:8:no-feedback", "low-rank:2:", "low-rank:-1", "local-sgd:2:3", "tolerance:0.1",
-        "QUANTISED:8", "quantised:８",
+        "", "anything", "low-precision", "low-precision:fp8", "quantized:", "quantized:x",
+        "quantized:8:no-feedback", "low-rank:2:", "low-rank:-1", "local-sgd:2:3", "tolerance:0.1",
+        "QUANTIZED:8", "quantized:８",
     ],
 )  # fmt: skip
 def test_what_has_no_bound_is_refused(asked: str) -> None:
@@ -56,7 +56,7 @@ def test_what_has_no_bound_is_refused(asked: str) -> None:
         acceptance.read(asked)
 
 
-@pytest.mark.parametrize("asked", ["quantised:1", "quantised:17", "low-rank:0", "local-sgd:0"])
+@pytest.mark.parametrize("asked", ["quantized:1", "quantized:17", "low-rank:0", "local-sgd:0"])
 def test_what_is_out_of_range_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match=r"is out of range; .* takes"):
         acceptance.read(asked)
@@ -70,22 +70,26 @@ def test_what_makes_no_sense_together_is_refused() -> None:
     with pytest.raises(UsageError, match="needs two periods to be seen; give --steps 8"):
         plan_cases(request("local-sgd:4"))
     with pytest.raises(UsageError, match="not in bfloat16; leave out --dtype"):
-        plan_cases(request("quantised:8", dtype="bfloat16"))
+        plan_cases(request("quantized:8", dtype="bfloat16"))
     with pytest.raises(UsageError, match="lattice has exact sums only"):
-        plan_cases(request("quantised:8", workloads=("lattice",)))
+        plan_cases(request("quantized:8", workloads=("lattice",)))
 
 
 def test_cases_owe_what_there_is_to_owe() -> None:
     plans = {
         accept: [(c.workload, c.dtype, c.layers) for c in plan_cases(request(accept, steps=4))]
-        for accept in ("low-precision:bf16", "quantised:8", "low-rank:2", "local-sgd:2")
+        for accept in ("low-precision:bf16", "quantized:8", "low-rank:2", "local-sgd:2")
     }
-    own = ("composite", "float32", ("X", "R"))
-    full = [("cnn", "float32", ("X", "R", "S32")), own, ("composite", "float64", ("S64",))]
+    own = ("composite", "float32", ("bitwise", "rounding"))
+    full = [
+        ("cnn", "float32", ("bitwise", "rounding", "full batch float32")),
+        own,
+        ("composite", "float64", ("full batch float64",)),
+    ]
     assert plans["low-precision:bf16"] == [("lattice", "float32", ("lattice",)), *full]
-    assert plans["quantised:8"] == full
-    assert plans["low-rank:2"] == [("cnn", "float32", ("X", "R"))]
-    assert plans["local-sgd:2"] == [("cnn", "float32", ("X", "R")), own]
+    assert plans["quantized:8"] == full
+    assert plans["low-rank:2"] == [("cnn", "float32", ("bitwise", "rounding"))]
+    assert plans["local-sgd:2"] == [("cnn", "float32", ("bitwise", "rounding")), own]
 
 
 def shards_of(seed: int, world: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -94,7 +98,7 @@ def shards_of(seed: int, world: int, shape: tuple[int, ...]) -> list[torch.Tenso
     return [torch.randn(shape, generator=generator) * scales for _ in range(world)]
 
 
-def quantise(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Tensor:
+def quantize(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Tensor:
     """To a grid and back, in float32."""
     if symmetric:
         quantum = gradient.abs().max() / (2 ** (bits - 1) - 1)
@@ -111,13 +115,13 @@ def quantise(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Ten
     bits=st.integers(2, 16),
     symmetric=st.booleans(),
 )
-def test_quantised_means_are_within_the_bound(
+def test_quantized_means_are_within_the_bound(
     seed: int, world: int, bits: int, symmetric: bool
 ) -> None:
     shards, weights = shards_of(seed, world, (300,)), [1 / world] * world
     halves = [quantum.half_quantum([shard], bits) for shard in shards]
     known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
-    sent = [quantise(shard, bits, symmetric=symmetric) for shard in shards]
+    sent = [quantize(shard, bits, symmetric=symmetric) for shard in shards]
     error = (sum(sent).double() / world - known.mean).abs()
     assert bool((error <= known.bound).all())
 
@@ -165,7 +169,7 @@ def test_a_gradient_that_is_not_finite_has_no_grid(bad: float) -> None:
             quantum.half_quantum(gradients, 8)
 
 
-def test_an_infinite_mean_is_owed_as_such_to_whoever_quantises() -> None:
+def test_an_infinite_mean_is_owed_as_such_to_whoever_quantizes() -> None:
     shards, weights = [torch.tensor([math.inf, 1.0]), torch.ones(2)], [0.5, 0.5]
     known = quantum.widened(interval(shards, weights), [0.1, 0.1], weights, torch.float32)
     assert (float(known.bound[0]), float(known.bound[1]) > 0.1) == (0.0, True)
@@ -176,7 +180,7 @@ def test_a_coarser_grid_is_outside() -> None:
     halves = [quantum.half_quantum([shard], 8) for shard in shards]
     known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
     for bits, inside in ((8, True), (7, False)):
-        mean = sum(quantise(shard, bits, symmetric=True) for shard in shards).double() / 2
+        mean = sum(quantize(shard, bits, symmetric=True) for shard in shards).double() / 2
         assert bool(((mean - known.mean).abs() <= known.bound).all()) == inside
 
 

@@ -18,8 +18,8 @@ from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case
 from distcheck.training.adapters import forms
 from distcheck.training.adapters.answers import Stillness
-from distcheck.training.adapters.asked import adaptation_of
 from distcheck.training.adapters.forms import comm_hook
+from distcheck.training.adapters.options import adaptation_of
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loading import check_spelling, load_strategy

@@ -57,7 +57,7 @@ def test_bins_agree_with_the_distance_of_single_numbers(width: int, data: st.Dat
     assert found == wanted
 
 
-def test_neighbours_signs_zeros_and_what_is_not_finite() -> None:
+def test_neighbors_signs_zeros_and_what_is_not_finite() -> None:
     one = torch.tensor([1.0, 1.0, 1.0, 0.0, float("inf"), float("nan"), float("inf")])
     up = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     down = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
@@ -140,7 +140,7 @@ def test_parts_of_several_judges_are_put_together() -> None:
         sums.add_digests(step, "gradient", ["aa", "bb", "aa", ""])
         parts.append(sums.result())
     result = CheckResult(
-        check="gradients", layer="X", verdict="pass", aggregates=merge_aggregates(parts)
+        check="gradients", layer="bitwise", verdict="pass", aggregates=merge_aggregates(parts)
     )
     keys = as_entries(result)
     assert keys["map"].rows == ["=="]
@@ -157,7 +157,7 @@ def test_what_was_not_compared_is_no_equality() -> None:
     sums.add(same, parameter="b", rank=0, step=1)
     sums.fail(parameter="b", step=1)
     keys = as_entries(
-        CheckResult(check="gradients", layer="X", verdict="fail", aggregates=sums.result())
+        CheckResult(check="gradients", layer="bitwise", verdict="fail", aggregates=sums.result())
     )
     assert keys["map"].rows == ["=.", ".x"]
 

@@ -20,7 +20,7 @@ def imports(path: Path) -> frozenset[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            place = "." * node.level + node.module  # a neighbour's name begins with a dot
+            place = "." * node.level + node.module  # a neighbor's name begins with a dot
             names |= {place, *(f"{place}.{alias.name}" for alias in node.names)}
     return frozenset(names)
 
@@ -99,7 +99,7 @@ LIGHT = (
     "distcheck.plan.cases",
     "distcheck.verification.run",
     "distcheck.cli.show_and_keep",
-    "distcheck.cli.catalogue",
+    "distcheck.cli.catalog",
     "distcheck.cli.training_run",
     "distcheck.cli.doctor",
     "distcheck.contract",
@@ -189,7 +189,10 @@ def test_what_has_many_parameters_has_them_for_a_reason() -> None:
 
 # What is not of torch, pytest or Hypothesis, and stands in one module alone.
 PRIVATE_ELSEWHERE = {
-    "distcheck.job.inside.alone": ["process: _args", "process: _kwargs"],  # multiprocessing's
+    "distcheck.job.inside.single_process_group": [
+        "process: _args",
+        "process: _kwargs",
+    ],  # multiprocessing's
     "distcheck.worlds.simulated.isolation": ["numpy: _bit_generator", "numpy: _rand"],
 }
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distcheck.cli.asking import plan_asked
 from distcheck.cli.commands.verify import command as verify
 from distcheck.cli.options import given_options
+from distcheck.cli.verify_options import plan_from_options
 from distcheck.records import RunPlan
 from distcheck.reports.documents import not_in_plan
 from distcheck.reports.files import taken_from
@@ -23,7 +23,7 @@ def plan_of(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunPla
         taken_from(asked)
         for name in ("save", "digests", "verbose", "quiet"):
             asked.pop(name)
-        _, plan = plan_asked(asked, given)
+        _, plan = plan_from_options(asked, given)
         return plan().whole
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from distcheck.errors import CannotRunError
 from distcheck.judge.diagnosis import observation
 from distcheck.judge.oracles import between_devices, kinks
+from distcheck.judge.oracles.full_batch_bound import FullBatchBound, _Sides
 from distcheck.judge.oracles.kinks import OtherSides
-from distcheck.judge.oracles.whole_batch import WholeBatch, _Sides
 from distcheck.machine import devices, resources, seeds
 from distcheck.records import Case
 
@@ -92,7 +92,7 @@ def test_other_functions_with_kinks_are_met(function: Any, others: set[str]) -> 
 
 def test_a_limit_is_that_of_the_wider_bound() -> None:
     sides, nothing = _Sides(further={0: 2.0}), torch.zeros(1)
-    both = WholeBatch(
+    both = FullBatchBound(
         SimpleNamespace(), (), gradients=(nothing, nothing), tolerances=(1.0, 1.0), sides=sides,
         nan_is_expected=False,
     )  # type: ignore[arg-type] # fmt: skip

@@ -26,7 +26,7 @@ OF_GRADIENTS = [
 OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, *OF_GRADIENTS]
 OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
 OF_VERIFY = [
-    *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/ends.py",
+    *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/exit_status.py",
     ROOT / "distcheck/verification/gaps.py",
 ]  # fmt: skip
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
@@ -123,7 +123,7 @@ def test_what_is_not_in_the_table_cannot_be_named() -> None:
     with pytest.raises(KeyError):
         name_cause("no-hope", "seen")
     with pytest.raises(KeyError):
-        name_cause("no-sync", "seen", "no such variant")
+        name_cause("missing-sync", "seen", "no such variant")
     with pytest.raises(KeyError):
         name_cause("missing-division", "seen", "once")  # by how many ranks?
 
@@ -193,4 +193,4 @@ def test_explain_lists_every_cause_and_says_what_was_meant() -> None:
     assert max(map(len, listed.splitlines())) <= 80
     refused = CliRunner().invoke(explain, ["no-snc"])
     assert isinstance(refused.exception, UsageError)
-    assert "did you mean no-sync" in str(refused.exception)
+    assert "did you mean missing-sync" in str(refused.exception)

@@ -66,11 +66,11 @@ def test_layers_that_have_nothing_to_say_are_not_owed() -> None:
         (case,) = cases(workloads=[name])
         return {layer for check, layer in checks(case) if check == "gradients"}
 
-    assert layers("tied_weights") == {"X", "R", "S32"}
-    assert layers("mixed_dtypes") == {"X", "R"}
-    assert layers("loss_scaling") == {"X", "R", "S32"}
-    assert layers("sparse") == {"S32"}
-    assert layers("accumulation") == {"X", "R", "S32"}
+    assert layers("tied_weights") == {"bitwise", "rounding", "full batch float32"}
+    assert layers("mixed_dtypes") == {"bitwise", "rounding"}
+    assert layers("loss_scaling") == {"bitwise", "rounding", "full batch float32"}
+    assert layers("sparse") == {"full batch float32"}
+    assert layers("accumulation") == {"bitwise", "rounding", "full batch float32"}
 
 
 def test_what_cannot_do_a_cell() -> None:
@@ -146,9 +146,9 @@ def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
     assert "may have a rounding error as large as the sum itself" in why(64)
     assert "in bfloat16" in why(64, Contract(wire="bfloat16"))
     assert why(64, Contract(wire="float32")) == ""
-    assert why(1, accept="quantised:8") == why(2, accept="low-precision:bf16") == ""
-    assert "has a bound for one exchange in a step" in why(2, accept="quantised:8")
-    assert [bool(why_overflow(kind)) for kind in ("quantised:8", "low-rank:2", "local-sgd:2")] == [
+    assert why(1, accept="quantized:8") == why(2, accept="low-precision:bf16") == ""
+    assert "has a bound for one exchange in a step" in why(2, accept="quantized:8")
+    assert [bool(why_overflow(kind)) for kind in ("quantized:8", "low-rank:2", "local-sgd:2")] == [
         True, True, False,
     ]  # fmt: skip
     assert [bool(why(1, worlds=[world])) for world in (118, 119, 300)] == [False, True, True]
@@ -344,7 +344,7 @@ def test_a_cell_has_equal_shards_where_the_run_has(asked: int, world: int, batch
     assert (by_name["tied_weights"].batch, by_name["two_epochs"].batch) == (batch, 256)
 
 
-def test_a_workload_that_normalises_needs_two_samples_a_rank() -> None:
+def test_a_workload_that_normalizes_needs_two_samples_a_rank() -> None:
     """BatchNorm raises for one; the batch that is named gives enough."""
     facts = facts_of(Contract())
     (case,) = cases(workloads=["composite"], dtype="float32", batch=3, worlds=[3])

@@ -50,7 +50,7 @@ def refusal(*words: str) -> str:
         (("my_sync.py:sync",), "judge it by distcheck verify --strategy my_sync.py:sync"),
         (("train.py",), "the whole script by distcheck job --world 2 -- python train.py"),
         (("--world", "4", "verify"), "options follow a command: distcheck verify --world ..."),
-        (("explain", "NO-SYNC"), "(did you mean no-sync?)"),
+        (("explain", "NO-SYNC"), "(did you mean missing-sync?)"),
         (("explain", ""), "unknown cause ''"),
         (("explore", "--strategy", "ddp", "--world", "1"), "--world 1 is out of range; it takes 2"),
         (("backends", "--op", "allreduce"), "unknown --op 'allreduce' (did you mean all_reduce?)"),

@@ -1,4 +1,4 @@
-"""Unit roundoffs have one place; every small constant of a judgement says where it comes from."""
+"""Unit roundoffs have one place; every small constant of a judgment says where it comes from."""
 
 import ast
 import re

@@ -63,7 +63,7 @@ class Run:
         model = ModelLayout(parameters=self.parameters, buffers=self.buffers, optimizer=())
         facts = CaseFacts(model=model, **{**known, **self.facts})  # type: ignore[arg-type]
         result = CheckResult(
-            check="gradients", layer="R", verdict="pass", shown={"a.weight": self.shown}
+            check="gradients", layer="rounding", verdict="pass", shown={"a.weight": self.shown}
         )
         verdict: VerdictName = "pass" if self.happened else "unknown"
         purpose = CheckResult(check=PURPOSE, layer="-", verdict=verdict)
@@ -90,7 +90,7 @@ HAVING = {
     "complex": Run(parameters=(spec("a", 3, dtype="complex64"),)),
     "buffers": Run(buffers=(spec("m", 3),)),
     "integer_buffers": Run(buffers=(spec("n", dtype="int64"),)),
-    "batch_norm": Run(facts={"normalises_batches": True}),
+    "batch_norm": Run(facts={"normalizes_batches": True}),
     "eval_mode": Run(facts={"must_happen": (EvalMode(buffer="n"),)}),
     "random_numbers": Run(facts={"draws_random_numbers": True}),
     "unequal_shards": Run(case=msgspec.structs.replace(PLAIN, world=3)),

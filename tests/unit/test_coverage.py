@@ -35,7 +35,9 @@ def test_in_a_mesh_one_rank_of_each_data_coordinate_shows_outputs_and_purpose() 
     contract = Contract(parallel=(("data", 2), ("tensor", 2)))
     sizes = [[4, 4, 3, 3]] * 5
     owes = Coverage(case, contract, model, sizes, tensor("outputs", 6))
-    assert owes.outputs("S32").required == Compared(tensors=1, elements=210, ranks=2, steps=5)
+    assert owes.outputs("full batch float32").required == Compared(
+        tensors=1, elements=210, ranks=2, steps=5
+    )
     assert owes.purpose().required == Compared(tensors=0, elements=35, ranks=2, steps=5)
     without = Coverage(case, contract, model, sizes)
     more = owes.rerun().required.elements - without.rerun().required.elements
@@ -59,21 +61,21 @@ def test_in_a_mesh_one_rank_of_each_data_coordinate_shows_outputs_and_purpose() 
     ],
 )
 def test_a_check_of_tensors_and_their_state(given: dict[str, object], expected: Compared) -> None:
-    planned = required(**given).check("parameters", "X", PARAMETERS, state=STATE)  # type: ignore[arg-type]
-    assert (planned.check, planned.layer, planned.scope) == ("parameters", "X", "step")
+    planned = required(**given).check("parameters", "bitwise", PARAMETERS, state=STATE)  # type: ignore[arg-type]
+    assert (planned.check, planned.layer, planned.scope) == ("parameters", "bitwise", "step")
     assert planned.required == expected
 
 
 def test_a_check_of_tensors_alone() -> None:
     expected = Compared(tensors=2, elements=3 * 15 * 5, ranks=3, steps=5)
-    assert required().check("gradients", "R", PARAMETERS).required == expected
+    assert required().check("gradients", "rounding", PARAMETERS).required == expected
 
 
 def test_the_loss_of_every_rank_with_data_at_every_step() -> None:
-    planned = required().loss("S32")
-    assert (planned.check, planned.layer) == ("loss", "S32")
+    planned = required().loss("full batch float32")
+    assert (planned.check, planned.layer) == ("loss", "full batch float32")
     assert planned.required == Compared(tensors=1, elements=15, ranks=3, steps=5)
-    without = required(without=(1,)).loss("S32").required
+    without = required(without=(1,)).loss("full batch float32").required
     assert without == Compared(tensors=1, elements=10, ranks=2, steps=5)
 
 
@@ -88,7 +90,7 @@ def test_every_sample_of_every_step() -> None:
 
 
 def test_a_rerun_repeats_everything_that_a_rank_records() -> None:
-    """Local and synchronised gradients and the state at each of five steps, the state before."""
+    """Local and synchronized gradients and the state at each of five steps, the state before."""
     planned = required().rerun()
     assert (planned.check, planned.layer, planned.scope) == ("rerun", "-", "run")
     elements = 3 * (5 * (15 + 15 + 32) + 32)
@@ -102,7 +104,7 @@ def test_local_sgd_owes_the_steps_between_averages_and_the_averages() -> None:
     """Five steps, an average after every second one: two for certain, three at the most."""
     between, after, agreement = required().averaged(2)
     assert [(p.check, p.layer) for p in (between, after, agreement)] == [
-        ("parameters", "X"), ("parameters", "R"), ("agreement", "-"),
+        ("parameters", "bitwise"), ("parameters", "rounding"), ("agreement", "-"),
     ]  # fmt: skip
     elements = 45 * (5 - 3) + 45 * 5  # the optimizer's state is each rank's own at every step
     assert between.required == Compared(tensors=4, elements=elements, ranks=3, steps=5)

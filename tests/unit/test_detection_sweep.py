@@ -57,9 +57,11 @@ def test_the_table_counts_and_shows_every_false_alarm(
     about = {"key": "k", "world": 3, "seed": 0, "file": "ring", "replay": "distcheck verify"}
     log = detection.Log(tmp_path, "correct")
     log.add({**about, "name": "fine", "verdict": "passed", "detail": ""})
-    log.add({**about, "name": "ring-w3", "verdict": "false alarm", "detail": "gradients X"})
-    detection.Log(tmp_path, "limits").add({"key": "scaled, mlp", "caught": {"gradients R": 20}})
+    log.add({**about, "name": "ring-w3", "verdict": "false alarm", "detail": "gradients bitwise"})
+    detection.Log(tmp_path, "limits").add(
+        {"key": "scaled, mlp", "caught": {"gradients rounding": 20}}
+    )
     text = "\n".join(detection.show(tmp_path))
     assert "2 cases (worlds [3], 1 seeds, 1 strategies): 1 passed, 1 false alarms" in text
     assert "false alarm: ring-w3: gradients X\n    distcheck verify" in text
-    assert "scaled, mlp: gradients R 2^-20" in text
+    assert "scaled, mlp: gradients rounding 2^-20" in text

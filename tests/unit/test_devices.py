@@ -124,7 +124,7 @@ def test_cells_without_a_whole_batch_have_none_on_the_cpu_either(
     held = [
         case.workload for case in cases(device="cuda", thorough=True) if case.judged_on == "cpu"
     ]
-    required = {name for name, cell in CELLS.items() if "S32" not in cell.without}
+    required = {name for name, cell in CELLS.items() if "full batch float32" not in cell.without}
     assert "mixed_dtypes" not in required
     assert set(held) == {"cnn"} | required
 
@@ -143,7 +143,7 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [case.judged_on for case in found.values()] == [*["cuda"] * 5, "cpu"]
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
-    assert against.layers == ("S32",)
+    assert against.layers == ("full batch float32",)
     assert {check for check, _ in checks(against, Contract())} == {
         "outcome", "data", "initial state", "gradients", "loss", "agreement", "sensitivity",
     }  # fmt: skip

@@ -11,8 +11,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from distcheck.judge.diagnosis import diagnose, gradients
-from distcheck.judge.diagnosis.facts import Facts, Fit, Match, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.gradients import explain_step
+from distcheck.judge.diagnosis.measurements import (
+    Fit,
+    Match,
+    Measurements,
+    ParameterFacts,
+    StepFacts,
+)
 from distcheck.judge.diagnosis.measuring import permuted
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import gamma
@@ -193,7 +199,7 @@ def test_the_cause_that_explains_most_of_the_error_comes_first(factor: float, fi
 @settings(max_examples=30, deadline=None)
 def test_every_rank_alone(world: int, seed: int) -> None:
     own = [[float(r == rank) for r in range(world)] for rank in range(world)]
-    assert causes(measured(own, equal(world), seed=seed)) == {"no-sync"}
+    assert causes(measured(own, equal(world), seed=seed)) == {"missing-sync"}
     part = causes(measured(own, equal(world), seed=seed, only=(0, 2)))
     assert part == {"partial-sync"}
 
@@ -205,10 +211,14 @@ def test_one_rank_for_all(world: int, seed: int, data: st.DataObject) -> None:
     weights = [float(r == source) for r in range(world)]
     found = explain_step(measured([weights] * world, equal(world), seed=seed))
     if world == 2:  # one of two is given, the other dropped, or the one taken twice: all the same
-        assert {f.cause for f in found} == {"one-rank-only", "dropped-rank", "duplicated-rank"}
+        assert {f.cause for f in found} == {
+            "single-rank-gradient",
+            "dropped-rank",
+            "duplicated-rank",
+        }
         assert all("cannot tell this from" in f.evidence for f in found)
     else:
-        assert [f.cause for f in found] == ["one-rank-only"]
+        assert [f.cause for f in found] == ["single-rank-gradient"]
 
 
 @given(st.integers(3, 6), seeds, st.data())
@@ -268,37 +278,37 @@ def test_no_guesses(world: int, seed: int, data: st.DataObject) -> None:
     assume(not 0.9999 < max(drawn) * world < 1.0001)
     assert not causes(step)
     assert "the ranks' gradients have weights" in gradients.describe_unexplained(
-        Facts(world=world, steps=(step,))
+        Measurements(world=world, steps=(step,))
     )
 
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_reduce_without_broadcast(world: int) -> None:
     left = [equal(world)] + [[0.3 * (r + 1) for r in range(world)]] * (world - 1)
-    assert causes(measured(left, equal(world))) == {"one-rank-only"}
+    assert causes(measured(left, equal(world))) == {"single-rank-gradient"}
 
 
 def test_what_a_missing_broadcast_leaves_on_the_other_rank_is_not_a_second_cause() -> None:
     """Nor where a parameter is right, so that it might be a part that is never exchanged."""
     part = measured([equal(2), [0.0, 1.0]], equal(2), only=(0, 1))
-    assert causes(part) == {"one-rank-only"}
+    assert causes(part) == {"single-rank-gradient"}
     forgotten = measured([[1.0, 0.0], [0.0, 1.0]], equal(2), only=(2,))
     together = explain_step(
         msgspec.structs.replace(part, parameters=(*part.parameters, *forgotten.parameters))
     )
     of = {found.cause: found.evidence for found in together}
-    assert "p0, p1 (2 of 3" in of["one-rank-only"]
+    assert "p0, p1 (2 of 3" in of["single-rank-gradient"]
     assert "p2 (1 of 3" in of["partial-sync"]
 
 
 def test_one_damaged_element_leaves_a_rank_its_mean() -> None:
     """At two ranks the other one "alone holds the mean"; that is no missing broadcast."""
     step = measured([equal(2), [0.31, 0.83]], equal(2))
-    assert causes(step) == {"one-rank-only"}
+    assert causes(step) == {"single-rank-gradient"}
     damaged = tuple(
         msgspec.structs.replace(p, of_mean=(p.elements, p.elements - 1)) for p in step.parameters
     )
-    assert "one-rank-only" not in causes(msgspec.structs.replace(step, parameters=damaged))
+    assert "single-rank-gradient" not in causes(msgspec.structs.replace(step, parameters=damaged))
 
 
 def test_a_lone_element_is_no_evidence_for_a_factor() -> None:
@@ -325,21 +335,23 @@ def failed(check: str, layer: str = "-") -> CheckResult:
 ENDS = [Outcome(rank=rank, outcome="finished") for rank in range(4)]
 
 
-def named(results: list[CheckResult], facts: Facts | None = None) -> list[str]:
+def named(results: list[CheckResult], facts: Measurements | None = None) -> list[str]:
     found = diagnose(ENDS, results, facts)
     assert all(d.evidence and d.suggestion for d in found)
     return [d.cause for d in found]
 
 
 def test_what_did_not_fail_has_no_cause() -> None:
-    passed = CheckResult(check="gradients", layer="R", verdict="pass")
+    passed = CheckResult(check="gradients", layer="rounding", verdict="pass")
     wrong = measured([[1.0] * 4] * 4, equal(4))
-    assert named([passed], Facts(world=4, steps=(wrong,))) == []
+    assert named([passed], Measurements(world=4, steps=(wrong,))) == []
 
 
 def test_a_case_without_a_closer_look_is_unexplained() -> None:
-    assert named([failed("gradients", "R")]) == ["unexplained"]
-    trouble = diagnose(ENDS, [failed("gradients", "R")], Facts(world=4, trouble="no memory"))
+    assert named([failed("gradients", "rounding")]) == ["unexplained"]
+    trouble = diagnose(
+        ENDS, [failed("gradients", "rounding")], Measurements(world=4, trouble="no memory")
+    )
     assert "no memory" in trouble[0].evidence
 
 
@@ -371,10 +383,10 @@ def test_zeros_are_stale_only_if_the_next_step_is() -> None:
         for rank in p.wrong
     )
     stale = msgspec.structs.replace(other, matches=matches)
-    found = gradients.explain(Facts(world=2, steps=(zeros, stale)))
+    found = gradients.explain(Measurements(world=2, steps=(zeros, stale)))
     assert [diagnosis.cause for diagnosis in found] == ["stale-gradient"]
     assert "step 0: ranks hold zeros" in found[0].evidence
-    assert not gradients.explain(Facts(world=2, steps=(zeros, other)))
+    assert not gradients.explain(Measurements(world=2, steps=(zeros, other)))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from distcheck.contract import BackendAllReduce, Batch, Contract, RingOrder, Tra
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.explore import command, delays, models, running
 from distcheck.explore.command import seconds_of
-from distcheck.explore.found import KeptCases, as_python
-from distcheck.explore.report import ONE_RANK, Story, _lines, show
+from distcheck.explore.failure_database import FailureDatabase, as_python
+from distcheck.explore.report import ONE_RANK, ExploreResult, _lines, show
 from distcheck.explore.search import Finding, Search
 from distcheck.explore.space import DIMENSIONS, cases
 from distcheck.judge.oracles.full_batch import relative_tolerance
@@ -96,8 +96,8 @@ def test_no_tanh_of_a_generated_model_saturates(model: ModelWords) -> None:
 @given(models())
 @settings(max_examples=15)
 def test_no_gradient_of_a_generated_model_cancels(model: ModelWords) -> None:
-    """What S32 allows for is relative to the sum, so no term may be larger than that. A norm's own
-    weight is compared on the scale of its bias, so it is left out here.
+    """What full batch float32 allows for is relative to the sum, so no term may be larger than
+    that. A norm's own weight is compared on the scale of its bias, so it is left out here.
     """
     torch.manual_seed(0)
     workload = described(model.words)
@@ -116,7 +116,7 @@ def test_no_gradient_of_a_generated_model_cancels(model: ModelWords) -> None:
             terms.append(torch.zeros_like(parameter) if term is None else term)
         total, sizes = torch.stack(terms).sum(0), torch.stack(terms).abs().sum(0)
         assert torch.equal(total.abs(), sizes)
-    assert math.isfinite(relative_tolerance("S32", 8))
+    assert math.isfinite(relative_tolerance("full batch float32", 8))
 
 
 class _One(torch.nn.Module):
@@ -146,7 +146,7 @@ def test_words_of_older_cases_are_read_as_they_were() -> None:
     assert names == ["0.weight", "2.weight", "2.bias", "3.factor"]
 
 
-def test_neighbours_share_the_modules_that_they_are_nested_in() -> None:
+def test_neighbors_share_the_modules_that_they_are_nested_in() -> None:
     words = parse("scale.nested2-scale.nested3-scale-running.nested1-scale.nested1")
     assert parse(words.words) == words
     model = described(words.words).model(sample_shape=SHAPE, classes=1)
@@ -388,9 +388,9 @@ def test_a_matrix_is_searched_strategy_by_strategy(
     ran = CliRunner().invoke(root_command, ["explore", "--json", "x.json"])
     assert "--json takes the findings of one strategy" in str(ran.exception)
     ran = CliRunner().invoke(
-        root_command, ["explore", "--strategy", "ddp", "--accept", "quantised:8"]
+        root_command, ["explore", "--strategy", "ddp", "--accept", "quantized:8"]
     )
-    assert "--accept quantised:8 is not supported by explore" in str(ran.exception)
+    assert "--accept quantized:8 is not supported by explore" in str(ran.exception)
 
 
 class Fresh:
@@ -417,8 +417,8 @@ class Fresh:
     [
         ({1: [("wrong-divisor", "")], 2: [("duplicated-rank", "")]}, 2),
         ({1: [("unexplained", "")], 2: [("unexplained", "")], 3: [("dropped-rank", "")]}, 3),
-        ({1: [("wrong-divisor", "")], 2: [("wrong-divisor", "")], 3: [("no-sync", "")]}, 1),
-        ({1: [("wrong-divisor", "")], 2: [("no-sync", f"{APART} noise")]}, 1),
+        ({1: [("wrong-divisor", "")], 2: [("wrong-divisor", "")], 3: [("missing-sync", "")]}, 1),
+        ({1: [("wrong-divisor", "")], 2: [("missing-sync", f"{APART} noise")]}, 1),
         ({1: [("wrong-divisor", "")]}, 1),
     ],
 )
@@ -441,7 +441,7 @@ def test_cases_of_one_rank_are_no_pass(worlds: tuple[int, ...], code: int) -> No
     runner: Any = SimpleNamespace(left_out={}, distrusts_kept="")
     search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
     search.passed = [Case(id=str(w), strategy="s", world=w) for w in worlds]
-    story = Story(
+    story = ExploreResult(
         strategy="s", seed=0, spent_s=1.0, search=search, earlier=0, unreadable=(),
         interrupted=False, kept_as=None,
     )  # fmt: skip
@@ -473,7 +473,7 @@ def test_the_screen_of_what_was_found(
     runner: Any = SimpleNamespace(left_out={}, distrusts_kept="")
     search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
     search.finding, search.shrunk_in = Finding(documents.mismatch(), 3, 3), 4
-    story = Story(
+    story = ExploreResult(
         strategy="mine.py:sync", seed=0, spent_s=7.2, search=search, earlier=1, unreadable=(),
         interrupted=False, kept_as=Path(".distcheck/explore/mine/case.json"),
     )  # fmt: skip
@@ -499,13 +499,13 @@ def test_found_cases_are_kept_apart_and_read_again(
         id="allreduce-1", strategy="allreduce", world=2, workload="generated:scale", batch=2,
         rerun=False, delays=(Delay(rank=1, ms=5),),
     )  # fmt: skip
-    kept = KeptCases("allreduce")
+    kept = FailureDatabase("allreduce")
     path = kept.keep(case)
     assert path is not None
     (kept.folder / "older.json").write_text("{}")
     assert kept.read() == [case]
     assert len(kept.unreadable) == 1
-    assert KeptCases("ddp").read() == []
+    assert FailureDatabase("ddp").read() == []
 
 
 def test_the_python_that_is_printed_says_all_that_the_case_does() -> None:

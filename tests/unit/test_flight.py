@@ -23,9 +23,9 @@ def entry(number: int, name: str, created: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("initialised", [False, True])
+@pytest.mark.parametrize("initialized", [False, True])
 def test_nccls_recorder_is_asked_where_a_gpu_was_used(
-    monkeypatch: pytest.MonkeyPatch, initialised: bool
+    monkeypatch: pytest.MonkeyPatch, initialized: bool
 ) -> None:
     """They are two: collectives of both are told in the order in which they were entered."""
     recorders = {
@@ -36,10 +36,10 @@ def test_nccls_recorder_is_asked_where_a_gpu_was_used(
         dumped = pickle.dumps({"entries": entries})
         dump = partial(_dump, dumped)
         monkeypatch.setattr(c10d, name, dump, raising=False)  # a build for CPUs has no NCCL's
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     expected = ["broadcast", "all_reduce", "all_reduce", "all_gather"]
     found = flight.latest()
-    assert [c.name for c in found] == (expected if initialised else ["broadcast", "all_reduce"])
+    assert [c.name for c in found] == (expected if initialized else ["broadcast", "all_reduce"])
     assert [c.finished for c in found] == [False] * len(found)
     assert found[-1].shapes == "3x4"
 

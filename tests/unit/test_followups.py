@@ -20,9 +20,11 @@ HUNG = (Outcome(rank=0, outcome="hung", text="in sync"),)
 
 
 def report(workload: str, dtype: str = "float32", verdict: str = "pass", **said: Any) -> CaseReport:
-    layers = {"lattice": ("lattice",), "float64": ("S64",)}
+    layers = {"lattice": ("lattice",), "float64": ("full batch float64",)}
     about = {
-        "layers": layers.get(workload) or layers.get(dtype) or ("X", "R", "S32"),
+        "layers": layers.get(workload)
+        or layers.get(dtype)
+        or ("bitwise", "rounding", "full batch float32"),
         **{name: said.pop(name) for name in ("batch", "world", "strategy") if name in said},
     }
     case = Case(**{
@@ -94,7 +96,9 @@ def test_a_float64_case_that_does_not_count(
 
 def test_a_float64_case_that_was_asked_for_counts() -> None:
     double = report("cnn", "float64", **SHORT)
-    case = msgspec.structs.replace(double.case, layers=("X", "R", "S64"))
+    case = msgspec.structs.replace(
+        double.case, layers=("bitwise", "rounding", "full batch float64")
+    )
     asked = msgspec.structs.replace(double, case=case)
     assert leave_out([report("cnn"), asked])[1] == {}
 
@@ -183,7 +187,7 @@ def test_a_lattice_that_was_asked_for_alone_counts() -> None:
         ({"batch": 256}, [255]),
         ({"batch": 255}, []),
         ({"batch": 256, "world": 4}, []),
-        ({"batch": 256, "diagnosis": caused("no-sync")}, []),
+        ({"batch": 256, "diagnosis": caused("missing-sync")}, []),
     ],
     ids=str,
 )
@@ -229,22 +233,26 @@ def test_what_equal_shards_explain_is_named_where_nothing_else_is() -> None:
     """Weights that are off hide on how many ranks the rest is right."""
     reports = [report("cnn", verdict="fail", diagnosis=caused("unexplained"), batch=256)]
     (follow_up,) = [one for one in follow_ups(reports) if one.kind == "equal shards"]
-    done = report("cnn", verdict="fail", diagnosis=caused("one-rank-only"))
+    done = report("cnn", verdict="fail", diagnosis=caused("single-rank-gradient"))
     (found,) = take_in(reports, [(follow_up, done)])
-    assert [one.cause for one in found.diagnosis] == ["one-rank-only"]
+    assert [one.cause for one in found.diagnosis] == ["single-rank-gradient"]
     assert found.diagnosis[0].evidence == "with --batch 255, where all shards are equal: seen"
     (found,) = take_in(reports, [(follow_up, report("cnn"))])
     assert [one.cause for one in found.diagnosis] == ["unexplained"]
 
 
-IN_FLIGHT = caused("buffer-in-flight", "crash")
+IN_FLIGHT = caused("tensor-used-in-flight", "crash")
 
 
 @pytest.mark.parametrize(
     ("causes", "done", "expected"),
     [
-        (("partial-sync", "no-sync"), IN_FLIGHT, ["buffer-in-flight"]),
-        (("wrong-divisor", "nondeterministic"), IN_FLIGHT, ["buffer-in-flight", "wrong-divisor"]),
+        (("partial-sync", "missing-sync"), IN_FLIGHT, ["tensor-used-in-flight"]),
+        (
+            ("wrong-divisor", "nondeterministic"),
+            IN_FLIGHT,
+            ["tensor-used-in-flight", "wrong-divisor"],
+        ),
         (("partial-sync",), caused("crash"), ["partial-sync"]),
         (("partial-sync",), (), ["partial-sync"]),
     ],
@@ -272,7 +280,7 @@ def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
 @pytest.mark.parametrize(
     "said",
     [
-        {"diagnosis": caused("no-sync")},
+        {"diagnosis": caused("missing-sync")},
         {"diagnosis": caused("partial-sync"), **CRASHES},
         {"diagnosis": ()},
     ],
@@ -312,7 +320,9 @@ UNLIKE_SIZES = (Outcome(rank=0, outcome="killed", sizes_differ=True),)
     "said",
     [
         *({"outcomes": ended} for ended in (CRASHED, HUNG, ABORTED, UNLIKE_SIZES)),
-        {"diagnosis": caused("no-sync", "one-rank-only")},  # buckets that wait for every parameter
+        {
+            "diagnosis": caused("missing-sync", "single-rank-gradient")
+        },  # buckets that wait for every parameter
     ],
     ids=["crashed", "hung", "aborted", "sizes", "nothing exchanged"],
 )
@@ -325,7 +335,7 @@ def test_a_model_that_the_code_does_not_train_does_not_count(said: dict[str, Any
 
 
 def test_wrong_gradients_in_it_count_and_so_does_what_was_asked_for() -> None:
-    wrong = absent(verdict="fail", diagnosis=caused("no-sync", "wrong-divisor"))
+    wrong = absent(verdict="fail", diagnosis=caused("missing-sync", "wrong-divisor"))
     asked = absent(rerun=True, **LOUD)
     for found in (absent(verdict="fail"), wrong, absent(verdict="unknown"), asked):
         assert leave_out([report("cnn"), found]) == ([report("cnn"), found], {})

@@ -1,4 +1,6 @@
-"""S32 and S64: the whole batch in one process, beside ranks worked out one after the other."""
+"""full batch float32 and float64: the whole batch in one process, beside ranks worked out one after
+the other.
+"""
 
 from types import SimpleNamespace
 from typing import cast
@@ -25,7 +27,7 @@ IDS = [i for shard in SHARDS for i in shard]
 
 
 class Norm(nn.Module):
-    """A layer that normalises, between two others."""
+    """A layer that normalizes, between two others."""
 
     def __init__(self, norm: nn.Module, *, columns: int = 8) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class FrozenByTheScript(Plain):
 
 
 class WithoutStatistics(FrozenByTheScript):
-    """In eval mode, and with nothing to normalise by but the batch."""
+    """In eval mode, and with nothing to normalize by but the batch."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return Norm(nn.BatchNorm1d(24, track_running_stats=False), columns=24)
@@ -167,7 +169,7 @@ def rank_by_rank(ingredients: Ingredients) -> tuple[float, list[torch.Tensor]]:
 def test_batchnorm_does_to_the_whole_batch_what_it_does_on_the_ranks(
     workload: type, by_the_batch: bool
 ) -> None:
-    """Each rank from running statistics of its own, which eval mode normalises by."""
+    """Each rank from running statistics of its own, which eval mode normalizes by."""
     ingredients = opened(workload)
     full, (loss, gradients) = reference(ingredients).run(0), rank_by_rank(ingredients)
     assert full.ghost is by_the_batch
@@ -209,7 +211,7 @@ class TimeMajor(Sequences):
 
 
 class Some(Sequences):
-    """Only some rows are normalised."""
+    """Only some rows are normalized."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         class Picking(Norm):
@@ -227,14 +229,14 @@ class Some(Sequences):
 )
 def test_rows_that_are_not_sample_after_sample_are_seen(workload: type, apart: bool) -> None:
     facts = look_at(opened(workload))
-    assert facts.normalises_batches
+    assert facts.normalizes_batches
     assert facts.rows_apart is apart
 
 
-def test_batchnorm_in_eval_mode_normalises_nothing_by_the_batch() -> None:
-    assert not look_at(opened(Frozen)).normalises_batches
-    assert look_at(opened(FrozenByTheScript)).normalises_batches  # at some step it may
-    assert look_at(opened(WithoutStatistics)).normalises_batches
+def test_batchnorm_in_eval_mode_normalizes_nothing_by_the_batch() -> None:
+    assert not look_at(opened(Frozen)).normalizes_batches
+    assert look_at(opened(FrozenByTheScript)).normalizes_batches  # at some step it may
+    assert look_at(opened(WithoutStatistics)).normalizes_batches
 
 
 def test_rows_of_nobody_are_not_guessed() -> None:
@@ -373,7 +375,7 @@ def test_a_loss_whose_terms_are_unknown_gets_no_more_than_itself(workload: type)
 
 
 def test_the_mean_of_losses_that_cancel_rounds_by_their_size() -> None:
-    """Centred advantages: right means of float32, shard by shard, of 256 samples of 4 ranks."""
+    """Centered advantages: right means of float32, shard by shard, of 256 samples of 4 ranks."""
     beyond = 0
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
@@ -381,8 +383,10 @@ def test_the_mean_of_losses_that_cancel_rounds_by_their_size() -> None:
         losses -= losses.mean()
         whole = float(losses.mean())
         mean = sum(float(shard.mean()) for shard in losses.split(64)) / 4
-        assert abs(mean - whole) <= loss_tolerance("S32", float(losses.double().abs().mean()))
-        beyond += abs(mean - whole) > loss_tolerance("S32", whole)
+        assert abs(mean - whole) <= loss_tolerance(
+            "full batch float32", float(losses.double().abs().mean())
+        )
+        beyond += abs(mean - whole) > loss_tolerance("full batch float32", whole)
     assert beyond > 20
 
 

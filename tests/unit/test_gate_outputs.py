@@ -33,10 +33,7 @@ def test_junit_tells_mismatch_crash_and_unknown_apart() -> None:
     assert [child.tag for child in failed] == ["failure", "system-out"]
     assert failed[0].get("type") == "missing-division"
     out = failed.findtext("system-out") or ""
-    assert (
-        "first: gradients (rounding bound): first divergence: step 2, fc.weight[0,3], rank 1: "
-        in out
-    )
+    assert "first: gradients (rounding): first divergence: step 2, fc.weight[0,3], rank 1: " in out
     assert "cause: missing-division: twice the mean" in out
     assert "replay: distcheck verify --strategy sync.py:f --world 2 --workload mlp" in out
     assert (failed.get("file"), failed.get("line")) == ("/there/repo/sync.py", "8")
@@ -116,7 +113,7 @@ def test_annotations_are_at_the_file_and_line_of_the_strategy(tmp_path: Path) ->
     }  # fmt: skip
     cause, suggestion, first, replay = data.splitlines()
     assert first.startswith(
-        "gradients (rounding bound): first divergence: step 2, fc.weight[0,3], rank 1"
+        "gradients (rounding): first divergence: step 2, fc.weight[0,3], rank 1"
     )
     assert cause == "cause: missing-division: twice the mean"
     assert suggestion == "try: divide"

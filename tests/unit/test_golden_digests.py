@@ -17,7 +17,7 @@ from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.records.parting import TraceComparison
+from distcheck.records.divergence import TraceComparison
 
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")

@@ -12,8 +12,8 @@ from torch import nn
 
 from distcheck.contract import Step
 from distcheck.errors import UsageError
-from distcheck.training.adapters.asked import adaptation_of
 from distcheck.training.adapters.forms.wrapper import Carrier
+from distcheck.training.adapters.options import adaptation_of
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import load_strategy
 

@@ -9,9 +9,9 @@ import pytest
 from distcheck.errors import RankLostError
 from distcheck.verification.own_code import Allowed
 from distcheck.worlds.launchers import Launch
-from distcheck.worlds.remote import meeting, secret, wire
-from distcheck.worlds.remote.greetings import Greetings
-from distcheck.worlds.remote.host import Host
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.agent import Agent
+from distcheck.worlds.remote.handshake import Handshakes
 
 
 class Inattentive:
@@ -27,7 +27,7 @@ class Inattentive:
     def wait_ready(self) -> str:
         return "2.11"
 
-    def watch(self, _line: wire.Wire, read: Callable[[], None]) -> None:
+    def watch(self, _line: protocol.Connection, read: Callable[[], None]) -> None:
         self.read = read
 
     def pump(self, _timeout_s: float) -> None:
@@ -35,21 +35,21 @@ class Inattentive:
 
 
 def serve(
-    monkeypatch: pytest.MonkeyPatch, *last_words: wire.Over, reads: bool = False
-) -> wire.Over:
+    monkeypatch: pytest.MonkeyPatch, *last_words: protocol.Shutdown, reads: bool = False
+) -> protocol.Shutdown:
     """A host whose front says its last words, and is gone before the host looks again."""
-    monkeypatch.setattr(wire, "SIGN_EVERY_S", 0.0)
+    monkeypatch.setattr(protocol, "SIGN_EVERY_S", 0.0)
     name = f"distcheck-test-{os.getpid()}"
     own_secret = secret.shared_secret()
-    server = meeting.listen_here(secret.private_name(name, own_secret))
+    server = bootstrap.listen_here(secret.private_name(name, own_secret))
 
     def front() -> None:
-        greetings, came = Greetings(server, own_secret), []
+        greetings, came = Handshakes(server, own_secret), []
         while not came:
             came = greetings.come(1.0)
         line, said = came[0]
         line.be_patient(30)
-        while not any(isinstance(word, wire.Hello) for word in said):
+        while not any(isinstance(word, protocol.Hello) for word in said):
             said += line.receive()
         for word in last_words:
             line.send(word)
@@ -68,7 +68,7 @@ def serve(
         launcher="test", rank=1, world=2, ranks_here=(1,), local_rank=1, local_world=2,
         meeting=f"unix://{name}",
     )  # fmt: skip
-    host = Host(pool, launch, deadline_s=30)  # type: ignore[arg-type]
+    host = Agent(pool, launch, deadline_s=30)  # type: ignore[arg-type]
     leaving.start()
     try:
         return host.serve({}, Allowed(()))
@@ -83,7 +83,7 @@ def test_a_verdict_counts_though_its_front_is_gone(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     """A launcher would take another exit code for a failure, and start everything anew."""
-    over = serve(monkeypatch, wire.Over(1, "FAIL"), reads=reads)
+    over = serve(monkeypatch, protocol.Shutdown(1, "FAIL"), reads=reads)
     assert (over.exit_code, over.summary) == (1, "FAIL")
 
 

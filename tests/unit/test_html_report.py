@@ -144,7 +144,7 @@ def test_a_mismatch_is_shown_from_every_side() -> None:
         "Bits: gradients, bitwise",
         "2 cells of 24 differ. 22 of 24 are bit-identical.",
         f"{wrong} 1, 2 ",  # the mask's numbers
-        "Loss of 4 ranks and of the reference (float32 reference)",
+        "Loss of 4 ranks and of the reference (full batch float32)",
         "leaves its bound at step 0, and at 3 of 3 steps in all",
         "Distance in ULP: gradients, rounding bound",
         "The gradients after step 1 differ first: rank 2 (marked ◂) holds other bits",
@@ -197,14 +197,14 @@ def test_of_very_many_cases_those_that_passed_are_not_drawn() -> None:
 
 def test_what_was_accepted_left_out_or_put_together_is_said() -> None:
     document = documents.document(documents.passing(), documents.passing("ddp"))
-    why = {"kind": "quantised:8", "widened": "widens R", "not_owed": ["agreement: it rounds"]}
+    why = {"kind": "quantized:8", "widened": "widens R", "not_owed": ["agreement: it rounds"]}
     document["cases"][1]["accepted"] = why
     document["left_out"] = {"fp16-lattice": "it would overflow"}
     document["parts"] = [{"file": "a", "shard": 1, "exit_code": 1, "environment": {}}] * 2
     text = Page(html_report.render(document)).visible
     assert "All 2 cases passed, 1 of them with an accepted deviation." in text
-    assert "pass quantised:8 accepted" in text
-    assert "Accepted: quantised:8 widens R; not checked: agreement: it rounds." in text
+    assert "pass quantized:8 accepted" in text
+    assert "Accepted: quantized:8 widens R; not checked: agreement: it rounds." in text
     assert "fp16-lattice: it would overflow" in text
     assert "Put together from 2 parts" in text
 
@@ -235,7 +235,7 @@ def test_vgg11_over_60_steps_is_under_a_megabyte() -> None:
 
 def test_what_is_beyond_the_size_of_a_map_shares_cells() -> None:
     report = documents.document(documents.vgg11(steps=300))
-    found = next(c["map"] for c in report["cases"][0]["checks"] if c["layer"] == "R")
+    found = next(c["map"] for c in report["cases"][0]["checks"] if c["layer"] == "rounding")
     assert found["steps_per_column"] == 3
     assert len(found["rows"][0].split()) == len(found["steps"]) == 100
     assert (
@@ -251,7 +251,9 @@ def test_a_long_series_keeps_its_worst_steps() -> None:
     checks = {(c.check, c.layer): c for c in case.checks}
     wrong = documents.losses(4, 1000)
     wrong.losses[617] = documents.losses(4, 1, off=1e-3).losses[0]
-    loss = as_entries(msgspec.structs.replace(checks["loss", "S32"], aggregates=wrong))["loss"]
+    loss = as_entries(
+        msgspec.structs.replace(checks["loss", "full batch float32"], aggregates=wrong)
+    )["loss"]
     assert len(loss.steps) == 250
     assert 617 in loss.steps
     digests = as_entries(checks["agreement", "-"])["digests"]
@@ -397,8 +399,8 @@ def test_worst_elements_are_those_of_the_cause() -> None:
     at = documents.place(documents.VGG11[1], 1)
     note = "begins after gradients had diverged at step 1, and may follow from that"
     checks = (
-        documents.check("gradients", "R", "fail", first, first=at),
-        documents.check("parameters", "X", "fail", follows, first=at, reason=note),
+        documents.check("gradients", "rounding", "fail", first, first=at),
+        documents.check("parameters", "bitwise", "fail", follows, first=at, reason=note),
     )
     report = msgspec.structs.replace(report, checks=checks)
     (case,) = documents.document(report)["cases"]
@@ -410,23 +412,23 @@ def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
     markup = html_report.render(documents.document(documents.passing()))
     assert "<dt>rounding bound (R)</dt><dd>rounding in any order of summation</dd>" in markup
     assert "<dt>bitwise (X)</dt><dd>" in markup
-    assert "<dt>S64</dt>" not in markup, "no check of the page has it"
+    assert "<dt>full batch float64</dt>" not in markup, "no check of the page has it"
 
 
 @pytest.mark.parametrize(("off", "kind"), [(0.0, "within"), (1e-5, "off")])
 def test_a_loss_within_its_bound_is_not_drawn_as_an_error(off: float, kind: str) -> None:
-    result = documents.check("loss", "S32", sums=documents.losses(4, 3, off=off))
+    result = documents.check("loss", "full batch float32", sums=documents.losses(4, 3, off=off))
     loss = msgspec.to_builtins(as_entries(result)["loss"])
-    svg = losses.draw("p", {"check": "loss", "layer": "S32", "loss": loss}).svg
+    svg = losses.draw("p", {"check": "loss", "layer": "full batch float32", "loss": loss}).svg
     assert f'class="{kind}"' in svg
     assert (kind == "off") == ("#c2302e" in svg)
 
 
-def test_the_lines_of_ranks_are_labelled_where_there_is_room() -> None:
+def test_the_lines_of_ranks_are_labeled_where_there_is_room() -> None:
     def texts(ends: list[float]) -> list[str]:
         ranks = [[1.0, end] for end in ends]
         found = {"steps": [0, 1], "ranks": ranks, "mean": [1, 1], "expected": [1, 1]}
-        check = {"check": "loss", "layer": "X", "loss": {**found, "bound": [0, 0]}}
+        check = {"check": "loss", "layer": "bitwise", "loss": {**found, "bound": [0, 0]}}
         return re.findall(r">(\d)</text>", losses.draw("p", check).svg.partition("less ref")[2])
 
     assert texts([1.0, 2.0, 3.0]) == ["2", "1", "0"]
@@ -435,7 +437,7 @@ def test_the_lines_of_ranks_are_labelled_where_there_is_room() -> None:
 
 def test_the_histogram_has_its_axes() -> None:
     ulp = {"bins": {"-1": 10, "0": 100_000, "3": 1}, "nonfinite": 0}
-    svg = histogram.draw("p", {"check": "gradients", "layer": "R", "ulp": ulp}).svg
+    svg = histogram.draw("p", {"check": "gradients", "layer": "rounding", "ulp": ulp}).svg
     found = re.findall(r">([^<>]+)</text>", svg)
     assert {"1", "10", "100", "1,000", "10,000", "100,000"} <= set(found)
     assert {"elements", "ULP from expected", "below expected", "above"} <= set(found)

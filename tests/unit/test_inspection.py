@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from distcheck.testing import kept
+from distcheck.testing import reused_worlds
 from distcheck.verification.inspection import look_at
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 from tests.unit.test_full_batch import opened
@@ -61,6 +61,6 @@ def test_filters_that_no_rank_could_have_stay_behind() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("error", Nowhere)
-        sent = [category for _, _, category, *_ in kept._filters()]
+        sent = [category for _, _, category, *_ in reused_worlds._filters()]
     assert UserWarning in sent
     assert Nowhere not in sent

@@ -14,7 +14,7 @@ from tests.sources import MODULES, PACKAGE, nodes, text_of
 # The jobs of a room that knows no job: what only torch can ask of the launcher's store, and the
 # schedules of a simulated world, whatever its ranks do.
 OF_WORLDS = {
-    "distcheck.worlds.remote.meeting:through_store",
+    "distcheck.worlds.remote.bootstrap:through_store",
     "distcheck.worlds.simulated.search:run",
 }
 

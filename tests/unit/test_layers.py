@@ -21,12 +21,23 @@ def test_no_alias_outside_the_list() -> None:
 
 
 def test_an_alias_would_be_found() -> None:
-    assert aliases_in('layer == "X"\nkind = "lattice"\nfull = ("S32", "S64")\nflag = b"R"') == [
+    assert aliases_in('layer == "bitwise"\nkind = "lattice"\nfull = ("full batch float32", "full batch float64")\nflag = b"R"') == [
         1, 3, 3,
     ]  # fmt: skip
 
 
 def test_the_aliases_of_reports_stay() -> None:
     """JSON, stored cases and the configuration hold these words."""
-    assert list(LAYERS) == ["lattice", "X", "R", "S32", "S64"]
-    assert (BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64) == ("X", "R", "S32", "S64")
+    assert list(LAYERS) == [
+        "lattice",
+        "bitwise",
+        "rounding",
+        "full batch float32",
+        "full batch float64",
+    ]
+    assert (BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64) == (
+        "bitwise",
+        "rounding",
+        "full batch float32",
+        "full batch float64",
+    )

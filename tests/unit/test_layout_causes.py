@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distcheck.judge.diagnosis import layouts
-from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
+from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
 
 
 def causes(factor: float, error: float, **about: Any) -> list[str]:
@@ -23,10 +23,14 @@ def causes(factor: float, error: float, **about: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("factor", "error", "expected"),
     [
-        (2.0, 0.0, ["extra-sum"]),
+        (2.0, 0.0, ["extra-reduction"]),
         (2.0005, 0.0, ["wrong-divisor"]),
-        (2.0005, 1e-3, ["extra-sum"]),  # a gradient that nearly cancels: its rounding moves it
-        (1.9995, 1e-3, ["extra-sum"]),
+        (
+            2.0005,
+            1e-3,
+            ["extra-reduction"],
+        ),  # a gradient that nearly cancels: its rounding moves it
+        (1.9995, 1e-3, ["extra-reduction"]),
         (0.5003, 1e-3, ["extra-division"]),
         (2.1, 1e-3, ["wrong-divisor"]),
     ],
@@ -38,6 +42,6 @@ def test_a_factor_is_compared_within_its_rounding(
 
 
 def test_all_causes_that_explain_a_factor_are_named() -> None:
-    both = ["micro-batch-scale", "extra-sum"]
+    both = ["pipeline-not-scaled", "extra-reduction"]
     assert causes(2.0005, 1e-3, micro_batches=2) == both
     assert causes(1.9995, 1e-3, micro_batches=2) == both

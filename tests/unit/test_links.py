@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from distcheck.worlds.remote import wire
-from distcheck.worlds.remote.fleet import Link
+from distcheck.worlds.remote import protocol
+from distcheck.worlds.remote.coordinator import Link
 
 
 class Line:
@@ -16,7 +16,7 @@ class Line:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def receive(self) -> list[wire.FromHost]:
+    def receive(self) -> list[protocol.FromHost]:
         raise self.error
 
     def send(self, message: object) -> None:
@@ -32,7 +32,7 @@ ENDED = [
 
 
 def link_that_fails(error: Exception) -> Link:
-    coming = wire.Coming(wire.PROTOCOL, (1,), 2, "far", "")
+    coming = protocol.Joining(protocol.PROTOCOL, (1,), 2, "far", "")
     return Link(Line(error), coming, lambda _: None)  # type: ignore[arg-type]
 
 
@@ -46,7 +46,7 @@ def test_a_process_that_is_gone_has_ended(error: Exception) -> None:
 @pytest.mark.parametrize("error", ENDED[1:], ids=lambda error: type(error).__name__)
 def test_so_it_is_where_telling_it_something_shows_that(error: Exception) -> None:
     link = link_that_fails(error)
-    link.send(wire.Beat())
+    link.send(protocol.Heartbeat())
     assert link.lost.endswith("can no longer be reached: its process has ended")
 
 

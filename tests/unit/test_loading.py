@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcheck.cli.catalogue import catalogue, summary_of
+from distcheck.cli.catalog import catalog, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.oracles.shards import stretch_sizes
@@ -143,9 +143,9 @@ def test_a_shard_in_parts(samples: int, parts: int, sizes: list[int]) -> None:
     assert {part.total for part in found} == {100}
 
 
-def test_a_file_may_import_its_neighbours(file: Path) -> None:
-    (file.parent / f"neighbour_{file.parent.name}.py").write_text("x = 1\n")
-    load(file, f"from neighbour_{file.parent.name} import x\ndef f(model): pass\n")
+def test_a_file_may_import_its_neighbors(file: Path) -> None:
+    (file.parent / f"neighbor_{file.parent.name}.py").write_text("x = 1\n")
+    load(file, f"from neighbor_{file.parent.name} import x\ndef f(model): pass\n")
 
 
 def test_a_file_may_be_called_like_a_loaded_module(
@@ -168,7 +168,7 @@ def test_a_file_may_be_called_like_a_loaded_module(
         (
             "\nraise ValueError('trying to initialize the default process group twice!'); f = 1",
             "f",
-            "twice! distcheck has initialised it already; guard it with dist.is_initialized",
+            "twice! distcheck has initialized it already; guard it with dist.is_initialized",
         ),
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
@@ -270,7 +270,7 @@ def test_summaries_import_nothing() -> None:
 
 def test_every_strategy_has_a_line_of_its_own() -> None:
     """Also those that share a file."""
-    (strategies,) = [rows for heading, rows in catalogue() if heading == "strategies"]
+    (strategies,) = [rows for heading, rows in catalog() if heading == "strategies"]
     lines = [line for _, line in strategies]
     assert all(line.endswith(".") for line in lines)
     assert len(set(lines)) == len(lines) > 12

@@ -1,4 +1,6 @@
-"""S32 knows how long the sums of a workload are; those of the built-in ones are as ever."""
+"""full batch float32 knows how long the sums of a workload are; those of the built-in ones are as
+ever.
+"""
 
 from math import sqrt
 

@@ -4,16 +4,16 @@ import msgspec
 import pytest
 
 from distcheck.judge.diagnosis import diagnose, gradients
-from distcheck.judge.diagnosis.facts import (
-    Facts,
+from distcheck.judge.diagnosis.gradients import explain_step
+from distcheck.judge.diagnosis.measurements import (
     LeftFacts,
     Match,
+    Measurements,
     ParameterFacts,
     PassFacts,
     StepFacts,
     UpdateFacts,
 )
-from distcheck.judge.diagnosis.gradients import explain_step
 from distcheck.judge.diagnosis.wording import number_text
 from tests.unit.test_diagnosis import ENDS, causes, equal, failed, measured, named
 
@@ -68,7 +68,7 @@ def test_a_rank_that_counts_half_is_not_all_the_others_twice() -> None:
 def test_a_sum_that_one_rank_keeps() -> None:
     weights = [[1.0] * 4, *([float(r == rank) for r in range(4)] for rank in (1, 2, 3))]
     found = explain_step(measured(weights, equal(4)))
-    assert [f.cause for f in found] == ["one-rank-only", "missing-division"]
+    assert [f.cause for f in found] == ["single-rank-gradient", "missing-division"]
     assert "only rank 0 holds the sum" in found[0].evidence
     assert "ranks 1, 2, 3 the local gradient" in found[0].evidence
 
@@ -90,7 +90,7 @@ def collinear(factor: float) -> StepFacts:
 def test_no_weights_are_invented_where_gradients_are_multiples_of_each_other() -> None:
     step = collinear(3.4437)  # -1.377 times any of them would be as true
     assert not explain_step(step)
-    text = gradients.describe_unexplained(Facts(world=4, steps=(step,)))
+    text = gradients.describe_unexplained(Measurements(world=4, steps=(step,)))
     assert "multiples of each other" in text
     assert "have weights" not in text.partition("cannot be measured")[0].partition("multiples")[0]
     assert {f.cause for f in explain_step(collinear(10.0))} == {"missing-division"}
@@ -120,7 +120,7 @@ def test_what_explains_most_of_the_error_comes_first() -> None:
 def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
     """Every rank was given rank 0's samples: no rank is left out of the exchange."""
     step = measured([[1.0, 0.0, 0.0, 0.0]] * 4, equal(4))
-    assert causes(step) == {"one-rank-only"}
+    assert causes(step) == {"single-rank-gradient"}
     left = tuple(
         LeftFacts(rank=rank, parameters=("p0", "p1", "p2"), distance=1.4, source=0)
         for rank in (1, 2, 3)
@@ -137,7 +137,7 @@ def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
     assert found.cause == "buffers-differ"
     assert found.evidence.endswith("promised ones: mask")
     both = msgspec.structs.replace(seen, mean_of_left=False)
-    assert [f.cause for f in explain_step(both)] == ["wrong-local-gradient", "one-rank-only"]
+    assert [f.cause for f in explain_step(both)] == ["wrong-local-gradient", "single-rank-gradient"]
 
 
 def test_a_loss_that_all_ranks_scale_alike_stays_a_matter_of_scale() -> None:
@@ -165,9 +165,9 @@ def test_a_shared_bucket_is_no_wrong_order() -> None:
     swapped = with_matches(measured(mixed, equal(4), only=(0, 2)), {"p0": "p2", "p2": "p0"})
     assert causes(swapped) == {"wrong-parameter-order"}
     overwritten = with_matches(measured(mixed, equal(4), only=(0,)), {"p0": "p2"})
-    assert causes(overwritten) == {"shared-bucket"}
+    assert causes(overwritten) == {"bucket-reused-in-flight"}
     third = with_matches(measured(mixed, equal(4), only=(0, 2)), {"p0": "p1", "p2": "p1"})
-    assert causes(third) == {"shared-bucket"}
+    assert causes(third) == {"bucket-reused-in-flight"}
 
 
 def noisy(*, on_grid: bool = False, of_terms: bool = False) -> StepFacts:
@@ -204,7 +204,7 @@ def test_a_few_short_parameters_have_enough_elements_together() -> None:
     ("kind", "cause"),
     [
         ("zero", "partial-sync"), ("own / W", "partial-sync"), ("sum", "missing-division"),
-        ("any rank's", "one-rank-only"),
+        ("any rank's", "single-rank-gradient"),
     ],
 )  # fmt: skip
 def test_elements_of_one_other_kind(kind: str, cause: str) -> None:
@@ -229,10 +229,10 @@ def right(**changed: object) -> StepFacts:
 
 
 def test_bits_have_names() -> None:
-    facts = Facts(world=4, steps=(right(),), other_order="RankOrder with divide-after")
-    assert named([failed("gradients", "X")], facts) == ["not-as-promised"]
-    apart = Facts(world=4, steps=(right(alike=((0, 1), (2, 3))),))
-    assert named([failed("agreement")], apart) == ["last-bits-differ"]
+    facts = Measurements(world=4, steps=(right(),), other_order="RankOrder with divide-after")
+    assert named([failed("gradients", "bitwise")], facts) == ["not-as-promised"]
+    apart = Measurements(world=4, steps=(right(alike=((0, 1), (2, 3))),))
+    assert named([failed("agreement")], apart) == ["replicas-not-bit-identical"]
 
 
 def test_passes_that_do_not_count_alike() -> None:
@@ -241,8 +241,8 @@ def test_passes_that_do_not_count_alike() -> None:
     alike = tuple(tuple((0.5, 0.5) for _ in range(4)) for _ in range(4))
     for weights, cause in ((first_only, "lost-micro-batch"), (alike, "unexplained")):
         passes = PassFacts(step=0, passes=2, weights=weights)
-        facts = Facts(world=4, steps=(step,), passes=passes)
-        assert named([failed("gradients", "R")], facts) == [cause]
+        facts = Measurements(world=4, steps=(step,), passes=passes)
+        assert named([failed("gradients", "rounding")], facts) == [cause]
 
 
 def test_an_update_is_described_and_said_beside_a_gradient() -> None:
@@ -250,32 +250,34 @@ def test_an_update_is_described_and_said_beside_a_gradient() -> None:
         step=2, ranks=(0, 1, 2, 3), parameters=("p0",), state=(), factor=1.0, decay=-0.001,
         rest=1e-9, unchanged=False,
     )  # fmt: skip
-    facts = Facts(world=4, steps=(right(),), update=update)
-    (found,) = diagnose(ENDS, [failed("parameters", "X")], facts)
+    facts = Measurements(world=4, steps=(right(),), update=update)
+    (found,) = diagnose(ENDS, [failed("parameters", "bitwise")], facts)
     assert found.cause == "wrong-update"
     assert "0.001 of each was taken from it" in found.evidence
     wrong = measured([[1.0] * 4] * 4, equal(4))
     facts = msgspec.structs.replace(facts, steps=(wrong,))
-    both = named([failed("gradients", "R"), failed("parameters", "X")], facts)
+    both = named([failed("gradients", "rounding"), failed("parameters", "bitwise")], facts)
     assert both == ["missing-division", "wrong-update"]
 
 
 def test_averages_of_parameters_are_no_missing_exchange() -> None:
     own = [[float(r == rank) for r in range(4)] for rank in range(4)]
-    facts = Facts(world=4, steps=(measured(own, equal(4)),), averaged_every=1)
-    (found,) = diagnose(ENDS, [failed("gradients", "R"), failed("parameters", "X")], facts)
+    facts = Measurements(world=4, steps=(measured(own, equal(4)),), averaged_every=1)
+    (found,) = diagnose(
+        ENDS, [failed("gradients", "rounding"), failed("parameters", "bitwise")], facts
+    )
     assert found.cause == "model-averaging"
     assert "--accept local-sgd:1" in found.suggestion
 
 
 def test_a_broadcast_is_not_advised_where_ranks_begin_alike() -> None:
     results = [failed("initial state")]
-    (apart,) = diagnose(ENDS, results, Facts(world=4))
-    (alike,) = diagnose(ENDS, results, Facts(world=4, begins_alike=True))
+    (apart,) = diagnose(ENDS, results, Measurements(world=4))
+    (alike,) = diagnose(ENDS, results, Measurements(world=4, begins_alike=True))
     assert apart.cause == alike.cause == "initial-state-differs"
     assert "broadcast" in apart.suggestion
     assert "broadcast" not in alike.suggestion
 
 
 def test_only_the_loss_is_wrong() -> None:
-    assert named([failed("loss", "X")]) == ["wrong-loss"]
+    assert named([failed("loss", "bitwise")]) == ["wrong-loss"]

@@ -9,7 +9,7 @@ import pytest
 
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import outside_the_majority, usual
 from distcheck.reports.pictures import agreement, timeline
 

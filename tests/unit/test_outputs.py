@@ -160,7 +160,7 @@ def judged(fd: int, mesh: Mesh, expected: Outputs) -> CheckResult:
         trace=TraceReader(fd, LAYOUT),
         expectations=(Expectation(step=0, headers=(header,), what=expected),),
     )  # fmt: skip
-    tally = Tally("outputs", "S32")
+    tally = Tally("outputs", "full batch float32")
     check.compare(evidence, tally)
     return tally.result()
 

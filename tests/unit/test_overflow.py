@@ -68,6 +68,6 @@ def test_terms_that_underflow_are_within_what_is_allowed_for_them() -> None:
         whole = (terms * (1.0 / 256)).sum(0)
         shards = [(part * (1.0 / 128)).sum(0) for part in terms.split(128)]
         mean = (shards[0] + shards[1]) / 2
-        tolerance = underflow("S32", 256, elements)
+        tolerance = underflow("full batch float32", 256, elements)
         apart = float((mean.double() - whole.double()).norm())
         assert 0 < apart <= tolerance < float(mean.double().norm()) / 10

@@ -96,11 +96,16 @@ def test_the_default_run() -> None:
     assert [c.steps for c in cases()] == [3, 3, 3, 2, 12, 3]
     assert [c.steps for c in cases(workloads=["lattice"])] == [12]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
-    assert {layer for check, layer in checks(lattice)} == {"lattice", "X", "-"}
-    assert {layer for check, layer in checks(cnn)} == {"X", "R", "S32", "-"}
-    assert {layer for check, layer in checks(composite, draws=True)} == {"X", "R", "-"}
-    assert {layer for check, layer in checks(semantic)} == {"S64", "X", "-"}
-    assert {layer for check, layer in checks(late)} == {"X", "R", "-"}
+    assert {layer for check, layer in checks(lattice)} == {"lattice", "bitwise", "-"}
+    assert {layer for check, layer in checks(cnn)} == {
+        "bitwise",
+        "rounding",
+        "full batch float32",
+        "-",
+    }
+    assert {layer for check, layer in checks(composite, draws=True)} == {"bitwise", "rounding", "-"}
+    assert {layer for check, layer in checks(semantic)} == {"full batch float64", "bitwise", "-"}
+    assert {layer for check, layer in checks(late)} == {"bitwise", "rounding", "-"}
     assert [c.rerun for c in cases()] == [False, True, False, False, False, False]
     assert [counts_if_finished(c) for c in cases()] == [False] * 5 + [True]
     assert (absent.deadline_s, cnn.deadline_s) == (3.0, 30.0)
@@ -109,7 +114,7 @@ def test_the_default_run() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"workloads": ["cnn"]}, {"dtype": "float32"}, {"accept": "quantised:8"}, {"worlds": [1]},
+        {"workloads": ["cnn"]}, {"dtype": "float32"}, {"accept": "quantized:8"}, {"worlds": [1]},
         {"adaptation": {"without_data": [0]}}, {"without": ["absent_on_some"]},
         {"backend": "mpi"},
     ],
@@ -142,15 +147,15 @@ def test_what_is_asked_for_by_name_is_run_in_full() -> None:
     ]  # fmt: skip
     assert {c.steps for c in cases(steps=5) if not counts_if_finished(c)} == {5}
     (alone,) = cases(workloads=["composite"], dtype="float64")
-    assert (alone.steps, alone.layers) == (3, ("X", "R", "S64"))
+    assert (alone.steps, alone.layers) == (3, ("bitwise", "rounding", "full batch float64"))
 
 
 def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
     _, cnn, *_ = cases()
     hidden = Contract(weighting="loss", sync="out-of-sight")
     seen, unseen = checks(cnn, Contract(weighting="loss")), checks(cnn, hidden)
-    assert set(seen) - set(unseen) == {("local gradients", "X")}
-    assert ("gradients", "R") in unseen
+    assert set(seen) - set(unseen) == {("local gradients", "bitwise")}
+    assert ("gradients", "rounding") in unseen
     gradients = cnn.world * cnn.steps * 10
     rerun = ("rerun", "-")
     assert unseen[rerun].required.elements == seen[rerun].required.elements - gradients
@@ -162,9 +167,9 @@ def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
     sharded = Contract(order=BackendAllReduce(), scale="divide-after", optimizer_state="sharded")
     whole, parts = checks(cnn), checks(cnn, sharded)
     momentum = cnn.steps * 10
-    for check in (("parameters", "X"), ("agreement", "-")):
+    for check in (("parameters", "bitwise"), ("agreement", "-")):
         assert parts[check].required.ranks == cnn.world
-    here, there = whole["parameters", "X"].required, parts["parameters", "X"].required
+    here, there = whole["parameters", "bitwise"].required, parts["parameters", "bitwise"].required
     assert there.tensors == here.tensors == 2
     assert there.elements == here.elements - (cnn.world - 1) * momentum
     assert parts["agreement", "-"].required.tensors == 1
@@ -176,15 +181,18 @@ def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
     _, cnn, *_ = cases()
     assert checks(cnn, cut) == checks(cnn, Contract(weighting="loss"))
     (short,) = cases(workloads=["cnn"], dtype="bfloat16")
-    assert ("parameters", "X") in checks(short, Contract(weighting="loss"))
-    assert ("parameters", "X") not in checks(short, cut)
+    assert ("parameters", "bitwise") in checks(short, Contract(weighting="loss"))
+    assert ("parameters", "bitwise") not in checks(short, cut)
     assert "so it is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
     lattice, cnn, *_ = cases()
     wired = Contract(order=DDPBuckets(), scale="divide-before", wire="bfloat16")
-    assert {layer for check, layer in checks(lattice, wired) if check == "gradients"} == {"X", "R"}
+    assert {layer for check, layer in checks(lattice, wired) if check == "gradients"} == {
+        "bitwise",
+        "rounding",
+    }
     half = facts_of(Contract(wire="float16"))
     assert why_left_out(lattice, half, [(64,) * 4]) == ""
     assert "float16 carries 65504" in why_left_out(lattice, half, [(86, 85, 85)])
@@ -204,7 +212,7 @@ def test_micro_batches_are_exact_where_they_halve() -> None:
 def test_vgg11_runs_in_float32_and_in_float64_on_request() -> None:
     assert [c.dtype for c in cases(workloads=["vgg11"])] == ["float32"]
     (asked,) = cases(workloads=["vgg11"], dtype="float64")
-    assert asked.layers == ("X", "R", "S64")
+    assert asked.layers == ("bitwise", "rounding", "full batch float64")
     assert asked.rerun
 
 
@@ -249,7 +257,7 @@ def test_a_case_comes_back_as_it_was_planned() -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        {"layers": ()}, {"layers": ("X",)}, {"layers": ("foo",)}, {"world": 0}, {"world": -1},
+        {"layers": ()}, {"layers": ("bitwise",)}, {"layers": ("foo",)}, {"world": 0}, {"world": -1},
         {"steps": 0}, {"steps": 10**9}, {"seed": -5}, {"deadline_s": 0.0}, {"batch": 1},
         {"dtype": "float12"}, {"data": "zzz"}, {"id": "../../evil"}, {"id": ".."}, {"id": ""},
         {"id": "x" * 201}, {"id": "a b"}, {"id": "a\n"},
@@ -297,24 +305,24 @@ def test_nonsense_is_refused(options: dict[str, object], message: str) -> None:
 
 def test_without_an_order_nothing_is_owed_to_the_bit_after_the_sync() -> None:
     _, cnn, *_ = cases()
-    assert ("gradients", "X") not in checks(cnn, Contract())
-    assert ("gradients", "R") in checks(cnn, Contract())
-    assert ("local gradients", "X") in checks(cnn, Contract())
+    assert ("gradients", "bitwise") not in checks(cnn, Contract())
+    assert ("gradients", "rounding") in checks(cnn, Contract())
+    assert ("local gradients", "bitwise") in checks(cnn, Contract())
 
 
 def test_a_failed_calibration_falls_back_to_the_bound_and_says_so() -> None:
     _, cnn, *_ = cases()
     planned = checks(cnn, failure="another order")
-    assert ("gradients", "X") not in planned
-    assert planned["gradients", "R"].note == "X falls back to R: another order"
+    assert ("gradients", "bitwise") not in planned
+    assert planned["gradients", "rounding"].note == "bitwise falls back to rounding: another order"
 
 
 def test_random_forward_passes_have_no_full_batch() -> None:
     _, cnn, _, semantic, *_ = cases()
-    assert ("gradients", "S32") not in checks(cnn, draws=True)
+    assert ("gradients", "full batch float32") not in checks(cnn, draws=True)
     planned = checks(semantic, draws=True)
-    assert ("gradients", "S64") not in planned
-    assert "random numbers" in planned["gradients", "R"].note
+    assert ("gradients", "full batch float64") not in planned
+    assert "random numbers" in planned["gradients", "rounding"].note
 
 
 @pytest.mark.parametrize(
@@ -338,8 +346,8 @@ def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
     sizes = [(64,) * 4] * case.steps
     planned = plan_checks(case, facts, sizes=sizes, calibration_failure="")
     layers = {check.layer for check in planned if check.check == "gradients"}
-    given = set(case.layers) - ({"S32", "S64"} if why else set())
-    assert {"X", "R"} <= layers == given
+    given = set(case.layers) - ({"full batch float32", "full batch float64"} if why else set())
+    assert {"bitwise", "rounding"} <= layers == given
     against = msgspec.structs.replace(case, reference_device="cpu")
     for said in (why_no_full_batch(case, facts, sizes), why_left_out(against, facts, sizes)):
         assert why in said
@@ -348,12 +356,12 @@ def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
 
 def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
     _, cnn, _, semantic, *_ = cases()
-    facts = facts_of(ORDERED, normalises_batches=True, rows_apart=True)
+    facts = facts_of(ORDERED, normalizes_batches=True, rows_apart=True)
     for case in (cnn, semantic):
         planned = plan_checks(case, facts, sizes=[(64,) * 4] * 3, calibration_failure="")
         layers = {check.layer for check in planned if check.check == "gradients"}
-        assert "R" in layers
-        assert layers.isdisjoint({"S32", "S64"})
+        assert "rounding" in layers
+        assert layers.isdisjoint({"full batch float32", "full batch float64"})
         assert "in the order of the samples" in why_no_full_batch(case, facts, [(64,) * 4])
 
 
@@ -362,15 +370,15 @@ def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
     ddp = Contract(order=DDPBuckets(), scale="multiply-before")
     planned = checks(lattice, ddp, sizes=(37, 37, 37, 37, 36, 36, 36))
     assert ("gradients", "lattice") not in planned
-    assert "1/7" in planned["gradients", "R"].note
+    assert "1/7" in planned["gradients", "rounding"].note
 
 
 def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
     _, cnn, *_ = cases()
     planned = checks(cnn)
-    gradients = planned["gradients", "X"].required
+    gradients = planned["gradients", "bitwise"].required
     assert gradients == Compared(tensors=1, elements=10 * 4 * 3, ranks=4, steps=3)
-    assert planned["parameters", "X"].required.elements == 20 * 4 * 3
+    assert planned["parameters", "bitwise"].required.elements == 20 * 4 * 3
     assert planned["agreement", "-"].required.elements == 30 * 4 * 3
     assert planned["data", "-"].required.elements == 768
     assert planned["rerun", "-"].required.elements == 4 * (3 * (20 + 23) + 23)

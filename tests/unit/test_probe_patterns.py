@@ -295,7 +295,7 @@ def test_a_plan_that_cannot_be(asked: dict, said: str) -> None:
         plan_probes(**{"world": 3, "operations": [], "dtypes": [], "forms": [], **asked})
 
 
-def test_the_table_fits_80_columns_without_colour() -> None:
+def test_the_table_fits_80_columns_without_color() -> None:
     verdicts = ["right", "refused", "wrong", "crashes", "hangs", "not tried"]
     probes = plan_probes(world=3, operations=[], dtypes=[], forms=[])
     cells = [

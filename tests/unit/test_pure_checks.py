@@ -20,10 +20,10 @@ from distcheck.judge.oracles import (
     expect,
     forms,
     full_batch,
+    full_batch_bound,
     low_rank,
     rounding,
     shares,
-    whole_batch,
 )
 from distcheck.records.expected_events import Happening
 from distcheck.records.layers import LAYERS, NO_LAYER, oracle_of
@@ -110,7 +110,7 @@ def test_nothing_that_a_check_imports_trains(name: str) -> None:
         ("def compare(e, t):\n    from distcheck.judge.oracles.shards import ShardReference", ""),
         ("from distcheck.judge.oracles.references import References", ""),
         ("from distcheck.judge.oracles.bitwise import parameters", ""),
-        ("from distcheck.judge.oracles.whole_batch import loss", ""),
+        ("from distcheck.judge.oracles.full_batch_bound import loss", ""),
     ],
 )
 def test_a_check_that_trains_would_be_found(planted: str, why: str) -> None:
@@ -160,7 +160,7 @@ def test_what_a_check_is_given_is_frozen(struct: type) -> None:
 def test_all_layers_answer_with_such_structs() -> None:
     names = {struct.__name__ for struct in GIVEN if issubclass(struct, forms.GradientForms)}
     assert len(names - {"GradientForms"}) == 5  # X, R, R of a low-rank exchange, S, exact
-    assert {closed_form.ExactGradients, whole_batch.WholeBatch} <= set(GIVEN)
+    assert {closed_form.ExactGradients, full_batch_bound.FullBatchBound} <= set(GIVEN)
 
 
 def test_a_struct_that_can_be_changed_would_be_found() -> None:

@@ -10,7 +10,7 @@ from distcheck.errors.defects import is_of_a_program
 from distcheck.records import Adaptation, Case
 from distcheck.training import loop
 from distcheck.verification import own_code
-from distcheck.worlds import blame, messages
+from distcheck.worlds import messages, root_cause
 from distcheck.worlds.local.children import Child
 
 OURS = f'Traceback (most recent call last):\n  File "{loop.__file__}", line 9, in step\n    x\n'
@@ -100,11 +100,11 @@ def test_built_in_cases(workload: str) -> None:
 
 
 def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:
-    (outcome,) = blame.outcomes([raised("TypeError")], hung=False)
+    (outcome,) = root_cause.outcomes([raised("TypeError")], hung=False)
     last = outcome.detail.splitlines()[-1]
     assert last.startswith("raised in distcheck/training/loop.py:9 in step: distcheck fell over ")
     for lost in (raised("RuntimeError", PEER), raised("TypeError", own=False)):
-        assert "fell over" not in blame.outcomes([lost], hung=False)[0].detail
+        assert "fell over" not in root_cause.outcomes([lost], hung=False)[0].detail
 
 
 def test_which_classes_programs_raise() -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.records.ends import VICTIM, RankEnd
+from distcheck.records.exit_status import SECONDARY_FAILURE, RankEnd
 
 ROOT = Path(__file__).parents[2]
 SPELLED = re.compile(
@@ -24,7 +24,9 @@ def test_each_end_is_on_the_page(end: RankEnd) -> None:
 
 def test_what_ends_on_its_own_comes_before_what_waits_and_before_victims() -> None:
     own = {RankEnd.KILLED, RankEnd.EXITED, RankEnd.RAISED}
-    assert max(end.place for end in own) < RankEnd.HUNG.place < VICTIM < RankEnd.ENDED.place
+    assert (
+        max(end.place for end in own) < RankEnd.HUNG.place < SECONDARY_FAILURE < RankEnd.ENDED.place
+    )
     assert RankEnd.LOST.place == min(end.place for end in RankEnd)
     assert RankEnd.FINISHED.place == max(end.place for end in RankEnd)
 

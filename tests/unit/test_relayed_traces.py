@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from distcheck.worlds.remote import wire
-from distcheck.worlds.remote.fleet import RemoteShare
-from distcheck.worlds.remote.host import written_parts
+from distcheck.worlds.remote import protocol
+from distcheck.worlds.remote.agent import written_parts
+from distcheck.worlds.remote.coordinator import RemoteShare
 
 PAGE = 4096
 REGIONS = {0: ((0, PAGE), (4 * PAGE, 2 * PAGE)), 1: ((PAGE, PAGE), (6 * PAGE, 2 * PAGE))}
@@ -40,7 +40,7 @@ def share(trace: int) -> tuple[RemoteShare, OneLink]:
 @pytest.mark.parametrize("offset", [0, PAGE - 3, 4 * PAGE, 6 * PAGE - 3])
 def test_a_rank_writes_its_own_regions(trace: int, offset: int) -> None:
     ranks, link = share(trace)
-    ranks.take(wire.Written(1, 0, offset, b"abc"))
+    ranks.take(protocol.Written(1, 0, offset, b"abc"))
     assert os.pread(trace, 3, offset) == b"abc"
     assert not link.lost
 
@@ -51,17 +51,17 @@ def test_a_rank_writes_its_own_regions(trace: int, offset: int) -> None:
 )
 def test_what_lies_outside_is_refused_whole(trace: int, rank: int, offset: int) -> None:
     ranks, link = share(trace)
-    ranks.take(wire.Written(1, rank, offset, b"abc"))
+    ranks.take(protocol.Written(1, rank, offset, b"abc"))
     assert os.pread(trace, TOTAL + 8, 0) == bytes(TOTAL)
     assert link.lost == f"it wrote outside of rank {rank}'s part of the trace"
 
 
 @pytest.mark.parametrize(
     "message",
-    [wire.Written(1, 7, 0, b"abc"), wire.Signs(1, {0: 1.0, 7: 1.0}, ())],
+    [protocol.Written(1, 7, 0, b"abc"), protocol.Signs(1, {0: 1.0, 7: 1.0}, ())],
     ids=["written", "signs"],
 )
-def test_a_host_speaks_of_its_own_ranks(trace: int, message: wire.FromHost) -> None:
+def test_a_host_speaks_of_its_own_ranks(trace: int, message: protocol.FromHost) -> None:
     ranks, link = share(trace)
     ranks.take(message)
     assert link.lost == "it names rank 7, not its own"

@@ -11,7 +11,7 @@ from distcheck.records.causes import causes
 
 FOLDER = Path(__file__).parents[2] / "bench" / "released"
 MANIFEST = tomllib.loads((FOLDER / "manifest.toml").read_text())
-FINDINGS, NEIGHBOURS = MANIFEST["finding"], MANIFEST["neighbours"]
+FINDINGS, NEIGHBORS = MANIFEST["finding"], MANIFEST["neighbors"]
 SAID = {"promise", "where", "figure", "reported", "sure"}
 
 
@@ -23,7 +23,7 @@ def test_findings_say_what_is_promised_and_name_known_causes() -> None:
 
 
 def test_scripts_have_what_the_manifest_names() -> None:
-    for entry in [*FINDINGS, *NEIGHBOURS]:
+    for entry in [*FINDINGS, *NEIGHBORS]:
         text = (FOLDER / entry["script"]).read_text()
         named = [entry[key] for key in ("object", "control") if key in entry]
         for name in [*named, *entry.get("objects", [])]:
@@ -31,7 +31,7 @@ def test_scripts_have_what_the_manifest_names() -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [entry["name"] for entry in [*FINDINGS, *NEIGHBOURS]]
+    names = [entry["name"] for entry in [*FINDINGS, *NEIGHBORS]]
     assert len(names) == len(set(names))
 
 

@@ -19,7 +19,7 @@ from tests.unit.test_plan import cases
 
 def result(verdict: str = "pass", **options: object) -> CheckResult:
     return msgspec.convert(
-        {"check": "gradients", "layer": "R", "verdict": verdict, **options}, CheckResult
+        {"check": "gradients", "layer": "rounding", "verdict": verdict, **options}, CheckResult
     )
 
 
@@ -45,7 +45,7 @@ def failing(check: str, step: int | None) -> CheckResult:
         bound=0.0,
     )  # fmt: skip
     return CheckResult(
-        check=check, layer="X", verdict="fail", compared=FULL,
+        check=check, layer="bitwise", verdict="fail", compared=FULL,
         first=place if step is not None else None,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_results_of_steps_add_up() -> None:
         )  # fmt: skip
         return CheckResult(
             check="gradients",
-            layer="R",
+            layer="rounding",
             verdict="fail" if verdict == "fail" else "pass",
             compared=Compared(tensors=2, elements=10, ranks=4, steps=1),
             worst=place,

@@ -80,7 +80,8 @@ def judged(order: str, world: int, error: float | str, bound: float, verdict: st
         error=error, bound=bound,
     )  # fmt: skip
     checks = tuple(
-        msgspec.structs.replace(c, worst=worst if c.layer == "R" else None) for c in done.checks
+        msgspec.structs.replace(c, worst=worst if c.layer == "rounding" else None)
+        for c in done.checks
     )
     case = msgspec.structs.replace(
         done.case, world=world, id=f"{order}-{world}", backend=f"simulated:{order}"

@@ -18,8 +18,8 @@ from distcheck.records.schedules import (
     Turn,
     read_schedule,
 )  # fmt: skip
-from distcheck.worlds.simulated.baton import Baton
-from distcheck.worlds.simulated.schedules import Chooser, Tree
+from distcheck.worlds.simulated.scheduler import Scheduler
+from distcheck.worlds.simulated.schedules import SchedulePolicy, Tree
 from distcheck.worlds.simulated.search import RunAll, ScheduleForks, search
 
 
@@ -50,12 +50,12 @@ def test_schedules_need_the_simulated_backend_and_come_first() -> None:
 
 def order_under(text: str, turns: int = 6, *, asks: int | None = None) -> list[int]:
     """Who ran: three ranks that offer their turn after each of their calls."""
-    chooser, seen = Chooser(read_schedule(text), 3), []
+    chooser, seen = SchedulePolicy(read_schedule(text), 3), []
 
     def stop(*_: object) -> None:
         raise AssertionError
 
-    baton = Baton(
+    baton = Scheduler(
         3, switch=lambda before, after: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
         choose=chooser.choose,
     )  # fmt: skip
@@ -90,11 +90,11 @@ def test_a_rank_that_asks_again_and_again_lets_the_others_run(seed: int) -> None
 
 
 def ran(schedule: Schedule, *, end: str = "finished", bits: bytes = b"a") -> ScheduleRun:
-    switches = schedule.switches
+    preemptions = schedule.preemptions
     if schedule.seed:
-        switches = tuple((choice, 1) for choice in range(1, 9))
-    turns = (Turn(0, "send", " at f.py:3"), Turn(1, "recv", switched=bool(switches)))
-    return ScheduleRun(str(schedule), end, "what", (bits, bits), switches, turns)
+        preemptions = tuple((choice, 1) for choice in range(1, 9))
+    turns = (Turn(0, "send", " at f.py:3"), Turn(1, "recv", switched=bool(preemptions)))
+    return ScheduleRun(str(schedule), end, "what", (bits, bits), preemptions, turns)
 
 
 def all_of(one: Callable[[Schedule], ScheduleRun]) -> RunAll:
@@ -129,7 +129,7 @@ def test_schedules_that_all_come_to_the_same_pass_and_say_how_many() -> None:
 def test_a_failing_schedule_is_shrunk_to_its_one_switch_and_replayed() -> None:
     found = search(all_of(lambda s: ran(s, bits=b"b" if needs(s) else b"a")), 30)
     assert found.other is not None
-    assert found.other.switches == ((5, 1),)
+    assert found.other.preemptions == ((5, 1),)
     verdict, reason, (cause,) = judged(found)
     assert verdict == "fail"
     assert (
@@ -143,7 +143,7 @@ def test_a_failing_schedule_is_shrunk_to_its_one_switch_and_replayed() -> None:
 
 
 def needs(schedule: Schedule) -> bool:
-    return schedule.seed % 3 == 1 or (5, 1) in schedule.switches
+    return schedule.seed % 3 == 1 or (5, 1) in schedule.preemptions
 
 
 def test_a_schedule_that_deadlocks_is_named() -> None:
@@ -221,9 +221,9 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
     """Every schedule of ranks that take so many turns each, and the orders that they ran in."""
 
     def run_one(schedule: Schedule) -> tuple[ScheduleRun, tuple[int, ...]]:
-        chooser = Chooser(schedule, len(turns), keeps=4096)
+        chooser = SchedulePolicy(schedule, len(turns), keeps=4096)
         order: list[int] = []
-        baton = Baton(
+        baton = Scheduler(
             len(turns), switch=lambda *_: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
             choose=chooser.choose,
         )  # fmt: skip
@@ -234,10 +234,10 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
                 baton.offer()
 
         baton.run(live)
-        assert tuple(chooser.switches) == schedule.switches
+        assert tuple(chooser.preemptions) == schedule.preemptions
         run = ScheduleRun(
             str(schedule), "finished", choices=tuple(chooser.choices),
-            switches=tuple(chooser.switches), turns=(Turn(0, str(more.get("call", "barrier"))),),
+            preemptions=tuple(chooser.preemptions), turns=(Turn(0, str(more.get("call", "barrier"))),),
             cut=bool(more.get("cut")),
         )  # fmt: skip
         return run, tuple(order)
@@ -267,7 +267,7 @@ def test_without_a_bound_every_order_is_run_and_that_is_all(
 def test_each_schedule_with_few_switches_is_run_once() -> None:
     tree, ran = interleaved((2, 2), most=1, limit=100)
     assert len(ran) == 1 + 3  # rank 1 begins, or goes on after either of rank 0's calls
-    assert (tree.covered.switches, tree.covered.all) == (1, False)
+    assert (tree.covered.preemptions, tree.covered.all) == (1, False)
     buffered, ran = interleaved((2, 2), most=1, limit=100, call="send(to rank 1)")
     assert len(ran) == 8
     assert buffered.covered.buffered
@@ -289,25 +289,28 @@ def test_what_was_not_run_is_never_claimed(
 ) -> None:
     tree, ran = interleaved((2, 2, 2), most=3, limit=limit, **more)
     assert len(ran) <= 1 + limit
-    assert (tree.covered.switches, tree.covered.further) == covered, len(ran)
+    assert (tree.covered.preemptions, tree.covered.further) == covered, len(ran)
     assert not tree.covered.all
 
 
 @pytest.mark.parametrize(
     ("covered", "said"),
     [
-        (Covered(most=2, switches=2), "all 7 schedules with at most 2 switches left the bits"),
+        (Covered(most=2, preemptions=2), "all 7 schedules with at most 2 switches left the bits"),
         (
-            Covered(most=1, switches=1, buffered=True),
+            Covered(most=1, preemptions=1, buffered=True),
             "all 7 schedules with at most 1 switch (each also with buffered sends) left",
         ),
-        (Covered(most=9, switches=4, all=True), "all 7 schedules that there are left the bits"),
+        (Covered(most=9, preemptions=4, all=True), "all 7 schedules that there are left the bits"),
         (
-            Covered(most=2, switches=1, further=3),
+            Covered(most=2, preemptions=1, further=3),
             "7 schedules, which are all with at most 1 switch and 3 of those with 2 switches, left",
         ),
-        (Covered(most=2, switches=0, further=7), "7 schedules with at most 1 switch, not all of"),
-        (Covered(most=2, switches=-1), "7 schedules with at most 1 switch, not all of them"),
+        (
+            Covered(most=2, preemptions=0, further=7),
+            "7 schedules with at most 1 switch, not all of",
+        ),
+        (Covered(most=2, preemptions=-1), "7 schedules with at most 1 switch, not all of them"),
     ],
 )
 def test_a_pass_says_which_schedules_were_run(covered: Covered, said: str) -> None:
@@ -321,9 +324,11 @@ def test_a_failure_among_enumerated_schedules_is_the_one_with_the_fewest_switche
     choices = tuple(Choice(0, (1,)) for _ in range(6))
 
     def one(schedule: Schedule) -> ScheduleRun:
-        bits = b"b" if (5, 1) in schedule.switches else b"a"
+        bits = b"b" if (5, 1) in schedule.preemptions else b"a"
         made = msgspec.structs.replace(schedule)
-        run = ScheduleRun(str(made), "finished", "", (bits, bits), made.switches, (Turn(0, "x"),))
+        run = ScheduleRun(
+            str(made), "finished", "", (bits, bits), made.preemptions, (Turn(0, "x"),)
+        )
         return msgspec.structs.replace(run, choices=choices)
 
     found = search(all_of(one), 100, 2)
@@ -335,12 +340,15 @@ def test_a_failure_among_enumerated_schedules_is_the_one_with_the_fewest_switche
 
 def test_switches_take_a_limit_of_their_own() -> None:
     first, *_ = plan_cases(
-        Request(strategies=("allreduce",), switches=2, backend="simulated", worlds=(2,))
+        Request(strategies=("allreduce",), preemptions=2, backend="simulated", worlds=(2,))
     )
-    assert (first.schedules, first.switches) == (1000, 2)
-    assert first.command_line.endswith("--schedules 1000 --switches 2")
-    for more, said in (({"switches": 2}, "needs ranks whose"), ({"switches": 99}, "out of range")):
-        with pytest.raises(UsageError, match=f"--switches .*{said}"):
+    assert (first.schedules, first.preemptions) == (1000, 2)
+    assert first.command_line.endswith("--schedules 1000 --preemptions 2")
+    for more, said in (
+        ({"preemptions": 2}, "needs ranks whose"),
+        ({"preemptions": 99}, "out of range"),
+    ):
+        with pytest.raises(UsageError, match=f"--preemptions .*{said}"):
             plan_cases(Request(strategies=("allreduce",), **more))
 
 
@@ -350,7 +358,7 @@ def test_what_differs_only_at_times_accuses_no_schedule(differs_from: int) -> No
     runs = {"": 0, "other": 0}
 
     def one(schedule: Schedule) -> ScheduleRun:
-        name = "other" if schedule.seed or schedule.switches else ""
+        name = "other" if schedule.seed or schedule.preemptions else ""
         runs[name] += 1
         late = name == "" and runs[name] > 2 and differs_from == 2
         never_twice = name == "other" and runs[name] % 2 and differs_from == 3

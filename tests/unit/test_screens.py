@@ -88,13 +88,16 @@ def passed(strategy: str = "allreduce") -> list[CaseReport]:
             check="data", layer="-", verdict="pass",
             compared=Compared(elements=768, ranks=4, steps=3),
         ),
-        check("local gradients", "X"),
-        check("gradients", "X"),
-        check("gradients", "R", worst=place(3.46e-10, 7.24e-10)),
-        check("gradients", "S32", worst=place(3.7e-8, 2.5e-7, unit="L2 norm")),
+        check("local gradients", "bitwise"),
+        check("gradients", "bitwise"),
+        check("gradients", "rounding", worst=place(3.46e-10, 7.24e-10)),
+        check("gradients", "full batch float32", worst=place(3.7e-8, 2.5e-7, unit="L2 norm")),
         check("rerun", "-", elements=18_734_128, reason="in separate interpreters: delays"),
     )  # fmt: skip
-    float64 = (OUTCOME, check("gradients", "S64", worst=place(3e-16, 3.6e-13, unit="L2 norm")))
+    float64 = (
+        OUTCOME,
+        check("gradients", "full batch float64", worst=place(3e-16, 3.6e-13, unit="L2 norm")),
+    )
     return [
         CaseReport(
             case=case(strategy=strategy), strategy_file="/x/allreduce.py", verdict="pass",
@@ -117,9 +120,17 @@ def mismatch() -> CaseReport:
         outcomes=FINISHED,
         checks=(
             OUTCOME,
-            check("gradients", "X", "fail", worst=place(0.5, 0.0), first=first),
-            check("gradients", "R", "fail", worst=place(8.3e-4, 8.3e-11, step=2), first=first),
-            check("loss", "S32", "unknown", elements=4, reason="compared only 4 of 12 elements"),
+            check("gradients", "bitwise", "fail", worst=place(0.5, 0.0), first=first),
+            check(
+                "gradients", "rounding", "fail", worst=place(8.3e-4, 8.3e-11, step=2), first=first
+            ),
+            check(
+                "loss",
+                "full batch float32",
+                "unknown",
+                elements=4,
+                reason="compared only 4 of 12 elements",
+            ),
         ),
         diagnosis=(
             Diagnosis(
@@ -159,8 +170,8 @@ def crash() -> CaseReport:
                 check="outcome", layer="-", verdict="fail", compared=Compared(ranks=4),
                 reason="rank 2 raised",
             ),
-            check("gradients", "R", "unknown", reason="compared only 1 of 3 steps"),
-            check("loss", "X", "unknown", reason="compared only 1 of 3 steps"),
+            check("gradients", "rounding", "unknown", reason="compared only 1 of 3 steps"),
+            check("loss", "bitwise", "unknown", reason="compared only 1 of 3 steps"),
         ),
         diagnosis=(
             Diagnosis(cause="crash", evidence="rank 2 raised", suggestion="read its traceback"),
@@ -171,7 +182,7 @@ def crash() -> CaseReport:
 
 def unfinished(cases: int) -> list[CaseReport]:
     """Cases that an interruption came before."""
-    unknown = check("gradients", "R", "unknown", reason="not judged: interrupted")
+    unknown = check("gradients", "rounding", "unknown", reason="not judged: interrupted")
     return [
         CaseReport(
             case=case(workload=f"w{number}", strategy="mine.py:sync"),
@@ -199,7 +210,7 @@ def job() -> CaseReport:
         verdict="fail",
         outcomes=(),
         checks=(
-            check("gradients", "R", worst=place(3.46e-10, 7.24e-10)),
+            check("gradients", "rounding", worst=place(3.46e-10, 7.24e-10)),
             check("loss scale", "-", "fail", first=place(1.0, 0.0), reason="not divided"),
         ),
         diagnosis=(
@@ -213,7 +224,7 @@ def job() -> CaseReport:
         ),
         remarks=(
             Diagnosis(
-                cause="same-randomness",
+                cause="shared-rng-seed",
                 evidence="step 0: ranks 0 and 1 draw the same random numbers",
                 suggestion="call torch.manual_seed(seed + rank)",
             ),
@@ -312,9 +323,9 @@ def failing(
 
 def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
     cases = (
-        failing("lattice", "no-sync"), failing("mlp", "crash"), failing("cnn", "no-sync"),
-        failing("vgg11", "no-sync"), failing("cnn", "no-sync", world=3),
-        failing("cnn", "no-sync", strategy="other.py:sync"),
+        failing("lattice", "missing-sync"), failing("mlp", "crash"), failing("cnn", "missing-sync"),
+        failing("vgg11", "missing-sync"), failing("cnn", "missing-sync", world=3),
+        failing("cnn", "missing-sync", strategy="other.py:sync"),
     )  # fmt: skip
     report = Report(environment=ENVIRONMENT, cases=cases)
     lines = render_text(report, width=100).splitlines()
@@ -328,19 +339,19 @@ def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
 
 def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> None:
     long = msgspec.structs.replace(
-        failing("cnn", "no-sync").diagnosis[0],
+        failing("cnn", "missing-sync").diagnosis[0],
         evidence="; ".join(f"clause {n} of what was seen in this case" for n in range(9)),
         suggestion="a first thing to look at, " * 20,
     )
     report = Report(
         environment=ENVIRONMENT,
-        cases=(msgspec.structs.replace(failing("cnn", "no-sync"), diagnosis=(long,)),),
+        cases=(msgspec.structs.replace(failing("cnn", "missing-sync"), diagnosis=(long,)),),
         saved_to=".distcheck/runs/1",
     )
     screen = render_text(report, width=80)
     cut = [line for line in screen.splitlines() if line.endswith("...")]
     assert [line.rpartition(" ")[0][-10:] for line in cut] == ["this case;", "t, a first"]
-    more = 'distcheck explain no-sync | distcheck open | -v    # all of "...": distcheck open or -v'
+    more = 'distcheck explain missing-sync | distcheck open | -v    # all of "...": distcheck open or -v'
     assert screen.splitlines()[-1] == f"more   {more}"
     assert "..." not in render_text(report, width=80, verbose=True)
     *_, whole = screen_of(document_of(report), width=80)
@@ -349,7 +360,7 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
 
 
 def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
-    names = ("one-rank-only", "dropped-rank", "duplicated-rank")
+    names = ("single-rank-gradient", "dropped-rank", "duplicated-rank")
     alike = [
         Diagnosis(
             cause=name,
@@ -359,7 +370,7 @@ def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
         )
         for name in names
     ]
-    report = msgspec.structs.replace(failing("cnn", "no-sync"), diagnosis=tuple(alike))
+    report = msgspec.structs.replace(failing("cnn", "missing-sync"), diagnosis=tuple(alike))
     lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=120).splitlines()
     assert [line.strip() for line in lines[1:3]] == [
         "cause    step 0: every rank holds rank 1's own gradient",
@@ -513,9 +524,9 @@ def test_next_keeps_the_options_that_were_given() -> None:
 
 
 def test_next_of_a_run_that_was_no_command_has_the_options_of_its_cases() -> None:
-    report = with_command("pytest tests", batch=64, backend="mpi", accept="quantised:8")
+    report = with_command("pytest tests", batch=64, backend="mpi", accept="quantized:8")
     assert next_step(report).startswith(
-        "distcheck verify --strategy allreduce --backend mpi --batch 64 --accept quantised:8 "
+        "distcheck verify --strategy allreduce --backend mpi --batch 64 --accept quantized:8 "
         "--world 3 --world 5 "
     )
     assert next_step(with_command("", separate=False)).startswith(

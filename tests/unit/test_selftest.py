@@ -23,10 +23,17 @@ from distcheck.selftest.records import (
 )
 from distcheck.selftest.table import Detection, render, render_json, totals
 
-R, S32, AGREE, RERUN = ("gradients", "R"), ("gradients", "S32"), ("agreement", "-"), ("rerun", "-")
+R, S32, AGREE, RERUN = (
+    ("gradients", "rounding"),
+    ("gradients", "full batch float32"),
+    ("agreement", "-"),
+    ("rerun", "-"),
+)
 
 
-def planted(name: str, *caught: tuple[str, str], causes: tuple[str, ...] = ("no-sync",)) -> Planted:
+def planted(
+    name: str, *caught: tuple[str, str], causes: tuple[str, ...] = ("missing-sync",)
+) -> Planted:
     asked = {"strategy": f"zoo.file:{name}", "world": 4}
     return Planted(name=name, file="file", asked=asked, caught=caught, causes=causes)
 
@@ -60,12 +67,12 @@ ZOO = Zoo(
 @pytest.mark.parametrize(
     ("found", "allowed", "naming"),
     [
-        ({"no-sync"}, {"no-sync"}, "right"),
-        ({"no-sync"}, {"no-sync", "hang"}, "right"),
-        ({"no-sync", "hang"}, {"no-sync"}, "wrong"),
-        ({"no-sync"}, {"unexplained"}, "wrong"),
-        ({"unexplained"}, {"no-sync"}, "unexplained"),
-        (set(), {"no-sync"}, "unexplained"),
+        ({"missing-sync"}, {"missing-sync"}, "right"),
+        ({"missing-sync"}, {"missing-sync", "hang"}, "right"),
+        ({"missing-sync", "hang"}, {"missing-sync"}, "wrong"),
+        ({"missing-sync"}, {"unexplained"}, "wrong"),
+        ({"unexplained"}, {"missing-sync"}, "unexplained"),
+        (set(), {"missing-sync"}, "unexplained"),
     ],
 )
 def test_naming(found: set[str], allowed: set[str], naming: str) -> None:
@@ -74,7 +81,7 @@ def test_naming(found: set[str], allowed: set[str], naming: str) -> None:
 
 def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
     mutant = planted("one", R, S32)
-    caught = judge_mutant(mutant, report(R, S32, causes=("no-sync",)))
+    caught = judge_mutant(mutant, report(R, S32, causes=("missing-sync",)))
     assert (caught.verdict, caught.as_listed, caught.naming, caught.good) == (
         "caught", True, "right", True,
     )  # fmt: skip
@@ -82,9 +89,9 @@ def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
     assert (other.verdict, other.as_listed, other.naming, other.good) == (
         "caught", False, "wrong", False,
     )  # fmt: skip
-    assert "listed with gradients R S32" in other.detail
+    assert "listed with gradients rounding full batch float32" in other.detail
     nameless = judge_mutant(mutant, report(R, S32, causes=("unexplained",)))
-    assert (nameless.naming, nameless.detail) == ("unexplained", "could be named no-sync")
+    assert (nameless.naming, nameless.detail) == ("unexplained", "could be named missing-sync")
     missed = judge_mutant(mutant, report())
     assert (missed.verdict, missed.naming, missed.good) == ("missed", "-", False)
     assert judge_mutant(mutant, report(unknown=True)).verdict == "unknown"
@@ -97,7 +104,7 @@ def test_a_correct_case_that_fails_is_a_false_alarm() -> None:
 
 
 def test_what_was_planned_and_not_run_is_unknown() -> None:
-    rows = [judge_mutant(planted("one", R), report(R, causes=("no-sync",)))]
+    rows = [judge_mutant(planted("one", R), report(R, causes=("missing-sync",)))]
     assert count(rows, planted=1, correct=0).exit_code is ExitCode.PASS
     assert count(rows, planted=2, correct=0).exit_code is ExitCode.UNKNOWN
     assert count(rows, planted=1, correct=1).exit_code is ExitCode.UNKNOWN
@@ -187,7 +194,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
         asked.append(f"{strategy} over {backend}")
         if strategy.endswith("forks"):
             raise NotSimulatedError("it forks")
-        return report(("outcome", "-"), causes=("buffer-in-flight",))
+        return report(("outcome", "-"), causes=("tensor-used-in-flight",))
 
     monkeypatch.setattr(command, "verify", verified)
     hashes, forks, early = (planted(name, R) for name in ("hashes", "forks", "early"))
@@ -195,7 +202,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
         mutants=(
             msgspec.structs.replace(hashes, processes=True),
             forks,
-            msgspec.structs.replace(early, when_simulated=("buffer-in-flight",)),
+            msgspec.structs.replace(early, when_simulated=("tensor-used-in-flight",)),
         ),
         strategies=(),
     )
@@ -212,12 +219,12 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
 
 
 def test_layers_are_gathered_under_their_check() -> None:
-    assert show_checks([R, AGREE, S32]) == "gradients R S32, agreement"
+    assert show_checks([R, AGREE, S32]) == "gradients rounding full batch float32, agreement"
 
 
 def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
     rows = (
-        judge_mutant(planted("fine", R), report(R, causes=("no-sync",))),
+        judge_mutant(planted("fine", R), report(R, causes=("missing-sync",))),
         msgspec.structs.replace(judge_mutant(planted("gone", R), report()), replay="distcheck v"),
         judge_correct(report(R).cases[0]),
     )

@@ -10,13 +10,13 @@ from distcheck.contract import BackendAllReduce
 from distcheck.errors import InternalError
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Delay, Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import Calibration
 from distcheck.verification import preparation
-from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.progress import Silent
+from distcheck.verification.report_builder import run_of
 from distcheck.verification.session import Session, steps_of_judges
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate

@@ -103,8 +103,8 @@ def test_promises_are_the_fields_of_a_contract() -> None:
 
 OTHER = {
     "dtype": "float64", "steps": 7, "batch": 70, "data": "mnist", "data_dir": "there", "seed": 5,
-    "backend": "simulated", "device": "cuda", "separate": False, "schedules": 3, "switches": 2,
-    "schedule": "first-ready", "loss": "sum/global", "accept": "quantised:8",
+    "backend": "simulated", "device": "cuda", "separate": False, "schedules": 3, "preemptions": 2,
+    "schedule": "first-ready", "loss": "sum/global", "accept": "quantized:8",
 }  # fmt: skip
 HOW_LONG = {"deadline_s"}  # it changes when a case is given up, and not what it is
 

@@ -58,7 +58,7 @@ def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse
     left = {
         "times-world": [(mean * world, sizes * world)],
         "divided-by-world": [(mean / world, sizes / world)],
-        "no-sync": [(own, own * 0) for own in gradients],
+        "missing-sync": [(own, own * 0) for own in gradients],
         "doubled-rank": [(mean + part, sizes + part.abs()) for part in parts],
         "lost-rank": [(mean - part, sizes - part.abs()) for part in parts],
     }
@@ -66,7 +66,7 @@ def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse
         for rank, (result, terms) in enumerate(results):
             place = rank if MISTAKES[name].of_ranks else 0
             if place in found.shown[name]:
-                slack = terms * unit + 1e-12 if name != "no-sync" else torch.zeros_like(terms)
+                slack = terms * unit + 1e-12 if name != "missing-sync" else torch.zeros_like(terms)
                 gap = mean - result
                 moved = result + gap.sign() * torch.minimum(gap.abs(), slack)
                 assert not within(moved, mean, bound).ok, (name, rank)
@@ -77,7 +77,7 @@ def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse
 def test_what_shows_by_norm_fails(gradients: torch.Tensor, tolerance: float) -> None:
     mean = gradients.mean(0)
     found = shown(gradients, tolerance)
-    for rank in found.shown["no-sync"]:
+    for rank in found.shown["missing-sync"]:
         assert not by_norm(gradients[rank], mean, tolerance).ok
     for rank in found.shown["lost-rank"]:
         assert not by_norm(mean - gradients[rank] / len(gradients), mean, tolerance).ok
@@ -87,7 +87,7 @@ def test_gradients_that_are_alike_show_no_missing_sync() -> None:
     found = shown(torch.ones(4, 3, dtype=torch.float64), torch.full((3,), 1e-7))
     assert found.alike
     assert not found.zero
-    assert found.shown["no-sync"] == ()
+    assert found.shown["missing-sync"] == ()
     assert found.shown["lost-rank"] == (), "the mean of the others is the mean of all"
     assert found.shown["times-world"] == (0,)
     assert found.counts
@@ -106,14 +106,14 @@ def test_a_rank_without_a_part_cannot_be_seen_to_be_lost() -> None:
     found = shown(gradients, torch.full((2,), 1e-7))
     assert found.shown["lost-rank"] == (0, 1), "the sum is the same without it"
     assert found.shown["doubled-rank"] == (0, 1)
-    assert found.shown["no-sync"] == (0, 1, 2)
+    assert found.shown["missing-sync"] == (0, 1, 2)
 
 
 def test_what_the_sample_does_not_hold_is_looked_for_in_the_whole() -> None:
     gradients = torch.zeros(2, 100_000, dtype=torch.float64)
     gradients[0, 77_777] = 1.0
     found = shown(gradients, torch.full((100_000,), 1e-9))
-    assert found.shown["no-sync"] == (0, 1)
+    assert found.shown["missing-sync"] == (0, 1)
     assert found.shown["times-world"] == (0,)
 
 
@@ -138,10 +138,12 @@ def test_the_scale_that_shows_is_twice_the_bound() -> None:
 
 
 def test_steps_add_up_and_mistakes_are_united() -> None:
-    one = Shown(shown={"no-sync": (0,), "stale": ()}, scale=0.5, zero=True, alike=True, steps=1)
-    two = Shown(shown={"no-sync": (1,)}, scale="inf", zero=False, alike=True, steps=2)
+    one = Shown(
+        shown={"missing-sync": (0,), "stale": ()}, scale=0.5, zero=True, alike=True, steps=1
+    )
+    two = Shown(shown={"missing-sync": (1,)}, scale="inf", zero=False, alike=True, steps=2)
     merged = both(one, two)
-    assert merged.shown == {"no-sync": (0, 1), "stale": ()}
+    assert merged.shown == {"missing-sync": (0, 1), "stale": ()}
     assert (merged.scale, merged.zero, merged.alike, merged.steps) == (0.5, False, True, 3)
     assert merge_shown([{"a": one}, {"a": two, "b": two}]) == {"a": merged, "b": two}
 
@@ -163,5 +165,5 @@ def test_where_bits_are_compared_a_wide_bound_hides_nothing_recorded() -> None:
     assert found(None, other).shown["stale"] == ()
     assert found(rounded, other).shown["stale"] == (0,)
     assert found(rounded, rounded).shown["stale"] == ()  # the same bits, if not the mean's
-    assert found(rounded, other).shown["no-sync"] == (0, 1)
+    assert found(rounded, other).shown["missing-sync"] == (0, 1)
     assert found(rounded, other).shown["divided-by-world"] == ()  # within its own roundings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distcheck.judge.oracles import whole_batch
+from distcheck.judge.oracles import full_batch_bound
 from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32
 from distcheck.records.mesh import Mesh
@@ -33,13 +33,13 @@ def a_step(tensor: int, *, data: int = 1) -> Any:
 def test_additions_between_ranks_are_those_counted_by_hand(
     ranks: int, splits: int, data: int
 ) -> None:
-    assert whole_batch._splits(a_step(ranks, data=data)) == splits
+    assert full_batch_bound._splits(a_step(ranks, data=data)) == splits
 
 
 def test_without_a_mesh_nothing_is_divided() -> None:
     step = a_step(2)
     step.references = SimpleNamespace(mesh=None)
-    assert whole_batch._splits(step) == 0
+    assert full_batch_bound._splits(step) == 0
 
 
 @pytest.mark.parametrize(("ranks", "splits"), BY_HAND)
@@ -48,4 +48,4 @@ def test_the_bound_of_a_gradient_is_the_one_computed_by_hand(ranks: int, splits:
     for index, (scale, elements) in of_layers.items():
         underflow = 2.0 * SAMPLES * 2.0**-149 * sqrt(elements)
         by_hand = 2.0**-24 * sqrt(SAMPLES * POSITIONS + splits) * scale + underflow
-        assert whole_batch._relative_to_batch(a_step(ranks), index) == by_hand
+        assert full_batch_bound._relative_to_batch(a_step(ranks), index) == by_hand

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain as of_outcomes
-from distcheck.worlds import blame, linux, messages
+from distcheck.worlds import linux, messages, root_cause
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.stalls import StallWatch
 from distcheck.worlds.world import World
@@ -149,7 +149,7 @@ def test_who_did_not_answer_was_not_killed_by_somebody(monkeypatch: pytest.Monke
     assert share.told == ["ask", "10 to 3", "9 to 3", "release"]
     ranks[2].gone, ranks[2].exit_signal = True, signal.SIGKILL
     for hung, name in ((False, "ended"), (True, "hung")):
-        told = {o.rank: o for o in blame.outcomes(ranks, hung=hung)}
+        told = {o.rank: o for o in root_cause.outcomes(ranks, hung=hung)}
         assert (told[1].outcome, told[2].outcome) == ("killed", name)
         assert "out-of-memory" in told[1].detail
         assert "did not answer when it was asked what it was doing" in told[2].detail

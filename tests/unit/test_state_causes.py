@@ -1,7 +1,7 @@
 """Causes beside the gradients, and what stands beside causes in them."""
 
 from distcheck.judge.diagnosis import diagnose
-from distcheck.judge.diagnosis.facts import Facts, Overlap
+from distcheck.judge.diagnosis.measurements import Measurements, Overlap
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Difference, Outcome
 from tests.unit.test_diagnosis import ENDS, equal, failed, measured, named
@@ -19,12 +19,12 @@ def differing(parameter: str, once: float, twice: float, *, step: int = 2) -> Ch
 def test_state_causes() -> None:
     assert named([failed("rerun")]) == ["nondeterministic"]
     assert named([failed("initial state")]) == ["initial-state-differs"]
-    assert named([failed("buffers", "X")]) == ["buffers-differ"]
+    assert named([failed("buffers", "bitwise")]) == ["buffers-differ"]
     same = Overlap(ranks=(0, 1), shared=8, read=8, whole_steps=True)
     some = Overlap(ranks=(0, 1), shared=3, read=8, whole_steps=False)
-    assert named([failed("data")], Facts(world=4, overlaps=(same, some))) == ["same-data"]
-    assert named([failed("data")], Facts(world=4, overlaps=(some,))) == ["overlapping-data"]
-    assert named([failed("data")], Facts(world=4)) == ["unexplained"]
+    assert named([failed("data")], Measurements(world=4, overlaps=(same, some))) == ["same-data"]
+    assert named([failed("data")], Measurements(world=4, overlaps=(some,))) == ["overlapping-data"]
+    assert named([failed("data")], Measurements(world=4)) == ["unexplained"]
 
 
 def test_gradients_that_were_others_in_the_second_run_raced() -> None:
@@ -32,8 +32,8 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
 
     def found(rerun: CheckResult, *more: CheckResult) -> list[Diagnosis]:
         wrong = measured([[1.0] * 4] * 4, equal(4))
-        results = [failed("gradients", "R"), rerun, *more]
-        return diagnose(ENDS, results, Facts(world=4, steps=(wrong,)))
+        results = [failed("gradients", "rounding"), rerun, *more]
+        return diagnose(ENDS, results, Measurements(world=4, steps=(wrong,)))
 
     raced = differing("w (gradient)", 1.0, 0.5)
     first, second = found(raced)
@@ -41,7 +41,7 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
     assert "asynchronous collective that is not waited for" in first.suggestion
     assert "changed them after it had returned" not in first.evidence
     assert "in the first run; the second held other gradients there" in second.evidence
-    first = found(raced, failed("parameters", "X"))[0]
+    first = found(raced, failed("parameters", "bitwise"))[0]
     assert "changed them after it had returned" in first.evidence
     for rerun in (
         differing("w (gradient)", 1.0, 1.0 + 1e-5), differing("w (gradient)", 1.0, 0.5, step=3),
@@ -58,19 +58,21 @@ def test_what_no_order_of_the_same_parts_gives_raced_however_small_it_is() -> No
     place = Difference(
         parameter="w", rank=1, step=2, index=(), actual=4.0, expected=1.0, error=3.0, bound=1e-7
     )
-    gradients = CheckResult(check="gradients", layer="R", verdict="fail", first=place, worst=place)
+    gradients = CheckResult(
+        check="gradients", layer="rounding", verdict="fail", first=place, worst=place
+    )
     # Four times the mean may be four bounds from itself by its order, and twice that between runs.
     for twice, cause in (
         (1.0 + 1e-5, "nondeterministic"), (1.0 + 1e-7, "missing-division"),
         (1.0 + 7e-7, "missing-division"), (1.0 + 9e-7, "nondeterministic"),
     ):  # fmt: skip
         results = [gradients, differing("w (gradient)", 1.0, twice)]
-        assert diagnose(ENDS, results, Facts(world=4, steps=(wrong,)))[0].cause == cause
+        assert diagnose(ENDS, results, Measurements(world=4, steps=(wrong,)))[0].cause == cause
 
 
 def test_randomness_is_named_beside_what_failed() -> None:
-    facts = Facts(world=4, same_randomness=((0, 1, 2, 3),))
-    assert named([failed("rerun")], facts) == ["nondeterministic", "same-randomness"]
+    facts = Measurements(world=4, same_randomness=((0, 1, 2, 3),))
+    assert named([failed("rerun")], facts) == ["nondeterministic", "shared-rng-seed"]
     assert named([], facts) == []
 
 
@@ -115,8 +117,8 @@ def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway
     causes = [d.cause for d in diagnose(ends, both, None, shown)]
     assert causes == ["depends-on-process-state", "crash"]
     wrong = measured([[1.0] * 4] * 4, equal(4))
-    results = [failed("gradients", "R"), differing("w (gradient)", 1.0, 0.5)]
-    found = diagnose(ENDS, results, Facts(world=4, steps=(wrong,)), shown)
+    results = [failed("gradients", "rounding"), differing("w (gradient)", 1.0, 0.5)]
+    found = diagnose(ENDS, results, Measurements(world=4, steps=(wrong,)), shown)
     assert [d.cause for d in found] == ["missing-division", "depends-on-process-state"]
     assert "passed every check" not in found[1].evidence
     assert "of one run" not in found[0].evidence

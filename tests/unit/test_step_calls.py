@@ -6,8 +6,13 @@ import msgspec
 import pytest
 import torch
 
-from distcheck.judge.diagnosis.facts import Facts, NotFinite, StepFacts, WayFacts
-from distcheck.judge.diagnosis.ways import culprit
+from distcheck.judge.diagnosis.measurements import (
+    LineMeasurements,
+    Measurements,
+    NotFinite,
+    StepFacts,
+)
+from distcheck.judge.diagnosis.source_lines import culprit
 from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
 from distcheck.worlds import step_calls
 from distcheck.worlds.step_calls import StepCalls, Ways, memory_of
@@ -105,16 +110,18 @@ def test_no_tensor_is_kept(calls: StepCalls) -> None:
     assert storage[0].expired()
 
 
-def way(given: str, perhaps: str = "", reducing: str = "", never: tuple[int, ...] = ()) -> WayFacts:
+def way(
+    given: str, perhaps: str = "", reducing: str = "", never: tuple[int, ...] = ()
+) -> LineMeasurements:
     one, two, three = (tuple(text.split()) for text in (given, perhaps, reducing))
     unheard = tuple("" if line == "?" else line for line in two)
-    return WayFacts(
+    return LineMeasurements(
         step=1, parameter="w", given=one, perhaps=unheard, reducing=three, never_on=never
     )
 
 
 def site(
-    *causes: str, found: WayFacts, left: float | None = 1.0, bad: NotFinite | None = None
+    *causes: str, found: LineMeasurements, left: float | None = 1.0, bad: NotFinite | None = None
 ) -> CallSite | None:
     step = StepFacts(
         step=1, shares=(0.5, 0.5), gamma=0.0, unit=0.0, parameters=(), total=1, fits=(),
@@ -124,9 +131,9 @@ def site(
     place = Difference(
         parameter="w", rank=0, step=1, index=(0,), actual=1.0, expected=2.0, error=1.0, bound=0.0
     )
-    result = CheckResult(check="gradients", layer="R", verdict="fail", first=place)
+    result = CheckResult(check="gradients", layer="rounding", verdict="fail", first=place)
     named = [Diagnosis(cause=cause, evidence="", suggestion="") for cause in causes]
-    return culprit(named, [result], Facts(world=2, steps=(step,), ways=(found,)))
+    return culprit(named, [result], Measurements(world=2, steps=(step,), ways=(found,)))
 
 
 A = CallSite(file="/a.py", line=3)
@@ -140,11 +147,11 @@ A = CallSite(file="/a.py", line=3)
         ("missing-division", way("/a.py:3 /a.py:4", "", "/a.py:3 /a.py:4"), None),
         ("missing-division", way("", "/a.py:3", "/a.py:3"), A),
         ("missing-division", way("/a.py:3", "?", "/a.py:3"), None),
-        ("one-rank-only", way("/a.py:3"), A),
-        ("one-rank-only", way("/a.py:3", "/a.py:4", "/a.py:3"), None),
-        ("no-sync", way("", never=(0, 1)), CallSite()),
-        ("no-sync", way("", never=(1,)), None),
-        ("no-sync", way("", "/a.py:3"), None),
+        ("single-rank-gradient", way("/a.py:3"), A),
+        ("single-rank-gradient", way("/a.py:3", "/a.py:4", "/a.py:3"), None),
+        ("missing-sync", way("", never=(0, 1)), CallSite()),
+        ("missing-sync", way("", never=(1,)), None),
+        ("missing-sync", way("", "/a.py:3"), None),
         ("partial-sync", way("/a.py:3"), A),
         ("partial-sync", way("/a.py:3", "/a.py:4"), None),
         ("nonfinite", way("/a.py:3", "", "/a.py:3"), A),
@@ -152,7 +159,7 @@ A = CallSite(file="/a.py", line=3)
     ],
 )
 def test_a_line_is_named_where_it_can_be_one(
-    cause: str, found: WayFacts, expected: CallSite | None
+    cause: str, found: LineMeasurements, expected: CallSite | None
 ) -> None:
     assert site(cause, found=found) == expected
 
@@ -173,11 +180,11 @@ def test_infinities_that_backward_left_are_of_no_call() -> None:
 
 def test_several_causes_have_a_line_where_it_is_the_same() -> None:
     one = way("/a.py:3", "", "/a.py:3")
-    assert site("one-rank-only", "missing-division", found=one) == A
-    assert site("one-rank-only", "missing-division", found=one, left=2.0) is None
+    assert site("single-rank-gradient", "missing-division", found=one) == A
+    assert site("single-rank-gradient", "missing-division", found=one, left=2.0) is None
     two = way("/a.py:3 /a.py:4", "", "/a.py:3")
-    assert site("one-rank-only", "missing-division", found=two) is None
-    assert site("one-rank-only", "wrong-output", found=one) is None
+    assert site("single-rank-gradient", "missing-division", found=two) is None
+    assert site("single-rank-gradient", "wrong-output", found=one) is None
 
 
 def test_a_call_that_torch_makes_itself_has_no_line(calls: StepCalls) -> None:

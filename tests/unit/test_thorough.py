@@ -13,12 +13,12 @@ from distcheck.cli import root_command
 from distcheck.cli.commands import verify as verify_module
 from distcheck.cli.forecast import say_plan
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.explore.beside import _without, explore_beside
+from distcheck.explore.thorough_search import _without, search_thoroughly
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.request import Request
-from distcheck.plan.thorough import SearchBeside, beside, widened
+from distcheck.plan.thorough import ThoroughSearch, thorough_extras, widened
 from distcheck.records import Report
 from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
@@ -80,16 +80,16 @@ def test_a_batch_for_few_ranks_has_only_worlds_that_it_fills() -> None:
 
 
 def test_only_worlds_that_were_not_given_may_be_left_out() -> None:
-    assert beside([widened(request(), world_given=False)]).spare == (2, 3, 5, 6)
-    assert beside([request(worlds=(2, 3))]).spare == ()
+    assert thorough_extras([widened(request(), world_given=False)]).spare == (2, 3, 5, 6)
+    assert thorough_extras([request(worlds=(2, 3))]).spare == ()
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
         (
-            {"accept": "quantised:8"},
-            "explored cases do not have the bounds of --accept quantised:8",
+            {"accept": "quantized:8"},
+            "explored cases do not have the bounds of --accept quantized:8",
         ),
         ({"backend": "mpi"}, "explore runs only with gloo on the CPU, not with mpi"),
         ({"device": "cuda"}, "explore runs only with gloo on the CPU, not with cuda"),
@@ -97,33 +97,33 @@ def test_only_worlds_that_were_not_given_may_be_left_out() -> None:
     ],
 )
 def test_what_explore_cannot_do_is_left_out_and_said(more: dict[str, Any], why: str) -> None:
-    (search,) = beside([request(**more)]).searches
+    (search,) = thorough_extras([request(**more)]).searches
     assert why in search.why_not
 
 
 def test_under_a_launcher_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    (search,) = beside([request()], launched=True).searches
+    (search,) = thorough_extras([request()], launched=True).searches
     assert "a launcher has started these" in search.why_not
-    assert beside([request()]).searches[0].why_not == ""
+    assert thorough_extras([request()]).searches[0].why_not == ""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "a launcher has started these" in beside([request()]).searches[0].why_not
+    assert "a launcher has started these" in thorough_extras([request()]).searches[0].why_not
 
 
 def test_a_strategy_is_searched_once_in_every_dtype_that_was_asked_for() -> None:
     asked = [request(dtype=dtype) for dtype in ("float32", "bfloat16")]
-    (search,) = beside(asked).searches
+    (search,) = thorough_extras(asked).searches
     assert search.dtypes == ("float32", "bfloat16")
-    assert beside([request(), *asked]).searches[0].dtypes == ()
-    assert beside([request(explore_s=0.0)]).searches == ()
-    assert beside([Request(strategies=("allreduce",))]).searches == ()
+    assert thorough_extras([request(), *asked]).searches[0].dtypes == ()
+    assert thorough_extras([request(explore_s=0.0)]).searches == ()
+    assert thorough_extras([Request(strategies=("allreduce",))]).searches == ()
 
 
 def test_without_hypothesis_a_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CannotRunError, match="or give --explore-s 0"):
-        beside([request()])
-    assert beside([request(explore_s=0.0)]).searches == ()
-    assert beside([request(dtype="float16")]).searches[0].why_not
+        thorough_extras([request()])
+    assert thorough_extras([request(explore_s=0.0)]).searches == ()
+    assert thorough_extras([request(dtype="float16")]).searches[0].why_not
 
 
 @pytest.mark.parametrize("words", ["-1", "nan", "1e9"])
@@ -139,8 +139,8 @@ def test_a_budget_that_is_none_gets_one_sentence(words: str) -> None:
 
 def test_nothing_is_searched_where_cases_fail_already() -> None:
     entered: list[Explored] = []
-    asked = [SearchBeside(strategy=FAILED.case.strategy, budget_s=60.0)]
-    explore_beside(
+    asked = [ThoroughSearch(strategy=FAILED.case.strategy, budget_s=60.0)]
+    search_thoroughly(
         Pool(), asked, [FAILED], (), keep=False, show=lambda text: None,
         enter=lambda explored, found: entered.append(explored),
     )  # fmt: skip
@@ -156,12 +156,12 @@ def test_nothing_is_searched_where_cases_fail_already() -> None:
 
 def test_words_are_left_out_for_cells_dtypes_and_what_did_not_count() -> None:
     left = _without(
-        SearchBeside(strategy="s", budget_s=1, without=("transposed", "resume")), [], ()
+        ThoroughSearch(strategy="s", budget_s=1, without=("transposed", "resume")), [], ()
     )
     assert left == {"strided": "you gave --without transposed"}
-    left = _without(SearchBeside(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
+    left = _without(ThoroughSearch(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
     assert set(left) == {"float32", "bfloat16"}
-    left = _without(SearchBeside(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
+    left = _without(ThoroughSearch(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
     assert set(left) == {"float64", "bfloat16"}
 
 
@@ -185,10 +185,10 @@ def test_the_matrix_and_the_command_line_agree(
     worlds = {name: {c.world for c in whole.every if c.strategy == name} for name in
               ("allreduce", "ddp")}  # fmt: skip
     assert worlds == {"allreduce": {2, 3, 4, 5, 6}, "ddp": {2}}
-    assert [(s.strategy, s.budget_s) for s in whole.beside.searches] == [("allreduce", 7.0)]
+    assert [(s.strategy, s.budget_s) for s in whole.extras.searches] == [("allreduce", 7.0)]
     typed = planned("--world", "3", "--explore-s", "9", folder=tmp_path)
     assert {case.world for case in typed.every} == {3}
-    assert {(s.strategy, s.budget_s) for s in typed.beside.searches} == {
+    assert {(s.strategy, s.budget_s) for s in typed.extras.searches} == {
         ("allreduce", 9.0), ("ddp", 9.0),
     }  # fmt: skip
     assert typed.whole.digest != planned("--world", "3", folder=tmp_path).whole.digest
@@ -199,11 +199,11 @@ def test_a_search_is_in_exactly_one_part(tmp_path: Path, monkeypatch: pytest.Mon
     words = ("--strategy", "allreduce", "--strategy", "ring", "--thorough")
     parts = [planned(*words, "--shard", f"{n}/3", folder=tmp_path) for n in (1, 2, 3)]
     assert len({part.whole.digest for part in parts}) == 1
-    searched = [search.strategy for part in parts for search in part.beside.searches]
+    searched = [search.strategy for part in parts for search in part.extras.searches]
     assert sorted(searched) == ["allreduce", "ring"]
     for number, part in enumerate(parts, 1):
         here = {search.strategy for search in part.whole.searches if search.shard == number}
-        assert here == {search.strategy for search in part.beside.searches}
+        assert here == {search.strategy for search in part.extras.searches}
 
 
 def test_the_cost_is_printed_first(

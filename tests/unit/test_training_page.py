@@ -85,7 +85,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_beside_needs_a_page(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_bytes(msgspec.json.encode(runs("cnn")[0]))
-    words = ["--workload", "mlp", "--beside", str(tmp_path / "table.json")]
+    words = ["--workload", "mlp", "--overlay", str(tmp_path / "table.json")]
     ran = CliRunner().invoke(command, words)
     assert isinstance(ran.exception, UsageError)
     assert "give --html FILE" in str(ran.exception)

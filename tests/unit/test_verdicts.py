@@ -35,9 +35,9 @@ REQUIRED = Compared(tensors=2, elements=10, ranks=2, steps=3)
 FINISHED = [Outcome(rank=0, outcome="finished"), Outcome(rank=1, outcome="finished")]
 HUNG = [Outcome(rank=1, outcome="hung", text="in sync"), Outcome(rank=0, outcome="finished")]
 OUTCOME = PlannedCheck(check="outcome", layer="-", scope="front", required=Compared(ranks=2))
-GRADIENTS = PlannedCheck(check="gradients", layer="X", scope="step", required=REQUIRED)
-PARAMETERS = PlannedCheck(check="parameters", layer="X", scope="step", required=REQUIRED)
-LOSS = PlannedCheck(check="loss", layer="S32", scope="step", required=REQUIRED)
+GRADIENTS = PlannedCheck(check="gradients", layer="bitwise", scope="step", required=REQUIRED)
+PARAMETERS = PlannedCheck(check="parameters", layer="bitwise", scope="step", required=REQUIRED)
+LOSS = PlannedCheck(check="loss", layer="full batch float32", scope="step", required=REQUIRED)
 
 
 def result(
@@ -231,7 +231,7 @@ def test_a_failed_cell_says_what_it_is_about() -> None:
 
 
 def test_a_low_rank_exchange_that_never_was_one_is_unknown() -> None:
-    bounded = msgspec.structs.replace(GRADIENTS, layer="R")
+    bounded = msgspec.structs.replace(GRADIENTS, layer="rounding")
 
     def ends(accept: str | None, reason: str) -> tuple[str, str]:
         kinds = (FindingKind.COMPRESSED,) if reason else ()
@@ -240,7 +240,7 @@ def test_a_low_rank_exchange_that_never_was_one_is_unknown() -> None:
 
     compressed = "step 1: 2 of 8 tensors were compressed, 9 to 12 % of their norm kept"
     assert ends("low-rank:2", compressed) == ("pass", compressed)
-    for accept in (None, "low-precision:bfloat16", "quantised:8"):
+    for accept in (None, "low-precision:bfloat16", "quantized:8"):
         assert ends(accept, "") == ("pass", "")
     verdict, reason = ends("low-rank:2", "")
     assert (verdict, reason.partition(":")[0]) == (
@@ -268,7 +268,9 @@ def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) 
 def test_outputs_that_no_rank_gave_are_a_note_and_no_row(
     compared: Compared, verdict: str, there: bool
 ) -> None:
-    outputs = PlannedCheck(check="outputs", layer="S32", scope="step", required=REQUIRED)
+    outputs = PlannedCheck(
+        check="outputs", layer="full batch float32", scope="step", required=REQUIRED
+    )
     kinds = (FindingKind.NO_OUTPUTS,)
     empty = result(outputs, compared=compared, reason=NO_OUTPUTS, kinds=kinds)
     made = [empty, result(GRADIENTS)]
@@ -280,7 +282,7 @@ def test_outputs_that_no_rank_gave_are_a_note_and_no_row(
 
 def test_bits_of_another_machine_are_unknown_and_what_needs_none_is_not() -> None:
     initial = PlannedCheck(check="initial state", layer="-", scope="step", required=REQUIRED)
-    bounded = msgspec.structs.replace(GRADIENTS, layer="R")
+    bounded = msgspec.structs.replace(GRADIENTS, layer="rounding")
     agreement = PlannedCheck(check="agreement", layer="-", scope="step", required=REQUIRED)
     planned = [initial, GRADIENTS, PARAMETERS, bounded, LOSS, agreement]
     results = [

@@ -13,8 +13,8 @@ from distcheck.cli import root_command
 from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.diagnosis import diagnose
-from distcheck.judge.diagnosis.facts import Facts, Match, NotFinite, StepFacts
 from distcheck.judge.diagnosis.gradients import explain, explain_step
+from distcheck.judge.diagnosis.measurements import Match, Measurements, NotFinite, StepFacts
 from distcheck.plan.case_remarks import notes_on
 from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
@@ -103,7 +103,7 @@ def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
         ((-1,), {}, "-1 is out of range"),
         ((0, 1, 2, 3), {}, "leaves no rank of --world 4 a shard"),
         ((1, 1), {}, "1 is given more than once"),
-        ((0,), {"accept": "quantised:8"}, "--accept quantised:8"),
+        ((0,), {"accept": "quantized:8"}, "--accept quantized:8"),
         ((0,), {"thorough": True}, "does not go with --thorough"),
         ((0,), {"workloads": ("mlp", "accumulation")}, "does not go with accumulation"),
         ((0,), {"batch": 2}, "--batch 2 is smaller than the 3 ranks with data"),
@@ -168,14 +168,14 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             ("on ranks 1, 2 1, 1, 1; on rank 3 1, 1, 0",),
         ),
         ("duplicated-rank", [[0.0, 1 / 3, 2 / 3]] * 3, {}, ("weights 0, 1, 2 on", "0 on rank 1")),
-        ("one-rank-only", [[0.0, 1.0, 0.0]] * 3, {}, ("holds rank 2's local gradient",)),
+        ("single-rank-gradient", [[0.0, 1.0, 0.0]] * 3, {}, ("holds rank 2's local gradient",)),
         (
-            "one-rank-only",
+            "single-rank-gradient",
             [[0.3, 0.6, 0.9], THIRD, [0.3, 0.6, 0.9]],
             {},
             ("only rank 2 holds the mean",),
         ),
-        ("no-sync", [[1.0, 0.0, 0.0], THIRD, THIRD], {}, ("rank 1 held only the local",)),
+        ("missing-sync", [[1.0, 0.0, 0.0], THIRD, THIRD], {}, ("rank 1 held only the local",)),
         (
             "missing-division",
             [THIRD, [1.0] * 3, [1.0] * 3],
@@ -183,7 +183,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
             ("the factor of ranks 2, 3 differs",),
         ),
         (
-            "shared-bucket",
+            "bucket-reused-in-flight",
             [[0.3, 0.6, 0.9], THIRD, THIRD],
             {"matches": (MIXED,)},
             ("in what rank 1 holds as p0, ranks 1, 3 gave",),
@@ -221,7 +221,7 @@ def test_causes_name_ranks_as_they_were_run(
     if any(match.kind == "mixed" for match in step.matches):
         step = msgspec.structs.replace(step, parameters=step.parameters[:1])
     check = "parameters" if step.unchanged else "gradients"
-    found = diagnose(ENDS, [failed(check, "R")], Facts(world=4, steps=(step,)))
+    found = diagnose(ENDS, [failed(check, "rounding")], Measurements(world=4, steps=(step,)))
     (said,) = [f"{d.evidence}; {d.suggestion}" for d in found if d.cause == cause]
     for word in words:
         assert word in said
@@ -229,11 +229,11 @@ def test_causes_name_ranks_as_they_were_run(
 
 def test_what_is_listed_by_rank_says_whose_it_is() -> None:
     step = server([[0.5, 0.5, 0.0]] * 3)
-    (found,) = explain(Facts(world=4, steps=(step,)))
+    (found,) = explain(Measurements(world=4, steps=(step,)))
     assert found.evidence.endswith("(of ranks 1, 2, 3, which have data)")
     for every in ((), (0, 1, 2)):
         whole = msgspec.structs.replace(step, ranks=every)
-        (found,) = explain(Facts(world=3, steps=(whole,)))
+        (found,) = explain(Measurements(world=3, steps=(whole,)))
         assert "data" not in found.evidence
         assert "excludes rank 2 from" in found.suggestion
 

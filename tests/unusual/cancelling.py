@@ -24,7 +24,7 @@ class Difference(nn.Module):
         return difference
 
 
-class Cancelling(Small):
+class Canceling(Small):
     """One layer, which is such a difference."""
 
     def model(self, *, sample_shape, classes):
@@ -34,7 +34,7 @@ class Cancelling(Small):
         return torch.optim.SGD(parameters, lr=0.0)  # so that they stay close
 
 
-class CancellingLoss(Small):
+class CancelingLoss(Small):
     """The mean of the squares of such a difference. What goes back from its two layers to the first
     one is nearly equal, too, and of the other sign.
     """

@@ -49,7 +49,7 @@ def kahan(model, step):
 
 @right
 def pairwise(model, step):
-    """Neighbours first, then their sums."""
+    """Neighbors first, then their sums."""
     for gradient in _gradients(model):
         parts = _gathered(gradient * (step.weight / step.world_size), step)
         while len(parts) > 1:

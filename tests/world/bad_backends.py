@@ -259,4 +259,4 @@ def returns_no_name() -> int:
 
 
 def raises() -> str:
-    raise RuntimeError("no licence")
+    raise RuntimeError("no license")

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from distcheck.records import Outcome
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
@@ -48,7 +48,7 @@ def run_to_end(pool: Pool, ranks: World) -> tuple[list[Outcome], float]:
     begun = time.monotonic()
     run_until_over(pool, ranks)
     spent_s = time.monotonic() - begun
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     return outcomes, spent_s
 
@@ -71,7 +71,7 @@ def hang(
     _until_all_have_said(pool, ranks)
     ranks.begin_again(1.0)
     run_until_over(pool, ranks)
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     return ranks, outcomes
 
@@ -88,7 +88,7 @@ def run(
     """The outcomes, causes first, and what the ranks returned."""
     ranks = start(pool, job, world, backend=backend, deadline_s=deadline_s, **about)
     run_until_over(pool, ranks)
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
     results = ranks.results
     ranks.close()
     return outcomes, results

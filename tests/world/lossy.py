@@ -68,7 +68,7 @@ class Overflowing(Small):
 
 class _AsNCCL(ModuleType):
     """torch.distributed, with the futures of NCCL's all_gather: a list of the list of tensors.
-    torch's quantising hooks count on that, and fail on gloo, whose futures hold the tensors.
+    torch's quantizing hooks count on that, and fail on gloo, whose futures hold the tensors.
     """
 
     def __getattr__(self, name: str) -> Any:

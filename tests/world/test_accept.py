@@ -19,13 +19,13 @@ HERE = "tests.world.lossy:"
 ACCEPTED = {
     lossy.FP16: ("low-precision:fp16", {"low-precision"}),
     lossy.BF16: ("low-precision:bf16", {"low-precision"}),
-    f"{HERE}per_tensor": ("quantised:8", {"noise"}),
+    f"{HERE}per_tensor": ("quantized:8", {"noise"}),
     f"{HERE}PowerSGD": ("low-rank:2", {"unexplained"}),
     f"{HERE}PostLocalSGD": ("local-sgd:2", {"model-averaging"}),
 }
 MORE = {
-    f"{HERE}symmetric_4": ("quantised:4", {"unexplained"}),
-    f"{HERE}one_grid": ("quantised:8", {"noise"}),
+    f"{HERE}symmetric_4": ("quantized:4", {"unexplained"}),
+    f"{HERE}one_grid": ("quantized:8", {"noise"}),
     f"{HERE}PowerSGDWithoutFeedback": ("low-rank:5:no-feedback", {"unexplained"}),
     f"{HERE}averages_by_hand": ("local-sgd:3", {"model-averaging"}),
 }
@@ -76,7 +76,7 @@ def accepts_as_said(spec: str, among: dict[str, tuple[str, set[str]]]) -> None:
     (document,) = as_document(report)["cases"]
     assert document["accept"] == accept
     assert list(document["accepted"]["not_owed"]) == list(case.accepted.not_owed)
-    said = {r.reason for r in case.checks if r.check == "gradients" and r.layer == "R"}
+    said = {r.reason for r in case.checks if r.check == "gradients" and r.layer == "rounding"}
     assert any("tensors were compressed" in reason for reason in said) == ("low-rank" in accept)
 
 
@@ -101,13 +101,15 @@ def millions(model):  # type: ignore[no-untyped-def]
 
 
 def test_beside_an_infinite_gradient_no_grid_bounds_anything() -> None:
-    report = verify([f"{__name__}:millions"], 1, "quantised:8", "Overflowing")
+    report = verify([f"{__name__}:millions"], 1, "quantized:8", "Overflowing")
     (case,) = report.cases
     found = {r.layer: r for r in case.checks if r.check == "gradients"}
     assert {layer: result.verdict for layer, result in found.items()} == {
-        "R": "unknown", "S32": "unknown",
+        "rounding": "unknown", "full batch float32": "unknown",
     }  # fmt: skip
-    assert found["R"].reason.startswith("rank 0 at step 0: one of its gradients is not finite")
+    assert found["rounding"].reason.startswith(
+        "rank 0 at step 0: one of its gradients is not finite"
+    )
 
 
 def test_a_promise_is_owed_whatever_is_accepted() -> None:

@@ -175,7 +175,7 @@ def test_ends_of_the_command(folder: Path, backend: str, code: int, said: str) -
     ("backend", "said"),
     [
         ("returns_no_name", "returned 3; expected is a function without arguments"),
-        ("raises", "raised RuntimeError: no licence"),
+        ("raises", "raised RuntimeError: no license"),
         ("WORLD", "is a int; expected is a function"),
         ("other", "has no object 'other'"),
     ],

@@ -120,7 +120,7 @@ def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> Chec
     case = msgspec.structs.replace(run.case, device="cuda", reference_device="cpu")
     request = JudgeRequest(
         case=case, contract=run.contract, layout=run.layout, description=b"",
-        steps=tuple(range(STEPS)), planned=(("gradients", "S32"),),
+        steps=tuple(range(STEPS)), planned=(("gradients", "full batch float32"),),
     )  # fmt: skip
     (found,) = run_job(pool, JUDGE, request, {"trace": run.traces["world"]})
     return found

@@ -12,7 +12,7 @@ from distcheck.records import CaseReport, Report
 from distcheck.verification.contents import _FEATURES
 from distcheck.workloads.cells import CELLS
 from distcheck.workloads.cells.samples import FEATURES, CellSamples, CellWorkload
-from tests.mutants.workloads import Normalised
+from tests.mutants.workloads import Normalized
 from tests.world.test_verify import assert_everything_compared
 
 # What each of the built-in strategies does not take part in.
@@ -67,7 +67,11 @@ def test_every_cell() -> None:
     for name in by_name:
         cell = CELLS[name]
         layers = {r.layer for r in by_name[name].checks if r.check == "gradients"}
-        expected = {"X", "R"} if name == "dropout" else {"X", "R", "S32"} - set(cell.without)
+        expected = (
+            {"bitwise", "rounding"}
+            if name == "dropout"
+            else {"bitwise", "rounding", "full batch float32"} - set(cell.without)
+        )
         assert layers == expected, name
     assert by_name["resume"].case.steps == 4
     assert set(_FEATURES) - features_of(report) == IN_CELLS_THAT_ALLREDUCE_DECLINES
@@ -113,7 +117,7 @@ def test_a_cell_that_is_declined_is_left_out() -> None:
         distcheck.verify("ring", world=2, thorough=True, without="tied")
 
 
-class Accumulating(Normalised):
+class Accumulating(Normalized):
     """A person's own workload, which holds what a cell does."""
 
     training = Training(accumulate=2)
@@ -126,7 +130,10 @@ def test_a_workload_of_ones_own_accumulates_as_the_cell_does() -> None:
     report = distcheck.verify("allreduce", **asked)
     assert_everything_compared(report)
     found = {(result.check, result.layer): result for result in report.cases[0].checks}
-    assert "its own micro-batches (5, 5, 5, 5, 5, 4)" in found["gradients", "S32"].reason
+    assert (
+        "its own micro-batches (5, 5, 5, 5, 5, 4)"
+        in found["gradients", "full batch float32"].reason
+    )
     with pytest.raises(UsageError, match="ddp_no_sync at world 3: it runs backward itself"):
         distcheck.verify("ddp_no_sync", **asked)
 
@@ -145,7 +152,7 @@ class Branches(nn.Module):
         return scores.index_add(0, chosen, self.some(flat[chosen])) if len(chosen) else scores
 
 
-class Branching(Normalised):
+class Branching(Normalized):
     """The samples choose a layer: rank 0 reaches it in the first step, rank 2 in the second."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -159,7 +166,7 @@ def test_a_layer_that_only_some_ranks_reach() -> None:
     )
     assert_everything_compared(report)
     layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
-    assert layers == {"X", "R", "S32"}
+    assert layers == {"bitwise", "rounding", "full batch float32"}
 
 
 class Perceptron(CellWorkload):
@@ -178,7 +185,7 @@ class Autocast(Perceptron):
         return F.cross_entropy(logits.float(), batch.labels)
 
 
-class Cancelling(Perceptron):
+class Canceling(Perceptron):
     """A loss of both signs, as policy gradients have, whose large terms cancel in every epoch."""
 
     def samples(self) -> CellSamples:
@@ -189,7 +196,7 @@ class Cancelling(Perceptron):
         return (advantages + model(batch.inputs)[:, 0]).mean()
 
 
-class FrozenStatistics(Normalised):
+class FrozenStatistics(Normalized):
     """BatchNorm in eval mode, as fine-tuning has it."""
 
     def before_step(self, model: nn.Module, step: int) -> None:
@@ -203,7 +210,7 @@ OWN = {
     f"{__name__}:Autocast": "computes in bfloat16 as well",
     "distcheck.workloads.cells.dtypes:MixedDtypes": "computes in bfloat16 as well",
     "distcheck.workloads.cells.schedules:LossScaling": "",
-    f"{__name__}:Cancelling": "",
+    f"{__name__}:Canceling": "",
     f"{__name__}:FrozenStatistics": "",
 }
 
@@ -235,19 +242,26 @@ def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
     assert set(cases) == set(left_out)
     for name, case in cases.items():
         assert case.verdict == "pass", name
-        assert layers_of(case) == ({"X", "R"} if left_out[name] else {"X", "R", "S32"})
+        assert layers_of(case) == (
+            {"bitwise", "rounding"}
+            if left_out[name]
+            else {"bitwise", "rounding", "full batch float32"}
+        )
         assert left_out[name] in " ".join(case.notes)
 
 
 @pytest.mark.usefixtures("no_rerun")
 @pytest.mark.parametrize(
     ("wrong", "name", "layers"),
-    [("alone", "Autocast", {"R"}), ("unweighted", "FrozenStatistics", {"R", "S32"})],
+    [
+        ("alone", "Autocast", {"rounding"}),
+        ("unweighted", "FrozenStatistics", {"rounding", "full batch float32"}),
+    ],
 )
 def test_what_is_wrong_fails_in_workloads_of_ones_own(
     wrong: str, name: str, layers: set[str]
 ) -> None:
-    """By R, and by S32 wherever that is required."""
+    """By R, and by full batch float32 wherever that is required."""
     case = in_ones_own(f"{__name__}:{wrong}", name)[name]
     failed = {r.layer for r in case.checks if r.check == "gradients" and r.verdict == "fail"}
     assert failed == layers_of(case) == layers
@@ -261,7 +275,7 @@ def test_who_exchanges_in_every_backward_is_right_and_judged(dtype: str) -> None
     )  # fmt: skip
     assert_everything_compared(report)
     layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
-    assert layers == ({"R", "S32"} if dtype == "float32" else {"R"})
+    assert layers == ({"rounding", "full batch float32"} if dtype == "float32" else {"rounding"})
 
 
 def plain(model):  # type: ignore[no-untyped-def]

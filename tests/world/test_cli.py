@@ -78,7 +78,7 @@ def test_a_failure_looks_as_the_page_shows_it(
 def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK)
     assert ran.returncode == 1
-    assert "FAIL    bad.py:no_sync   2 ranks: no-sync" in ran.stdout
+    assert "FAIL    bad.py:no_sync   2 ranks: missing-sync" in ran.stdout
     assert re.search(r"first\s+gradients, step 0, 1.weight\[0,0\], rank 0: got", ran.stdout)
     replay = re.search(r"^replay distcheck replay (\S+)", ran.stdout, re.M)
     assert replay is not None
@@ -304,7 +304,7 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
                 "parameter", "rank", "step", "index", "actual", "expected", "error", "bound", "ulp",
                 "unit", "actual_bits", "expected_bits",
             }  # fmt: skip
-    bad = next(c for c in case["checks"] if (c["check"], c["layer"]) == ("gradients", "R"))
+    bad = next(c for c in case["checks"] if (c["check"], c["layer"]) == ("gradients", "rounding"))
     assert bad["worst"]["error"] > bad["worst"]["bound"]
     assert "first divergence: step 0" in bad["reason"]
     assert [set(d) for d in case["diagnosis"]] == [{"cause", "evidence", "suggestion"}]
@@ -319,7 +319,7 @@ def test_quiet_prints_verdict_lines_alone(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "ddp", "--strategy", "bad.py:no_sync", *QUICK, "-q")
     assert ran.returncode == 1
     assert [line.split()[0] for line in ran.stdout.splitlines()] == ["PASS", "FAIL"]
-    assert ran.stdout.endswith(": no-sync\n")
+    assert ran.stdout.endswith(": missing-sync\n")
     assert ran.stderr == ""
 
 
@@ -329,7 +329,7 @@ def test_no_control_codes_where_there_is_no_terminal(distcheck: Run) -> None:
 
 
 @pytest.mark.parametrize("no_color", [False, pytest.param(True, marks=pytest.mark.sweep)])
-def test_on_a_terminal_there_is_progress_and_colour(tmp_path: Path, no_color: bool) -> None:
+def test_on_a_terminal_there_is_progress_and_color(tmp_path: Path, no_color: bool) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     environment.pop("NO_COLOR", None)

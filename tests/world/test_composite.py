@@ -29,9 +29,9 @@ def test_it_passes(name: str) -> None:
     assert_everything_compared(report)
     (case,) = report.cases
     compared = {(r.check, r.layer): r.compared.tensors for r in case.checks}
-    assert compared["gradients", "R"] == 73
-    assert compared["parameters", "X"] == 146
-    assert compared["buffers", "X"] == 8
+    assert compared["gradients", "rounding"] == 73
+    assert compared["parameters", "bitwise"] == 146
+    assert compared["buffers", "bitwise"] == 8
 
 
 @pytest.mark.sweep
@@ -87,7 +87,7 @@ class MakesSyncBatchNorm(_Averages):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def test_code_that_synchronises_statistics_is_not_given_what_it_cannot_train() -> None:
+def test_code_that_synchronizes_statistics_is_not_given_what_it_cannot_train() -> None:
     """The rest of the default run judges it. (Everything in this file counts as such code.)"""
     report = distcheck.verify(
         MakesSyncBatchNorm, world=2, workload=["mlp", "composite"], dtype="float32", steps=1

@@ -26,7 +26,7 @@ def test_correct_code_without_a_promise_passes(workloads: list[str]) -> None:
 
 @pytest.mark.parametrize("form", ["flat_buffer", "AllReduceHook"])
 def test_running_statistics_may_be_local_or_rank_0s(form: str) -> None:
-    workload = "tests.mutants.workloads:Normalised"
+    workload = "tests.mutants.workloads:Normalized"
     distcheck.verify(f"tests.correct:{form}", world=3, workload=workload).raise_for_verdict()
 
 
@@ -60,7 +60,7 @@ class AveragesBuffersWrong(AveragesBuffers):
 
 
 def test_running_statistics_may_be_averaged() -> None:
-    asked = {"world": 3, "workload": "tests.mutants.workloads:Normalised", "steps": 2}
+    asked = {"world": 3, "workload": "tests.mutants.workloads:Normalized", "steps": 2}
     right = distcheck.verify(AveragesBuffers, **asked).raise_for_verdict()
     (buffers,) = [r for r in right.cases[0].checks if r.check == "buffers"]
     assert "averaged over the ranks" in buffers.reason

@@ -49,7 +49,7 @@ def test_a_wrong_gradient_is_seen_and_named_there(distcheck: Run, tmp_path: Path
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, *CUDA)
     assert ran.returncode == 1, ran.stdout
     cases = json.loads((tmp_path / "r.json").read_text())["cases"]
-    assert [[d["cause"] for d in case["diagnosis"]] for case in cases] == [["no-sync"]] * 2
+    assert [[d["cause"] for d in case["diagnosis"]] for case in cases] == [["missing-sync"]] * 2
 
 
 @on_gpu

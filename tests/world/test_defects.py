@@ -18,7 +18,7 @@ from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
 from distcheck.records import Outcome, ranks_failed
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.reports.document import decoded
 from distcheck.reports.documents import check_document
@@ -77,8 +77,8 @@ def test_no_frame_at_all_is_nobodys() -> None:
 
 def test_the_command_says_where_and_keeps_the_traceback(tmp_path: Path) -> None:
     program = (
-        "import sys; from distcheck.cli import catalogue, main\n"
-        "catalogue.loading = None\n"
+        "import sys; from distcheck.cli import catalog, main\n"
+        "catalog.loading = None\n"
         "sys.argv = ['distcheck', 'list']; main()"
     )
     ran = subprocess.run(
@@ -87,7 +87,7 @@ def test_the_command_says_where_and_keeps_the_traceback(tmp_path: Path) -> None:
     assert ran.returncode == 70, ran.stderr
     (line,) = ran.stderr.splitlines()
     assert line.startswith("distcheck: internal error: AttributeError: ")
-    assert "(at distcheck/cli/catalogue.py:" in line
+    assert "(at distcheck/cli/catalog.py:" in line
     (saved,) = (tmp_path / ".distcheck" / "defects").iterdir()
     assert str(saved.relative_to(tmp_path)) in line
     assert "Traceback (most recent call last)" in saved.read_text()
@@ -110,7 +110,7 @@ def test_a_check_that_fails_in_distcheck_itself_is_unknown_with_its_traceback(
     monkeypatch.setattr(job, "References", lambda *given: None)
     seen = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
     monkeypatch.setattr(job, "evidence_of", lambda *given: seen)
-    asked = SimpleNamespace(steps=(), planned=(("loss", "X"),), of_run=(), contract=None)
+    asked = SimpleNamespace(steps=(), planned=(("loss", "bitwise"),), of_run=(), contract=None)
     (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
     assert result.reason.startswith("the check itself failed: TypeError")

@@ -7,7 +7,7 @@ import pytest
 import distcheck
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis import gradients
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.records import CheckResult, Diagnosis, Outcome
 
 pytestmark = pytest.mark.usefixtures("no_rerun")
@@ -24,12 +24,12 @@ LOOKED_AT = ("ring", "fsdp")  # a promised order, and sharded parameters
 def test_right_code_has_no_cause(
     strategy: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked: list[Facts | None] = []
+    looked: list[Measurements | None] = []
 
     def note(
         ends: Sequence[Outcome],
         results: Sequence[CheckResult],
-        facts: Facts | None,
+        facts: Measurements | None,
         *further: object,
         accept: str | None,
     ) -> list[Diagnosis]:

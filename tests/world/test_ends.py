@@ -15,7 +15,7 @@ import pytest
 
 import distcheck
 from distcheck.errors import HelperError
-from distcheck.verification.book import Interrupted
+from distcheck.verification.report_builder import Interrupted
 from distcheck.verification.session import Session
 from distcheck.worlds import interrupts, world
 from distcheck.worlds.launch import run_until_over, start_job

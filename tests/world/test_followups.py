@@ -153,6 +153,6 @@ def test_a_hook_that_does_not_wait_is_named_with_its_line(tmp_path: Path) -> Non
     (tmp_path / "race.py").write_text(RACE)
     report = distcheck.verify(f"{tmp_path}/race.py:hook", world=2, workload="mlp", steps=1)
     (cause,) = report.cases[0].diagnosis
-    assert cause.cause == "buffer-in-flight"
+    assert cause.cause == "tensor-used-in-flight"
     assert "race.py:10" in cause.evidence
     assert "race.py:8" in cause.evidence

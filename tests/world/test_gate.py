@@ -45,7 +45,7 @@ separate = false
 
 @dataclass
 class Service:
-    """Runs jobs, each in a checkout of its own, and carries artefacts from one to the next."""
+    """Runs jobs, each in a checkout of its own, and carries artifacts from one to the next."""
 
     folder: Path
     sync: str
@@ -91,7 +91,7 @@ def github_cells(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def run_on_github(
-    service: Service, name: str, artefacts: Path
+    service: Service, name: str, artifacts: Path
 ) -> list["subprocess.CompletedProcess[str]"]:
     """A job of the workflow in all its cells: what its last command said."""
     workflow = yaml.safe_load((CI / "github.yml").read_text())
@@ -109,14 +109,14 @@ def run_on_github(
                 ran = service.run(filled(step["run"], values), job, **more)
                 red = ran.returncode != 0
             elif step["uses"].startswith("actions/upload-artifact@"):
-                folder = artefacts / filled(step["with"]["name"], values)
+                folder = artifacts / filled(step["with"]["name"], values)
                 folder.mkdir(parents=True)
                 for pattern in filled(step["with"]["path"], values).split():
                     for found in job.glob(pattern):
                         shutil.copy(found, folder)
             elif step["uses"].startswith("actions/download-artifact@"):
                 assert step["with"]["merge-multiple"]
-                for found in artefacts.glob(f"{step['with']['pattern']}/*"):
+                for found in artifacts.glob(f"{step['with']['pattern']}/*"):
                     shutil.copy(found, job)
             else:
                 assert step["uses"].startswith(("actions/checkout@", "actions/setup-python@"))
@@ -140,8 +140,8 @@ def run_on_gitlab(
     brought.clear()
     for index in range(1, total + 1):
         folder = service.checkout()
-        for artefact in earlier:
-            shutil.copy(artefact, folder)
+        for artifact in earlier:
+            shutil.copy(artifact, folder)
         more = {**base["variables"], "CI_NODE_INDEX": str(index), "CI_NODE_TOTAL": str(total)}
         lines = "\n".join([*base["before_script"], *job["script"]])
         ends.append(service.run(lines, folder, **more))
@@ -153,21 +153,20 @@ def run_on_gitlab(
 
 @pytest.mark.sweep
 def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path) -> None:
-    service, artefacts = Service(tmp_path, BROKEN, SMALL), tmp_path / "artefacts"
-    parts = run_on_github(service, "verify", artefacts)
+    service, artifacts = Service(tmp_path, BROKEN, SMALL), tmp_path / "artifacts"
+    parts = run_on_github(service, "verify", artifacts)
     assert sorted(ran.returncode for ran in parts) == [0, 1], [ran.stderr for ran in parts]
-    brought = [next(artefacts.glob(f"distcheck-{n}/*")) for n in (1, 2)]
-    (report,) = run_on_github(service, "report", artefacts)
+    brought = [next(artifacts.glob(f"distcheck-{n}/*")) for n in (1, 2)]
+    (report,) = run_on_github(service, "report", artifacts)
     assert report.returncode == 1, report.stderr
     (annotation,) = re.findall(r"^::error (file=.+?)::(.+)$", report.stdout, re.MULTILINE)
     assert annotation[0].startswith("file=my_sync.py,line=6,title=distcheck%3A fail (missing-div")
     message = annotation[1].split("%0A")
     assert message[0].startswith("cause: missing-division: ")
     assert any(
-        line.startswith("gradients (rounding bound): first divergence: step 0, ")
-        for line in message
+        line.startswith("gradients (rounding): first divergence: step 0, ") for line in message
     )
-    whole = artefacts / "distcheck-whole"
+    whole = artifacts / "distcheck-whole"
     root = ElementTree.parse(whole / "distcheck.xml").getroot()
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("2", "1", "0")
     assert json.loads((whole / "distcheck.json").read_text())["verdict"] == "fail"
@@ -182,12 +181,12 @@ def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path)
     # A part whose machine was lost brings nothing, and whatever the others say is not enough.
     (lost,) = [
         a
-        for a in artefacts.glob("distcheck-?")
+        for a in artifacts.glob("distcheck-?")
         if json.loads(next(a.iterdir()).read_text())["verdict"] == "fail"
     ]
     shutil.rmtree(lost)
     shutil.rmtree(whole)
-    (report,) = run_on_github(service, "report", artefacts)
+    (report,) = run_on_github(service, "report", artifacts)
     assert report.returncode == 5
     assert "but in no report" in report.stdout
 

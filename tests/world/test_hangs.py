@@ -7,7 +7,7 @@ import pytest
 from distcheck import backends
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.worlds.pool import Pool
 from tests.world import hanging_jobs
 from tests.world.launching import hang, run_to_end, start

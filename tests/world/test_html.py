@@ -37,14 +37,14 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Pat
     assert document["since_green"] is None
     assert "The one case passed." in (tmp_path / "green.html").read_text("utf-8")
     found = {(c["check"], c["layer"]): c for c in document["cases"][0]["checks"]}
-    rows = found["gradients", "R"]["map"]["rows"]
+    rows = found["gradients", "rounding"]["map"]["rows"]
     assert len(rows) == 6
     assert all(0 <= float(share) < 1 for row in rows for share in row.split())
     assert set("".join(found["agreement", "-"]["map"]["rows"])) == {"="}
     for texts in found["agreement", "-"]["digests"]["kinds"].values():
         assert len(texts) == 3
         assert all(re.fullmatch(r"0-1=[0-9a-f]{8}", text) for text in texts)
-    loss = found["loss", "S32"]["loss"]
+    loss = found["loss", "full batch float32"]["loss"]
     assert loss["steps"] == [0, 1, 2]
     assert all(2 < value < 3 for value in [*loss["ranks"][0], *loss["mean"], *loss["expected"]])
 

@@ -43,7 +43,7 @@ class _Unit(nn.Module):
         return inputs
 
 
-class _CentredUnit(_Unit):
+class _CenteredUnit(_Unit):
     @staticmethod
     def seen(inputs: torch.Tensor) -> torch.Tensor:
         return inputs - 0.001 * inputs.mean(0)
@@ -71,7 +71,7 @@ class AlsoAtAKink(AtAKink):
 class SeesOthersAtAKink(AtAKink):
     """The same, and a sample's gradient depends on the others of its shard."""
 
-    unit = _CentredUnit
+    unit = _CenteredUnit
 
 
 class InFloat32Alone(AtAKink):
@@ -107,7 +107,7 @@ def _semantic(strategy: Any, workload: type) -> CheckResult:
         dtype="float32",
     )
     (case,) = report.cases
-    (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "S32")]
+    (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "full batch float32")]
     return found
 
 

@@ -70,8 +70,14 @@ def test_strategies_pass_and_owe_no_bits_of_mpis(
         assert (case["verdict"], case["backend"]) == ("pass", "mpi")
         layers = {c["layer"] for c in case["checks"] if c["check"] == "gradients"}
         own_order = case["strategy"] in OWN_ORDER
-        assert layers == ({"X", "R", "S32"} if own_order else {"R", "S32"}), case["strategy"]
-        falls_back = "X falls back to R: the order in which all_reduce adds on mpi is not known"
+        assert layers == (
+            {"bitwise", "rounding", "full batch float32"}
+            if own_order
+            else {"rounding", "full batch float32"}
+        ), case["strategy"]
+        falls_back = (
+            "bitwise falls back to rounding: the order in which all_reduce adds on mpi is not known"
+        )
         notes = [c["reason"] for c in case["checks"] if c["check"] == "gradients"]
         if case["strategy"] in ("allreduce", "ddp"):
             assert falls_back in notes
@@ -83,7 +89,7 @@ def test_strategies_pass_and_owe_no_bits_of_mpis(
 def test_a_missing_sync_is_found(distcheck: Run) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *QUICK, *MPI)
     assert ran.returncode == 1
-    assert "2 ranks on mpi: no-sync" in ran.stdout
+    assert "2 ranks on mpi: missing-sync" in ran.stdout
 
 
 @needs_mpi

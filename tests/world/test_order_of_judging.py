@@ -26,8 +26,8 @@ from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
 from distcheck.store.saved_traces import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
-from distcheck.verification.book import run_of
 from distcheck.verification.case_run import CaseRun
+from distcheck.verification.report_builder import run_of
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job

@@ -117,7 +117,7 @@ def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(preparation, "calibrate", counted)
     monkeypatch.setenv("OF_THIS_TEST", str(uuid4()))
-    assert judged() == judged() == {"X", "R", "S32"}
+    assert judged() == judged() == {"bitwise", "rounding", "full batch float32"}
     assert asked == [(2, ("float32",))]
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another one")
     judged()
@@ -139,5 +139,5 @@ def test_orders_that_did_not_hold_are_tried_again(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         report = distcheck.verify("allreduce", world=2, workload=SMALL, dtype="float32", steps=1)
         layers = {r.layer for r in report.cases[0].checks if r.check == "gradients"}
-        assert layers == {"R", "S32"}
+        assert layers == {"rounding", "full batch float32"}
     assert asked == [2, 2]

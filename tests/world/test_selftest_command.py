@@ -20,7 +20,10 @@ def test_catches_names_and_accuses_nobody(distcheck: Run, tmp_path: Path) -> Non
     words = ("-k", "missing_division", "-k", "correct.allreduce", "--quick")
     ran = distcheck("selftest", *words, "--json", "table.json")
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "missing_division  caught  gradients R S32  missing-division  right" in ran.stdout
+    assert (
+        "missing_division  caught  gradients rounding full batch float32  missing-division  right"
+        in ran.stdout
+    )
     assert "mutants   1 planted: 1 caught, 0 missed; 1 named right" in ran.stdout
     assert "correct   4 cases: 4 passed, 0 false alarms" in ran.stdout
     document = json.loads((tmp_path / "table.json").read_text())
@@ -38,7 +41,7 @@ def test_the_zoo_in_simulated_worlds(distcheck: Run, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "table.json").read_text())
     assert document["backend"] == "simulated"
     assert {tuple(row["causes"]) for row in document["rows"] if row["kind"] == "mutant"} == {
-        ("missing-division",), ("buffer-in-flight",),
+        ("missing-division",), ("tensor-used-in-flight",),
     }  # fmt: skip
 
 

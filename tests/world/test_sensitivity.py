@@ -44,7 +44,7 @@ def test_code_that_does_nothing_is_unknown_where_ranks_are_alike() -> None:
 def test_dead_tensors_do_not_count() -> None:
     report = run("mean", "Dead")
     assert report.verdict == "pass"
-    for layer in ("R", "S32"):
+    for layer in ("rounding", "full batch float32"):
         found = check(report, "gradients", layer)
         assert found.compared.tensors == 1
         assert found.insensitive.tensors == 3
@@ -58,26 +58,26 @@ def test_dead_tensors_do_not_count() -> None:
 def test_nothing_but_dead_tensors_is_unknown() -> None:
     report = run("mean", "AllDead")
     assert report.verdict == "unknown"
-    assert check(report, "gradients", "R").verdict == "unknown"
+    assert check(report, "gradients", "rounding").verdict == "unknown"
     assert "gradients are zero on every rank" in check(report, "sensitivity").reason
 
 
 def test_an_accepted_deviation_says_what_it_hides() -> None:
-    hidden = run("without_rank_2", "Dead", accept="quantised:2")
+    hidden = run("without_rank_2", "Dead", accept="quantized:2")
     assert hidden.verdict == "unknown"
     assert "a lost rank" in check(hidden, "sensitivity").reason
-    assert "--accept quantised:2 allows for it" in check(hidden, "sensitivity").reason
-    assert run("without_rank_2", "Dead", accept="quantised:8").verdict == "fail"
-    fine = run("mean", "Dead", accept="quantised:8")
+    assert "--accept quantized:2 allows for it" in check(hidden, "sensitivity").reason
+    assert run("without_rank_2", "Dead", accept="quantized:8").verdict == "fail"
+    fine = run("mean", "Dead", accept="quantized:8")
     assert fine.verdict == "pass"
-    said = "with --accept quantised:8 a wrong factor shows from"
+    said = "with --accept quantized:8 a wrong factor shows from"
     assert said in check(fine, "sensitivity").reason
     assert said in " ".join(render_text(fine, width=100, verbose=True).split())
 
 
 def test_a_missing_sync_is_not_partial_where_the_rest_has_no_gradient() -> None:
     report = run("nothing", "LoRA")
-    assert [found.cause for found in report.cases[0].diagnosis] == ["no-sync"]
+    assert [found.cause for found in report.cases[0].diagnosis] == ["missing-sync"]
     assert "the only parameter that could show it (1 could not)" in (
         report.cases[0].diagnosis[0].evidence
     )

@@ -16,8 +16,8 @@ from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.plan import cases as plan
 from distcheck.plan.request import Request
 from distcheck.records import Diagnosis, Outcome
-from distcheck.records.ends import RankEnd
-from distcheck.worlds import blame
+from distcheck.records.exit_status import RankEnd
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import refusal_of, run_until_over
 from distcheck.worlds.pool import Pool
 from tests.mutants import Mutant, everything, subtle
@@ -106,7 +106,11 @@ def test_a_world_larger_than_the_machine_is_judged_as_any_other() -> None:
     )  # fmt: skip
     assert_everything_compared(report)
     (case,) = report.cases
-    assert {r.layer for r in case.checks if r.check == "gradients"} == {"X", "R", "S32"}
+    assert {r.layer for r in case.checks if r.check == "gradients"} == {
+        "bitwise",
+        "rounding",
+        "full batch float32",
+    }
     assert any("threads of one process" in said for said in report.not_shown)
     assert any("hash seed" in said for said in report.not_shown)
 
@@ -143,7 +147,7 @@ def test_each_order_is_judged_to_the_bit(order: str) -> None:
         "allreduce", backend=f"simulated:{order}", world=[5, 17], workload="mlp", dtype="float32"
     )
     assert_everything_compared(report)
-    assert "X" in {r.layer for c in report.cases for r in c.checks if r.check == "gradients"}
+    assert "bitwise" in {r.layer for c in report.cases for r in c.checks if r.check == "gradients"}
 
 
 @pytest.mark.sweep
@@ -186,7 +190,7 @@ def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) 
     about = {"folders": [str(folder) for folder in folders]}
     ranks = start(pool, f"{JOBS}:own_state", 4, backend="simulated", **about)
     run_until_over(pool, ranks)
-    assert ranks.results == [b"3"] * 4, blame.outcomes(ranks.children, hung=ranks.hung)
+    assert ranks.results == [b"3"] * 4, root_cause.outcomes(ranks.children, hung=ranks.hung)
     assert [c.output for c in ranks.children] == [f"rank {rank} prints\n" for rank in range(4)]
     ranks.close()
 

@@ -51,7 +51,7 @@ OPTIONS = ("ddp_small_buckets", "ddp_bucket_view", "ddp_find_unused")  # for the
 def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
     report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
+    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,18 @@ def test_micro_batches(worlds: list[int]) -> None:
     """Unequal ones (43 + 42 of 85 samples) have no exact sums: X judges that lattice."""
     report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
+    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
 
 
-def test_micro_batches_that_are_normalised_one_by_one() -> None:
-    workload = "tests.mutants.workloads:Normalised"
+def test_micro_batches_that_are_normalized_one_by_one() -> None:
+    workload = "tests.mutants.workloads:Normalized"
     report = distcheck.verify("ddp_no_sync", world=3, workload=workload, steps=2)
     assert_everything_compared(report)
-    (semantic,) = [r for r in report.cases[0].checks if (r.check, r.layer) == ("gradients", "S32")]
+    (semantic,) = [
+        r
+        for r in report.cases[0].checks
+        if (r.check, r.layer) == ("gradients", "full batch float32")
+    ]
     assert "(43, 43, 43, 42, 43, 42)" in semantic.reason
 
 
@@ -82,7 +86,7 @@ def test_micro_batches_of_shards_smaller_than_that() -> None:
 def test_a_short_wire_is_judged_to_the_bit_as_well(strategy: str, worlds: list[int]) -> None:
     report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=2)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"X", "R", "S32"}
+    assert gradient_layers(report) == {"bitwise", "rounding", "full batch float32"}
 
 
 def test_what_a_wire_cannot_carry_is_left_out() -> None:
@@ -98,7 +102,7 @@ def test_what_a_wire_cannot_carry_is_left_out() -> None:
 def test_sharded_optimizer_state(worlds: list[int]) -> None:
     report = distcheck.verify("zero1", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "X", "R", "S32"}
+    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
     for case in report.cases:
         if case.case.workload == SMALL:  # momentum of every parameter, on one rank each
             (parameters,) = [r for r in case.checks if r.check == "parameters"]
@@ -120,7 +124,7 @@ def test_a_norm_that_is_added_up_over_pieces_may_round_otherwise() -> None:
 def test_fully_sharded(worlds: list[int]) -> None:
     report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "R", "S32"}
+    assert gradient_layers(report) == {"lattice", "rounding", "full batch float32"}
     for case in report.cases:
         assert "local gradients" not in {r.check for r in case.checks}
         assert any("no hook can see the gradients" in note for note in case.notes)
@@ -137,7 +141,7 @@ def test_fully_sharded_in_a_short_dtype() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_sharded_with_running_statistics(strategy: str) -> None:
-    workload = "tests.mutants.workloads:Normalised"
+    workload = "tests.mutants.workloads:Normalized"
     report = distcheck.verify(strategy, world=3, workload=workload, steps=2)
     assert_everything_compared(report)
     assert "buffers" in {r.check for r in report.cases[0].checks}
@@ -189,12 +193,14 @@ def test_a_ring_takes_gradients_that_are_not_contiguous(world: WorldView) -> Non
     assert torch.equal(model[0].grad, torch.full((3, 5), (world.size - 1) / 2))
 
 
-def test_batches_too_small_to_be_normalised_are_no_alarm() -> None:
-    """Two and three samples a rank: with this seed S32's bound was exceeded by right code."""
+def test_batches_too_small_to_be_normalized_are_no_alarm() -> None:
+    """Two and three samples a rank: with this seed the bound of full batch float32 was exceeded by
+    right code.
+    """
     report = distcheck.verify(
         "allreduce", world=4, batch=9, seed=11016, dtype="float32",
-        workload="tests.mutants.workloads:Normalised",
+        workload="tests.mutants.workloads:Normalized",
     )  # fmt: skip
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"X", "R"}
+    assert gradient_layers(report) == {"bitwise", "rounding"}
     assert "BatchNorm sees fewer than 4 samples" in str(report.cases[0].notes)

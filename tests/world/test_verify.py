@@ -33,7 +33,7 @@ def test_correct_strategies_pass(world: int) -> None:
     report = distcheck.verify(STRATEGIES, world=world, workload=["lattice", "mlp"], steps=3)
     assert_everything_compared(report)
     layers = {r.layer for case in report.cases for r in case.checks if r.check == "gradients"}
-    assert layers == {"lattice", "X", "R", "S32", "S64"}
+    assert layers == {"lattice", "bitwise", "rounding", "full batch float32", "full batch float64"}
 
 
 @pytest.mark.sweep
@@ -54,13 +54,15 @@ def test_the_default_run() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_batchnorm_is_judged_against_the_ghost_batch(strategy: str) -> None:
-    report = distcheck.verify(strategy, world=3, workload="tests.mutants.workloads:Normalised")
+    report = distcheck.verify(strategy, world=3, workload="tests.mutants.workloads:Normalized")
     assert_everything_compared(report)
     (case,) = report.cases
-    (semantic,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "S32")]
+    (semantic,) = [
+        r for r in case.checks if (r.check, r.layer) == ("gradients", "full batch float32")
+    ]
     assert "BatchNorm: expected is the ghost batch" in semantic.reason
     assert "(86, 85, 85)" in semantic.reason
-    assert ("buffers", "X") in {(r.check, r.layer) for r in case.checks}
+    assert ("buffers", "bitwise") in {(r.check, r.layer) for r in case.checks}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_function_is_found_by_its_name() -> None:
     report = distcheck.verify(correct, world=2, workload=SMALL, dtype="float32")
     assert report.cases[0].case.strategy == "tests.world.test_verify:correct"
     assert report.verdict == "pass"
-    assert ("gradients", "X") not in {(r.check, r.layer) for r in report.cases[0].checks}
+    assert ("gradients", "bitwise") not in {(r.check, r.layer) for r in report.cases[0].checks}
 
 
 def test_a_function_without_a_name_is_refused() -> None:

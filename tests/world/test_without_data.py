@@ -47,9 +47,11 @@ def test_two_ranks_without_data_and_shards_of_unequal_size() -> None:
     report.raise_for_verdict()
     assert found(report, "data").compared == Compared(elements=202, ranks=2, steps=2)
     assert found(report, "outcome").compared.ranks == found(report, "rerun").compared.ranks == 4
-    assert found(report, "local gradients", "X").compared.ranks == 2
-    assert found(report, "gradients", "R").compared.ranks == 4  # zeros became the mean: compared
-    assert found(report, "parameters", "X").compared.ranks == 2
+    assert found(report, "local gradients", "bitwise").compared.ranks == 2
+    assert (
+        found(report, "gradients", "rounding").compared.ranks == 4
+    )  # zeros became the mean: compared
+    assert found(report, "parameters", "bitwise").compared.ranks == 2
     (case,) = report.cases
     assert "rank 0, 2 has no data" in " ".join(case.notes)
     assert "unequal shards (51 + 50)" in " ".join(case.notes)
@@ -61,7 +63,11 @@ def test_a_rank_that_only_hands_on_is_not_compared_and_said_not_to_be() -> None:
         f"{FORMS}:handed_on", world=3, workload=SMALL, steps=2, dtype="float64", without_data=[2]
     )
     report.raise_for_verdict()
-    for check, layer in (("gradients", "R"), ("gradients", "S64"), ("agreement", "-")):
+    for check, layer in (
+        ("gradients", "rounding"),
+        ("gradients", "full batch float64"),
+        ("agreement", "-"),
+    ):
         assert found(report, check, layer).compared.ranks == 2
     assert "rank 2, without data, left its gradients at zero" in found(report, "agreement").reason
 

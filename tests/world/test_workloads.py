@@ -52,7 +52,11 @@ class Conjugates(CellWorkload):
 
 
 def test_gradients_that_are_marked_as_conjugates() -> None:
-    assert layers(passed(Conjugates, "ddp"), "gradients") == {"X", "R", "S32"}
+    assert layers(passed(Conjugates, "ddp"), "gradients") == {
+        "bitwise",
+        "rounding",
+        "full batch float32",
+    }
 
 
 class LayerDrop(CellWorkload):
@@ -77,7 +81,7 @@ class LayerDrop(CellWorkload):
 
 def test_what_a_forward_pass_draws_from_libraries_is_drawn_again() -> None:
     case = passed(LayerDrop, "allreduce")
-    assert layers(case, "gradients") == {"X", "R"}
+    assert layers(case, "gradients") == {"bitwise", "rounding"}
     reasons = [result.reason for result in case.checks if result.check == "gradients"]
     assert "the forward pass draws random numbers" in str(reasons)
 
@@ -97,9 +101,9 @@ class Unfreezes(CellWorkload):
 
 def test_what_was_built_frozen_trains_later() -> None:
     found = {(r.check, r.layer): r.compared for r in passed(Unfreezes, "allreduce", steps=3).checks}
-    assert found["local gradients", "X"].tensors == 4
-    assert found["parameters", "X"].tensors == 8
-    assert found["gradients", "X"].ranks == 2
+    assert found["local gradients", "bitwise"].tensors == 4
+    assert found["parameters", "bitwise"].tensors == 8
+    assert found["gradients", "bitwise"].ranks == 2
 
 
 def test_ddp_leaves_out_what_was_frozen_when_it_was_built() -> None:
@@ -134,7 +138,7 @@ class Packed(SmallIntegers):
 
 
 def test_buffers_of_rare_dtypes() -> None:
-    assert layers(passed(SmallIntegers, "allreduce", steps=1), "buffers") == {"X"}
+    assert layers(passed(SmallIntegers, "allreduce", steps=1), "buffers") == {"bitwise"}
 
 
 def test_what_cannot_be_recorded_is_refused_in_a_sentence() -> None:
@@ -235,7 +239,7 @@ class Hurries:
 def test_a_step_that_cannot_be_repeated_is_not_owed_and_that_is_said() -> None:
     case = passed(Forgotten, "allreduce")
     assert layers(case, "parameters") == set()
-    assert layers(case, "gradients") == {"X", "R", "S32"}
+    assert layers(case, "gradients") == {"bitwise", "rounding", "full batch float32"}
     assert "so its step is not checked" in str(case.notes)
     with pytest.raises(UsageError, match="--accept local-sgd:2 is judged by every rank's own"):
         distcheck.verify(

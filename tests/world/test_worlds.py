@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distcheck.records import Outcome
-from distcheck.worlds import blame
+from distcheck.worlds import root_cause
 from distcheck.worlds.launch import run_until_over, start_job
 from distcheck.worlds.local.child import _imported_since
 from distcheck.worlds.local.children import Child
@@ -175,7 +175,7 @@ def test_a_question_that_comes_too_early_ends_nobody(pool: Pool) -> None:
         ranks = start(pool, "everything_fine", 2)
         ranks._signal(ranks.children[-1:], signal.SIGUSR1)
         run_until_over(pool, ranks)
-        assert ranks.succeeded, blame.outcomes(ranks.children, hung=ranks.hung)
+        assert ranks.succeeded, root_cause.outcomes(ranks.children, hung=ranks.hung)
         (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in ranks.results}
         ranks.close()
         os.kill(helper, signal.SIGUSR1)
@@ -242,7 +242,7 @@ def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool, tmp_path:
             while ranks.children[0].done is None:
                 pool.pump(0.05)
         ranks.tick()
-    outcomes = blame.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     assert [(o.rank, o.outcome) for o in outcomes] == [(1, "exited"), (0, "finished")]
     assert "left with exit code 0" in outcomes[0].detail

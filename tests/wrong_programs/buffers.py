@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.wrong_programs import WORLD, wrong
 
 _KIND = "local concurrency"
-_CAUSE = "buffer-in-flight"
+_CAUSE = "tensor-used-in-flight"
 _AHEAD_OF = [(rank + 1) % WORLD for rank in range(WORLD)]
 
 

@@ -60,7 +60,7 @@ def other_group_order(rank: int, wrong: bool) -> None:
 
 @wrong(_KIND, "hang")
 def groups_in_a_circle(rank: int, wrong: bool) -> None:
-    """Four groups of two neighbours, each rank its own first."""
+    """Four groups of two neighbors, each rank its own first."""
     groups = [dist.new_group(sorted({r, (r + 1) % WORLD})) for r in range(WORLD)]
     own = [groups[rank], groups[(rank - 1) % WORLD]]
     for group in own if wrong or rank else reversed(own):

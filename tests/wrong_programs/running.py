@@ -13,7 +13,7 @@ from distcheck import backends
 from distcheck.judge import schedules
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.messages import Remarked

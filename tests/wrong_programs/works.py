@@ -65,7 +65,7 @@ def a_barrier_in_place_of_waiting(rank: int, wrong: bool) -> None:
         work.wait()
 
 
-@wrong(_KIND, "buffer-in-flight", on_gloo="")
+@wrong(_KIND, "tensor-used-in-flight", on_gloo="")
 def drops_the_work_and_uses_the_result(rank: int, wrong: bool) -> None:
     """Reads a result whose work is gone."""
     tensor = torch.ones(8)

@@ -3,8 +3,8 @@
 gloo                as gloo does on CPU, to the bit: see `backends/gloo.py`
 ring                a ring with one chunk for each rank, as NCCL and MPI libraries use for long
                     vectors: chunk c is ((x[c-1] + x[c-2]) + ...) + x[c], indices modulo the world
-tree                neighbours first: (x0 + x1) + (x2 + x3), then their sums; a rank without a
-                    neighbour waits for the next level
+tree                neighbors first: (x0 + x1) + (x2 + x3), then their sums; a rank without a
+                    neighbor waits for the next level
 recursive-halving   the far half first: x[i] + x[i + p/2], with p the largest power of two that
                     the world holds; ranks beyond it first add theirs to those of ranks 0, 1, ...
 rank                ((x0 + x1) + x2) + ...

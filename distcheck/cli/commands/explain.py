@@ -27,7 +27,7 @@ def command(what: str | None) -> int:
     bundle that distcheck.guard has saved. Without an argument, list all causes.
 
     \b
-    distcheck explain no-sync
+    distcheck explain missing-sync
     distcheck explain .distcheck/guard/step-000200.json
     """  # fmt: skip
     from distcheck.errors import ExitCode, UsageError

@@ -30,7 +30,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--mesh", default="", metavar="AXES",
               help="How ranks are arranged, where the script has no DeviceMesh that says so: "
               "data=2,tensor=2, with tensor, sequence, pipeline and expert.")  # fmt: skip
-@click.option("--continues", metavar="DIR", type=click.Path(),
+@click.option("--resumed-from", metavar="DIR", type=click.Path(),
               help="A recording (--save) of the same job, uninterrupted: does this one resume as "
               "if it had not stopped?")  # fmt: skip
 @click.option("--modules", is_flag=True,
@@ -42,7 +42,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
 @click.option("--on-cpu", is_flag=True,
               help="Run a script that asks for GPUs on CPUs, over gloo.")  # fmt: skip
 @click.option("--accept", multiple=True, metavar="CAUSE",
-              help="A deviation that is meant: same-randomness, learning-rate-differs or "
+              help="A deviation that is meant: shared-rng-seed, learning-rate-differs or "
               "scheduler-steps-per-rank.")  # fmt: skip
 @click.option(
     "--deadline",
@@ -66,7 +66,7 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               "gave.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
-              help="Keep the recording in a new folder, for compare and --continues; the command "
+              help="Keep the recording in a new folder, for compare and --resumed-from; the command "
               "runs twice more, to measure how far two right runs may part.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
@@ -77,7 +77,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32
     distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
-    distcheck job --continues whole --world 4 -- python train.py --resume
+    distcheck job --resumed-from whole --world 4 -- python train.py --resume
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs as it is given, and the first optimizer steps of every rank are recorded:
@@ -144,8 +144,8 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
         )
     if every is not None or warns or audits:
         raise UsageError("--every, --warn and --audit belong to --guard; give --guard as well")
-    from distcheck.job.asked import JobOptions
     from distcheck.job.command import judge_job
+    from distcheck.job.options import JobOptions
     from distcheck.reports.live import LiveProgress
 
     live = LiveProgress(Console(stderr=True, quiet=quiet))

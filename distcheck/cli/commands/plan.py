@@ -21,10 +21,10 @@ def command(json_file: str | None, **asked: Any) -> int:
     distcheck plan
     distcheck plan --shard 2/4 --json -
     """  # fmt: skip
-    from distcheck.cli.asking import plan_asked
     from distcheck.cli.forecast import plan_command
+    from distcheck.cli.verify_options import plan_from_options
 
-    _, plan = plan_asked(asked, given_options())
+    _, plan = plan_from_options(asked, given_options())
     return plan_command(plan(), json_file=json_file)
 
 

@@ -22,7 +22,7 @@ def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) 
     files that git does not track here or that have changed, run after a yes on a terminal, or with
     --trust.
     """  # fmt: skip
-    from distcheck.cli.show_and_keep import Showing, recheck_command
+    from distcheck.cli.show_and_keep import OutputOptions, recheck_command
 
-    showing = Showing(files=taken_from(asked), verbose=verbose, quiet=quiet)
+    showing = OutputOptions(files=taken_from(asked), verbose=verbose, quiet=quiet)
     return recheck_command(folder, showing, trusted=trust)

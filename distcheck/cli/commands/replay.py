@@ -46,13 +46,13 @@ def command(
         from distcheck.cli.under_launchers import lend
 
         return lend(launch, lambda: cases, deadline_s=cases[0].deadline_s)
-    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
     return verify_command(
         cases,
         RunOptions(made=made),
-        Showing(files=taken_from(asked), verbose=verbose, quiet=quiet),
+        OutputOptions(files=taken_from(asked), verbose=verbose, quiet=quiet),
         save=save,
         launch=launch,
     )

@@ -66,9 +66,9 @@ def command(**asked: Any) -> int:
 
     All worlds train on the same total batch, as the single-process reference does.
     """  # fmt: skip
-    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.plan.scale import plan_scale
-    from distcheck.plan.thorough import Beside
+    from distcheck.plan.thorough import ThoroughExtras
     from distcheck.reports import scale_screen
     from distcheck.verification.run import RunOptions
 
@@ -86,7 +86,7 @@ def command(**asked: Any) -> int:
     spare = tuple({case.world for case in cases})
     return verify_command(
         cases,
-        RunOptions(beside=Beside(spare=spare, required=True)),
-        Showing(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
+        RunOptions(extras=ThoroughExtras(spare=spare, required=True)),
+        OutputOptions(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
         save=None,
     )

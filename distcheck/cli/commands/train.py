@@ -20,7 +20,7 @@ from distcheck.plan.settings import with_adaptation
 @setting_option(
     "strategies",
     single=True,
-    help="How to synchronise. Without it, one process trains alone.",
+    help="How to synchronize. Without it, one process trains alone.",
 )
 @setting_option("worlds", single=True, help="Number of ranks. [default: 1, or 4]")
 @setting_option("workloads", single=True, default="vgg11", show_default=True, help="What to train.")
@@ -48,7 +48,7 @@ from distcheck.plan.settings import with_adaptation
     help="Write the curves of loss, accuracy and seconds per step as one HTML page.",
 )
 @click.option(
-    "--beside",
+    "--overlay",
     metavar="FILE",
     multiple=True,
     type=click.Path(dir_okay=False),
@@ -76,7 +76,7 @@ def command(**asked: Any) -> int:
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
 
-        not_its = ("json_file", "html_file", "beside", "download")
+        not_its = ("json_file", "html_file", "overlay", "download")
         own = {name: asked[name] for name in asked if name not in not_its}
         return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
     return train_command(**asked, launch=launch)

@@ -74,13 +74,13 @@ def command(
     KEY or the like, and passwords in addresses. Of other variables they keep only those that bits
     depend on.
     """  # fmt: skip
-    from distcheck.cli.asking import check_alone, plan_asked
+    from distcheck.cli.verify_options import check_alone, plan_from_options
     from distcheck.errors import UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; use distcheck record DIR ...")
     files = taken_from(asked)
-    launch, plan = plan_asked(asked, given_options())
+    launch, plan = plan_from_options(asked, given_options())
     check_alone(given_options(), launched=launch is not None)
     if launch is not None and not launch.is_front:
         from distcheck.cli.under_launchers import lend
@@ -88,10 +88,10 @@ def command(
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
     from distcheck.cli.forecast import say_plan
     from distcheck.cli.kept_runs import by_last_run
-    from distcheck.cli.show_and_keep import Showing, verify_command
+    from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
-    showing = Showing(files=files, verbose=verbose, quiet=quiet)
+    showing = OutputOptions(files=files, verbose=verbose, quiet=quiet)
     if watch:
         from distcheck.cli.watching import watch_command
 
@@ -107,12 +107,12 @@ def command(
         if last_failed or failed_first:
             cases, left_out = by_last_run(cases, only=last_failed)
         if not quiet:
-            say_plan(planned, costs=bool(asked["thorough"] or planned.beside.searches))
+            say_plan(planned, costs=bool(asked["thorough"] or planned.extras.searches))
         return verify_command(
             cases,
             RunOptions(
                 whole=planned.whole,
-                beside=planned.beside,
+                extras=planned.extras,
                 download=asked["download"],
                 left_out=left_out,
             ),

@@ -6,7 +6,7 @@ exchange    reduced gradients are the mean of the local gradients; clipping; the
 terms       the loss scale, for losses with several terms
 averaging   detects local SGD: ranks that step by local gradients and average parameters later
 reference   comparisons with the single-process reference
-folded      comparison of accumulated gradients with those of one batch
+accumulation  comparison of accumulated gradients with those of one batch
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -26,7 +26,7 @@ from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import Comparison, Place, by_norm, within
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.parting.yardstick import SPREADS, norm_of, tolerance
+from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of, tolerance
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
 from distcheck.recordings.jobs.records import StepRecord
@@ -259,7 +259,7 @@ def losses_beside(job: JobRecording, reference: Reference, step: int) -> tuple[f
     unit = unit_roundoff("bfloat16" if is_short else "float32")
     # Derived: a loss is rounded once, and each rank's mean is a sum of its samples' losses.
     count = max(1, max(len(one.rows) for record in records for one in record.passes))
-    bound = (0.0 if math.isnan(spread) else SPREADS * spread) + unit * count * size
+    bound = (0.0 if math.isnan(spread) else NOISE_FACTOR * spread) + unit * count * size
     return actual, expected, bound
 
 

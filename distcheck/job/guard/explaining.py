@@ -56,9 +56,9 @@ def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     if one.what == LEFT_OUT:
         return name_cause("dropped-rank", evidence, "job")
     if one.what == OWN and one.when != ONCE:
-        cause = "partial-sync" if one.differing < one.compared else "no-sync"
+        cause = "partial-sync" if one.differing < one.compared else "missing-sync"
         return name_cause(cause, evidence, "guard")
-    return name_cause("exchange-error", evidence, "once" if one.when == ONCE else "again")
+    return name_cause("wrong-reduction", evidence, "once" if one.when == ONCE else "again")
 
 
 def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
@@ -70,7 +70,7 @@ def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterato
         )
     if "random streams" in by_kind:
         yield name_cause(
-            "same-randomness",
+            "shared-rng-seed",
             f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the same random "
             "numbers in the forward pass",
             "guard",
@@ -81,7 +81,7 @@ def _of_settings(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Itera
     one = by_kind.get("settings")
     if one is not None:
         yield name_cause(
-            "learning-rate-differs" if one.first.startswith("lr ") else "settings-differ",
+            "learning-rate-differs" if one.first.startswith("lr ") else "optimizer-settings-differ",
             f"step {found.step}: {one.first} is {', '.join(one.values[:8])}",
             "settings",
         )
@@ -105,7 +105,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
         )
     if found.state_compared and "optimizer state" not in {f.kind for f in found.findings}:
         return name_cause(
-            "changed-outside-step",
+            "parameters-modified-outside-step",
             f"{what}; the first is {one.first}. The optimizer's state agrees, so the "
             "ranks' gradients were the same",
             "guard",
@@ -120,7 +120,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
         evidence = f"{what}, which is rounding: ranks used different summation orders"
         return name_cause("nondeterministic", evidence, "guard")
     return name_cause(
-        "no-sync",
+        "missing-sync",
         f"{what}, differently on every rank ({_groups(one)}): each stepped by its local gradients",
         "guard",
     )

@@ -6,7 +6,7 @@ recorder           writes down what a rank does, with loaders, terms, parameters
 modules            the modules within a model, with watching for those of a replay's copies
 op_log             every operator that torch runs in a step
 replayer           runs the script as one process with the ranks' batches: handing_out, feeding
-copies             what that process computes beside: forks, folding, choosing, state
+replay_tasks       what that process computes beside: forks, folding, choosing, state
 guarded            a guard on every optimizer, for `distcheck job --guard`
 
 alone, on_cpu      stand-ins: one rank in place of many, and a CPU in place of GPUs

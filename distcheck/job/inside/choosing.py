@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcheck.job.inside import state
-from distcheck.job.inside.feeding import ALL, Feeding
-from distcheck.job.inside.folding import interacts
+from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.joining import can_join
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, Role
+from distcheck.job.inside.merged_batch import interacts
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, ReplayTask
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
 SAME = 1e-3  # chosen: rounding leaves 1e-6, and a batch size that is written down half or more
 SUMS = ("", "sum", "times")  # how a loss is a sum over samples: as in `terms.count_of`
-Copies = dict[Role, state.Tensors | None]
+Copies = dict[ReplayTask, state.Tensors | None]
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class Choice:
     interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
 
 
-def tries(job: JobRecording, feeding: Feeding, apart: str) -> list[Role]:
+def tries(job: JobRecording, feeding: BatchSource, apart: str) -> list[ReplayTask]:
     """The copies of the first step by which it is chosen; `apart`: why batches stay as they are."""
     first = job.steps[0]
-    roles = [Role(rank, first) for rank in range(job.world)]
+    roles = [ReplayTask(rank, first) for rank in range(job.world)]
     if not apart and not interacts(job.at(first)):
-        roles.append(Role(ALL, first))
+        roles.append(ReplayTask(ALL, first))
         if feeding.varies():
             feeding.pads = True
-            roles.append(Role(0, first, longer=True))
+            roles.append(ReplayTask(0, first, longer=True))
     if _before_backward(job) is not None:
-        roles.append(Role(0, first, doubles=True))
+        roles.append(ReplayTask(0, first, doubles=True))
     return roles
 
 
-def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart: str) -> Choice:
+def choose(job: JobRecording, feeding: BatchSource, found: Copies, said: str, apart: str) -> Choice:
     """The choice, by what the copies of `tries` have computed; `said` is why the first failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
-    alone = [found.get(Role(rank, first)) for rank in range(job.world)]
+    alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
         return Choice(failure=f"as one process the script fails in its first step: {said}")
@@ -72,9 +72,9 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
             "process, --reference COMMAND"
         )
     why = apart or interacts(job.at(first))
-    together = found.get(Role(ALL, first))
+    together = found.get(ReplayTask(ALL, first))
     if not why and feeding.pads:
-        longer = found.get(Role(0, first, longer=True))
+        longer = found.get(ReplayTask(0, first, longer=True))
         feeding.pads = longer is not None and state.distance(longer, base) <= SAME
         why = "" if feeding.pads else "padding would change gradients"
     if not why and together is not None:
@@ -83,7 +83,7 @@ def choose(job: JobRecording, feeding: Feeding, found: Copies, said: str, apart:
             return choice
         why = choice.why
     feeding.pads = False
-    doubled = found.get(Role(0, first, doubles=True))
+    doubled = found.get(ReplayTask(0, first, doubles=True))
     # What ranks exchange before backward goes into no gradient, as where losses are logged.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
     call = None if is_unused else _before_backward(job)

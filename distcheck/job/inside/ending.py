@@ -24,11 +24,11 @@ _PATIENCE_S = 10.0  # for MPI, which waits for all ranks; chosen: they are at th
 def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    _finalise_mpi()
+    _finalize_mpi()
     os._exit(0)
 
 
-def _finalise_mpi() -> None:
+def _finalize_mpi() -> None:
     """Does what mpi4py does at the end of Python, where a script has begun MPI (Lightning does by
     itself, to see whether mpirun has started it), and removes the shared memory of Open MPI.
     mpirun removes that itself; of a process that mpirun has not started it stays in /dev/shm.

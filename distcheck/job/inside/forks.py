@@ -18,7 +18,7 @@ import torch
 from distcheck import private
 from distcheck.errors.masking import masked
 from distcheck.job.inside import tensors
-from distcheck.job.settings import Role
+from distcheck.job.settings import ReplayTask
 from distcheck.machine.resources import cores
 from distcheck.worlds import linux
 
@@ -27,7 +27,7 @@ _FAILED = 9
 _MOST_SAID = 300  # characters of what a copy raised
 
 
-Written = dict[Role, dict[str, torch.Tensor] | None]
+Written = dict[ReplayTask, dict[str, torch.Tensor] | None]
 
 
 class Forks:
@@ -35,21 +35,21 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.why: dict[Role, str] = {}  # of copies that failed
+        self.why: dict[ReplayTask, str] = {}  # of copies that failed
         self._spare: tuple[int, int] | None = None  # its process, and a pipe that it waits at
 
-    def _file(self, role: Role) -> Path:
+    def _file(self, role: ReplayTask) -> Path:
         of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
         of += "-longer" if role.longer else "-doubles" if role.doubles else ""
         return self._folder / f"copy-{role.step}-{role.rank}-{role.draw}{of}.safetensors"
 
     def run(
-        self, roles: Sequence[Role], step: int, mode: str, *, reads: bool = True
-    ) -> "Role | Written":
+        self, roles: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
+    ) -> "ReplayTask | Written":
         """In the parent: what each copy wrote, None of one that failed; without `reads`, it is left
         to be read. In a copy, which knows step and mode: its role.
         """
-        waiting, running = list(roles), dict[int, Role]()
+        waiting, running = list(roles), dict[int, ReplayTask]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,7 +73,7 @@ class Forks:
             time.sleep(0.001)
         return self.read(roles) if reads else {}
 
-    def read(self, roles: Sequence[Role]) -> "Written":
+    def read(self, roles: Sequence[ReplayTask]) -> "Written":
         return {role: tensors.taken_from(self._file(role)) for role in roles}
 
     def keep_spare(self) -> bool:
@@ -106,10 +106,10 @@ class Forks:
             os.close(writes)
             os.waitpid(child, 0)
 
-    def _reasons(self, role: Role) -> Path:
+    def _reasons(self, role: ReplayTask) -> Path:
         return self._file(role).with_suffix(".raised")
 
-    def _note(self, role: Role, status: int) -> None:
+    def _note(self, role: ReplayTask, status: int) -> None:
         """Keeps why a copy failed: what it raised, or how it ended."""
         self.why.pop(role, None)
         code = os.waitstatus_to_exitcode(status)
@@ -120,7 +120,7 @@ class Forks:
         elif code:
             self.why[role] = how_ended(code)
 
-    def leave(self, role: Role, found: dict[str, torch.Tensor], step: int) -> None:
+    def leave(self, role: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""
         tensors.write(found, self._file(role))
         os._exit(0)

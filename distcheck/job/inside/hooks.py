@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.machine.compat import IterableFetcher, LoaderIterator, MapFetcher
 from distcheck.training.leaf_hooks import watch_registrations
 
@@ -39,10 +39,10 @@ COLLECTIVES = (
 # FSDP gathers parameters, which are no data; in torch 2.11 by the names that scripts use.
 _OF_FSDP = f"{torch.distributed.__path__[0]}/fsdp"
 
-_listener: Deaf | None = None
+_listener: NullListener | None = None
 _ops: "OpLog | None" = None  # hears of operators
 _on_defect: Callable[[], None] | None = None
-beat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
+heartbeat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
 _depth = 0  # of models that are being called
 _watching: "Modules | None" = None  # the modules of the model that is being called
 _outermost: torch.optim.Optimizer | None = None  # it steps, and may call others' step within
@@ -51,7 +51,7 @@ _outermost: torch.optim.Optimizer | None = None  # it steps, and may call others
 _running: set[str] = set()
 
 
-def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
+def install(listener: NullListener, on_defect: Callable[[], None]) -> None:
     """Puts the hooks in, once a process."""
     global _listener, _on_defect
     _listener, _on_defect = listener, on_defect
@@ -67,7 +67,7 @@ def install(listener: Deaf, on_defect: Callable[[], None]) -> None:
     _after(torch.autocast, "__enter__", "autocasts")
 
 
-def listen(listener: Deaf | None) -> None:
+def listen(listener: NullListener | None) -> None:
     """Another one listens in this process from now on, or nothing."""
     global _listener
     _listener = listener
@@ -85,22 +85,22 @@ def log_ops(log: "OpLog | None") -> None:
     _ops = log
 
 
-def _heard(part: str) -> AbstractContextManager[None]:
+def _listening(part: str) -> AbstractContextManager[None]:
     """A part of a step, of which operators are heard if they are asked for."""
     return contextlib.nullcontext() if _ops is None else _ops.hears(part)
 
 
-def say(what: str, *given: Any) -> Any:
+def emit(what: str, *given: Any) -> Any:
     """Calls the listener, if there is one; None where there is none, or it failed."""
-    return within(_tell, what, *given)
+    return guarded(_dispatch, what, *given)
 
 
-def _tell(what: str, *given: Any) -> Any:
-    beat()  # also where it has failed: the job goes on
+def _dispatch(what: str, *given: Any) -> Any:
+    heartbeat()  # also where it has failed: the job goes on
     return None if _listener is None else getattr(_listener, what)(*given)
 
 
-def within(call: Callable[..., Any], *given: Any) -> Any:
+def guarded(call: Callable[..., Any], *given: Any) -> Any:
     """Calls what is distcheck's own; None where that raises, and nothing listens any more."""
     global _listener
     log, was_silent = _ops, _ops is not None and _ops.is_silent
@@ -118,12 +118,12 @@ def within(call: Callable[..., Any], *given: Any) -> Any:
             log.is_silent = was_silent
 
 
-def _is_heard(module: torch.nn.Module) -> bool:
+def _is_listening(module: torch.nn.Module) -> bool:
     if _listener is None or _depth or torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    return bool(within(_has_parameters, module))
+    return bool(guarded(_has_parameters, module))
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
@@ -141,19 +141,19 @@ def _hook_modules() -> None:
     @functools.wraps(original)
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _depth
-        if not _is_heard(module):
+        if not _is_listening(module):
             return _watched(original, module, args, kwargs)
         trains = _trains(module)
         _depth += 1
         try:
-            say("enters" if trains else "evaluates", module, args, kwargs)
-            with _heard("forward"):
+            emit("enters" if trains else "evaluates", module, args, kwargs)
+            with _listening("forward"):
                 result = _watched(original, module, args, kwargs)
         finally:
             _depth -= 1
             watch(None)
         if trains:
-            say("leaves", module, result)
+            emit("leaves", module, result)
         return result
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
@@ -165,10 +165,10 @@ def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, k
     if torch.compiler.is_compiling() or _watching is None:
         return original(module, *args, **kwargs)
     watching = _watching
-    call = within(watching.begins, module, args, kwargs)
+    call = guarded(watching.begins, module, args, kwargs)
     result = original(module, *args, **kwargs)
     if call is not None:
-        within(watching.ends, call, result)
+        guarded(watching.ends, call, result)
     return result
 
 
@@ -180,23 +180,23 @@ def _hook_loaders() -> None:
 
     @functools.wraps(begin)
     def iterate(loader: Any) -> Any:
-        say("begins", loader)
+        emit("begins", loader)
         iterator = begin(loader)
-        say("iterates", loader, iterator)
+        emit("iterates", loader, iterator)
         return iterator
 
     @functools.wraps(advance)
     def following(iterator: Any) -> Any:
-        if say("is_over", iterator):
+        if emit("is_over", iterator):
             raise StopIteration
         batch = advance(iterator)
-        say("batch", iterator, batch)
+        emit("batch", iterator, batch)
         return batch
 
     @functools.wraps(measure)
     def length(loader: Any) -> int:
         own = measure(loader)
-        replaced = say("length", loader)
+        replaced = emit("length", loader)
         return own if replaced is None else int(replaced)
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ def _after(owner: Any, name: str, event: str) -> None:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        say(event, self)
+        emit(event, self)
         return result
 
     setattr(owner, name, method)
@@ -226,9 +226,9 @@ def _around(owner: Any, name: str, before: str, after: str) -> None:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        say(before)
+        emit(before)
         result = original(*args, **kwargs)
-        say(after)
+        emit(after)
         return result
 
     setattr(owner, name, method)
@@ -247,11 +247,11 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if _listener is None or _running or not trains or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         target = args[1] if len(args) > 1 else kwargs.get("target")
-        say("target", computed, target)
-        with _heard("the loss"):
+        emit("target", computed, target)
+        with _listening("the loss"):
             value = _once(name, original, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
-        say("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
+        emit("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
 
     return loss
@@ -281,13 +281,15 @@ def _hook_backward() -> None:
         watch(None)
         try:
             first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
-            say("backward", first)  # an edge of the graph, of a pipeline's stage, is without a loss
-            with _heard("backward"):
+            emit(
+                "backward", first
+            )  # an edge of the graph, of a pipeline's stage, is without a loss
+            with _listening("backward"):
                 _once("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
             watch(watching)
-        say("backward_over")
+        emit("backward_over")
 
     torch.autograd.backward = backward
 
@@ -302,13 +304,13 @@ def _hook_clipping() -> None:
 def _clipping(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
-        say("gradients_ready")
+        emit("gradients_ready")
         parameters = args[0] if args else kwargs.pop("parameters", ())
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
         result = original(parameters, *args[1:], **kwargs)
         named = kwargs.get("max_norm" if kind == "norm" else "clip_value")
-        say("clipped", kind, args[1] if len(args) > 1 else named, result, parameters)
+        emit("clipped", kind, args[1] if len(args) > 1 else named, result, parameters)
         return result
 
     return clip
@@ -321,20 +323,20 @@ def _hook_scalers() -> None:
 
     @functools.wraps(scale)
     def scaling(scaler: Any, outputs: Any) -> Any:
-        say("scales", scaler)
+        emit("scales", scaler)
         return scale(scaler, outputs)
 
     @functools.wraps(unscale)
     def unscaling(scaler: Any, optimizer: Any) -> None:
-        say("gradients_ready")
+        emit("gradients_ready")
         unscale(scaler, optimizer)
-        say("unscales", optimizer)
+        emit("unscales", optimizer)
 
     @functools.wraps(step)
     def stepping(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        say("scaler_step", scaler, optimizer)
+        emit("scaler_step", scaler, optimizer)
         result = step(scaler, optimizer, *args, **kwargs)
-        say("scaler_stepped", scaler, optimizer)
+        emit("scaler_stepped", scaler, optimizer)
         return result
 
     GradScaler.scale = scaling  # type: ignore[method-assign, assignment]
@@ -355,15 +357,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     _outermost = optimizer
     closure = kwargs.get("closure") or next(iter(args[1:2]), None)
     if not callable(closure):
-        say("gradients_ready")
-        say("steps", optimizer)
+        emit("gradients_ready")
+        emit("steps", optimizer)
         return None
 
     @functools.wraps(closure)
     def called(*given: Any, **named: Any) -> Any:
         result = closure(*given, **named)
-        say("gradients_ready")
-        say("steps", optimizer)
+        emit("gradients_ready")
+        emit("steps", optimizer)
         return result
 
     if "closure" in kwargs:
@@ -375,7 +377,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     global _outermost
     if optimizer is _outermost:
         _outermost = None
-        say("stepped", optimizer)
+        emit("stepped", optimizer)
 
 
 def _hook_collectives() -> None:
@@ -393,7 +395,7 @@ def _collective(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         if _listener is not None and not frame.f_code.co_filename.startswith(_OF_FSDP):
-            say("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", (args, kwargs))
+            emit("collective", name, f"{frame.f_code.co_filename}:{frame.f_lineno}", (args, kwargs))
         return original(*args, **kwargs)
 
     return call

@@ -23,7 +23,7 @@ from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
 from distcheck.job.inside.loaders import InWorker
 from distcheck.job.inside.marking import is_of_a_rank
-from distcheck.job.inside.moving import Moving
+from distcheck.job.inside.perturb import PerturbingRecorder
 from distcheck.job.inside.rank import world_of
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.settings import Answer
@@ -40,13 +40,13 @@ class Answering:
         self._main = threading.get_ident()
         self._beats, self._last = 0, 0.0
         self._file = os.open(
-            folder / f"beat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+            folder / f"heartbeat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
         with contextlib.suppress(OSError):  # no named pipes: it cannot be asked
             os.mkfifo(folder / f"ask-{os.getpid()}", 0o600)
             threading.Thread(target=self._answer, daemon=True).start()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Something was heard of the script."""
         now = time.monotonic()
         if now - self._last >= _EVERY_S:
@@ -80,7 +80,7 @@ def _in_child(folder: Path) -> None:
     """What a rank forks is not a rank; its data loaders' processes note what they draw from."""
     if is_of_a_rank():
         hooks.listen(InWorker(folder, world_of()[0]))
-        hooks.beat = lambda: None
+        hooks.heartbeat = lambda: None
 
 
 def install(file: str) -> None:
@@ -112,17 +112,17 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
         Guarded(settings, folder).install()
         return
     if settings.mode == "record":
-        recorder = (Moving if settings.draw else Recorder)(settings, folder)
+        recorder = (PerturbingRecorder if settings.draw else Recorder)(settings, folder)
         hooks.install(recorder, give_up)
-        hooks.beat = Answering(folder, lambda: recorder.steps_over).beat
+        hooks.heartbeat = Answering(folder, lambda: recorder.steps_over).heartbeat
         os.register_at_fork(after_in_child=lambda: _in_child(folder))
         return
-    from distcheck.job.inside import alone
+    from distcheck.job.inside import single_process_group
     from distcheck.job.inside.replayer import Replayer
 
     torch.set_num_threads(1)  # threads would be lost where the replay forks
     torch.set_num_threads = lambda number: None  # type: ignore[assignment]
-    alone.install(forks=not settings.in_processes)
+    single_process_group.install(forks=not settings.in_processes)
     if settings.spawns:
-        alone.run_first_rank(settings.spawns)
+        single_process_group.run_first_rank(settings.spawns)
     hooks.install(Replayer(settings, folder), give_up)

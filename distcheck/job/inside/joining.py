@@ -9,8 +9,8 @@ import dataclasses
 
 import msgspec
 
-from distcheck.job.inside.feeding import AND
-from distcheck.job.inside.folding import interacts
+from distcheck.job.inside.batch_source import AND
+from distcheck.job.inside.merged_batch import interacts
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LossCall, Pass, StepRecord
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from distcheck import private
 from distcheck.job.inside import tensors
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.machine.compat import note_samples
 from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
 
@@ -187,7 +187,7 @@ class Loaders:
         return taken
 
 
-class InWorker(Deaf):
+class InWorker(NullListener):
     """In a process that a data loader has started: notes the streams that its first batch drew
     from, by the state that they had. Ranks that have such a note in common make their samples
     alike.

@@ -223,7 +223,7 @@ class Modules:
 
 
 def _hear_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:
-    hooks.within(_note_gradient, to, gradient)
+    hooks.guarded(_note_gradient, to, gradient)
 
 
 def _note_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:

@@ -249,7 +249,7 @@ def _replace_wrappers() -> None:
         self.module, self.device_ids = module, []
 
     several.__init__ = of_one  # type: ignore[method-assign]
-    setattr(torch.nn.SyncBatchNorm, "forward", _normalise)  # noqa: B010
+    setattr(torch.nn.SyncBatchNorm, "forward", _normalize)  # noqa: B010
     wrapper = torch.nn.parallel.DistributedDataParallel
     begin = wrapper.__init__
 
@@ -280,7 +280,7 @@ class _Summed(torch.autograd.Function):
         return total, None
 
 
-def _normalise(self: Any, given: torch.Tensor) -> torch.Tensor:
+def _normalize(self: Any, given: torch.Tensor) -> torch.Tensor:
     """SyncBatchNorm, which is there for GPUs alone: statistics of the batches of all ranks."""
     group = self.process_group or dist.group.WORLD
     if not self.training or dist.get_world_size(group) == 1:

@@ -67,10 +67,10 @@ class OpLog(OpMode):
         kwargs = kwargs or {}
         if self.is_silent:
             return func(*args, **kwargs)
-        given = hooks.within(self._given, func, args, kwargs)
+        given = hooks.guarded(self._given, func, args, kwargs)
         made = func(*args, **kwargs)
         if given is not None:
-            hooks.within(self._made, func, given, args, kwargs, made)
+            hooks.guarded(self._made, func, given, args, kwargs, made)
         return made
 
     def _given(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -184,8 +184,8 @@ def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
         return ()
 
 
-def normalises(parameters: Parameters) -> bool:
-    """Whether BatchNorm is among the modules, which normalises by the batch."""
+def normalizes(parameters: Parameters) -> bool:
+    """Whether BatchNorm is among the modules, which normalizes by the batch."""
     return any(
         isinstance(part, BatchNorm)
         and part.training

@@ -9,13 +9,13 @@ import torch
 from msgspec.structs import replace
 
 from distcheck.job.inside import arrangement, hooks, rank, tensors
-from distcheck.job.inside.contributions import Contributions
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.grad_accumulation import GradAccumulation
+from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.state import HeldState
+from distcheck.job.inside.state import ExtraState
 from distcheck.job.inside.step_file import After, StepFile
 from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings
@@ -47,7 +47,7 @@ class LossesHeard:
             LossCall(name=name, reduction=reduction, counted=counted, value=number, target=target)
         )
         self.heard.append((name, reduction, value, counted))
-        value.grad_fn.register_prehook(lambda _: hooks.say("reaches", heard))
+        value.grad_fn.register_prehook(lambda _: hooks.emit("reaches", heard))
 
     def begin(self) -> None:
         self._reached = set()
@@ -120,7 +120,7 @@ class LinesHeard:
         return {kind: tuple(lines) for kind, lines in self._heard.items()}
 
 
-class Recorder(Deaf):
+class Recorder(NullListener):
     """Hears of a script through `hooks`; one step at a time is in memory."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Recorder(Deaf):
         self.loaders = Loaders()
         for heard in ("iterates", "samples_from", "fetches", "fetched"):
             setattr(self, heard, getattr(self.loaders, heard))
-        self._added = Contributions(lambda *given: hooks.say("gradient", *given))
+        self._added = GradAccumulation(lambda *given: hooks.emit("gradient", *given))
         self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
         self._apart = True  # nothing was exchanged in any step
         self._left = -1  # bytes of whole tensors that may still be written
@@ -164,7 +164,7 @@ class Recorder(Deaf):
         self._made = -1  # steps that were over when a scaler was asked for one
         self._ops = OpLog() if self._settings.ops else None
         self._modules = Modules(ops=self._ops)
-        self._held = HeldState(self.parameters, self._added, notes=self._settings.kept)
+        self._held = ExtraState(self.parameters, self._added, notes=self._settings.kept)
 
     @property
     def _active(self) -> bool:
@@ -227,7 +227,7 @@ class Recorder(Deaf):
         self._origin = tensors.random_state()
         nodes = {t.grad_fn for t in tensors.leaves(result) if t.grad_fn is not None}
         for node in nodes:
-            node.register_prehook(lambda _: hooks.say("reaches", key))
+            node.register_prehook(lambda _: hooks.emit("reaches", key))
         if not nodes:
             self._opaque.append(key)
 
@@ -427,7 +427,7 @@ class Recorder(Deaf):
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
-            batchnorm=rank.normalises(self.parameters),
+            batchnorm=rank.normalizes(self.parameters),
             averages=rank.averages(self.parameters) if self.steps_over in self._ends else {},
             **self._held.about,
         )

@@ -16,30 +16,30 @@ from typing import Any, NoReturn
 
 import torch
 
-from distcheck.job.inside import alone, choosing, ending, state, tensors, watching
-from distcheck.job.inside.copies import Copies
-from distcheck.job.inside.handing_out import HandingOut
+from distcheck.job.inside import choosing, ending, single_process_group, state, tensors, watching
+from distcheck.job.inside.batch_injection import BatchInjector
 from distcheck.job.inside.joining import joined
-from distcheck.job.inside.listening import Deaf
+from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import numbers_of, targets_of
+from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.terms import Heard, count_of
-from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, Role
+from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, ReplayTask
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
 
 
-class Replayer(Deaf):
+class Replayer(NullListener):
     """Hears of a script through `hooks`, and hands it what the ranks had."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
         job = reading.read(Path(settings.recording))
         self._job = joined(job) if settings.joins else job
-        self._hands = HandingOut(self._job, settings, self._fail)
-        self._copies = Copies(self._job, self._hands, settings, folder, self._fail)
+        self._hands = BatchInjector(self._job, settings, self._fail)
+        self._copies = ReplayTasks(self._job, self._hands, settings, folder, self._fail)
         self._parameters = Parameters()
         self._raw: dict[str, torch.Tensor] = {}  # gradients of the last backward passes
         self._left: dict[str, torch.Tensor] = {}  # what the script goes on with after them
@@ -75,7 +75,7 @@ class Replayer(Deaf):
         return self._hands.mode
 
     @property
-    def _copy(self) -> Role | None:
+    def _copy(self) -> ReplayTask | None:
         return self._hands.copy
 
     @property
@@ -159,7 +159,9 @@ class Replayer(Deaf):
         if not any(r.batches or any(one.inputs for one in r.passes) for r in everything):
             self._fail("no tensor of a batch was seen that the replay could hand out")
         self._hands.inputs(args, kwargs)
-        alone.doubles = self._is_target and self._copy is not None and self._copy.doubles
+        single_process_group.doubles = (
+            self._is_target and self._copy is not None and self._copy.doubles
+        )
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
             place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
@@ -196,7 +198,7 @@ class Replayer(Deaf):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Notes the loss; a copy with several passes in one batch is done."""
-        alone.doubles = False
+        single_process_group.doubles = False
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
         if self._is_target and self._copy is not None and self._copy.pairs:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distcheck.job.inside import tensors
-from distcheck.job.inside.contributions import Contributions
+from distcheck.job.inside.grad_accumulation import GradAccumulation
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import averaged, state_digest
 from distcheck.job.inside.step_file import StepFile
@@ -33,7 +33,7 @@ def load(
         for name, tensor in into.items():
             value = kept.get(f"{kind}{name}")
             if value is not None and not torch.nn.parameter.is_lazy(tensor):
-                value = value if moves is None else moved(value, moves)
+                value = value if moves is None else perturbed(value, moves)
                 local(tensor).data.copy_(value)  # graphs that have the tensor may still be used
 
 
@@ -64,7 +64,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def moved(
+def perturbed(
     tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
 ) -> torch.Tensor:
     """Every element one ULP up or down, by chance; one of another dtype if it is coarser."""
@@ -104,15 +104,15 @@ def distance(
 
 
 def spread_of(
-    gradient: torch.Tensor, moved: Sequence[torch.Tensor], name: str, known: dict[str, float]
+    gradient: torch.Tensor, perturbed: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
     """The distance of a gradient from the farthest of those that parameters moved by one ULP give.
     Its share of the norm is kept in `known`, by which it is estimated if no parameter was moved.
     """
     norm = float(gradient.double().norm())
-    if not moved:
+    if not perturbed:
         return known.get(name, math.nan) * norm
-    most = max(float((one - gradient).double().norm()) for one in moved)
+    most = max(float((one - gradient).double().norm()) for one in perturbed)
     if norm:
         known[name] = most / norm
     return most
@@ -129,12 +129,12 @@ def factor_of(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 SMALL = 64  # elements; what an optimizer holds of a parameter is kept whole up to here
 
 
-class HeldState:
+class ExtraState:
     """What is held in one step, for its record; `notes`: all of it, or the dtype of autocast
     alone.
     """
 
-    def __init__(self, parameters: Parameters, added: Contributions, *, notes: bool) -> None:
+    def __init__(self, parameters: Parameters, added: GradAccumulation, *, notes: bool) -> None:
         self._parameters, self._added, self._notes = parameters, added, notes
         self.about: dict[str, Any] = {}
 

@@ -12,7 +12,7 @@ from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
-from distcheck.recordings.jobs.records import Ops, Part, StepRecord
+from distcheck.recordings.jobs.records import Ops, Shard, StepRecord
 from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
 
 _STATE = ("before/", "buffer/")
@@ -40,7 +40,7 @@ class StepFile:
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, Shard] = {}
         self._modules: Watched | None = None
         self.ops: Ops | None = None
         self.has_restarted = False
@@ -132,7 +132,7 @@ class StepFile:
 
     def add_gradients(
         self, kind: str, found: Mapping[str, torch.Tensor], by: float,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, Shard] | None = None,
     ) -> None:  # fmt: skip
         """Keeps gradients, multiplied `by` a power of two that undoes a scale; `parts` says what
         they are of those that are divided among ranks. They are not copied: `write` follows.

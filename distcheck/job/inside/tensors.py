@@ -13,7 +13,7 @@ from distcheck.machine import compat
 from distcheck.machine.compat import WRAPPERS
 from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
-from distcheck.recordings.jobs.records import MOST_ROWS, Part, digest
+from distcheck.recordings.jobs.records import MOST_ROWS, Shard, digest
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -43,7 +43,7 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous()
 
 
-def part_of(tensor: torch.Tensor) -> Part | None:
+def part_of(tensor: torch.Tensor) -> Shard | None:
     """What this rank has of a tensor that is divided among ranks. Raises ValueError where that is
     another thing than a box of it, or a term of a sum.
     """
@@ -59,7 +59,7 @@ def part_of(tensor: torch.Tensor) -> Part | None:
     kinds = {one.reduce_op for one in places if one.is_partial()}
     if kinds - {"sum", "avg"} or len(kinds) > 1:
         raise ValueError(f"parts that are put together by {', '.join(sorted(kinds))}")
-    return Part(
+    return Shard(
         shape=tuple(tensor.shape),
         at=compat.part_in(tensor),
         of=tuple(mesh.mesh[whole].flatten().tolist()),

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from distcheck.job.inside.feeding import ALL
+from distcheck.job.inside.batch_source import ALL
 from distcheck.job.inside.forks import Written
-from distcheck.job.settings import Role
+from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import (
     OF_RANKS,
@@ -28,7 +28,7 @@ class WatchedCopies:
 
     def __init__(self, draws: int, world: int) -> None:
         self._draws, self._world = draws, world
-        self._found: dict[Role, dict[int, Seen]] = {}
+        self._found: dict[ReplayTask, dict[int, Seen]] = {}
 
     def without(self, found: Written) -> Written:
         """What copies wrote, without what they have seen of modules, which is kept here."""
@@ -56,7 +56,9 @@ class WatchedCopies:
 
     def _of(self, rank: int, step: int, draw: int) -> dict[int, Seen]:
         found = self._found
-        return found.get(Role(rank, step, draw)) or found.get(Role(ALL, step, draw)) or {}
+        return (
+            found.get(ReplayTask(rank, step, draw)) or found.get(ReplayTask(ALL, step, draw)) or {}
+        )
 
 
 def packed_all(seen: dict[int, Seen]) -> Tensors:

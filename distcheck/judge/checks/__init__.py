@@ -17,7 +17,7 @@ front.
 What they compare with:
 
     evidence.py     what a check gets to see
-    matching.py     one tensor of every rank with one expectation; parted.py: two recordings
+    matching.py     one tensor of every rank with one expectation; pairwise.py: two recordings
     comparison.py   two tensors: to the bit, within a bound, by relative norm
     tally.py        adds up what was compared, and keeps the worst and the first place
     merging.py      the results of one check as one, and whether they cover what is required

@@ -215,7 +215,7 @@ def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
 
 
 def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats, neighbours one apart; both zeros are 0."""
+    """Integers in the order of the floats, neighbors one apart; both zeros are 0."""
     raw = bits(tensor)
     magnitude = (raw & torch.iinfo(raw.dtype).max).to(torch.int64)
     return torch.where(raw < 0, -magnitude, magnitude)
@@ -235,7 +235,7 @@ def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | No
 
 
 def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
-    """Integers in the order of the floats they encode, neighbours one apart."""
+    """Integers in the order of the floats they encode, neighbors one apart."""
     raw: int = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))[0]
     magnitude = raw & ((1 << (8 * struct.calcsize(integer) - 1)) - 1)
     return (-magnitude if raw < 0 else magnitude) >> drop_bits

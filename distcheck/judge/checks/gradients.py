@@ -1,10 +1,13 @@
 """After the sync every rank holds the gradient of the whole batch: the check that matters most.
 
-lattice   bitwise, against the closed form (or, where no order is promised, within R)
-X         bitwise, against the shards reduced in the declared order
-R         elementwise, within the rounding bound of any order (or, where a low-rank exchange is
+lattice   bitwise, against the closed form (or, where no order is promised, within the rounding
+          bound)
+bitwise         bitwise, against the shards reduced in the declared order
+rounding         elementwise, within the rounding bound of any order (or, where a low-rank exchange
+                 is
           accepted, as a projection of the mean)
-S32, S64  per tensor, relative L2 norm against the whole batch in one process (S32: where rounding
+full batch float32, full batch float64  per tensor, relative L2 norm against the whole batch in one
+                                        process (full batch float32: where rounding
           decides on which side of a kink a sample is, taken shard by shard)
 """
 

@@ -7,7 +7,7 @@ from distcheck.recordings.recording import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise, per rank, against the shard computed again (X) or in closed form (lattice)."""
+    """Bitwise, per rank, against the shard computed again (bitwise) or in closed form (lattice)."""
     for expectation in evidence.expectations:
         for rank, own in zip(evidence.with_data, expectation.what.parts, strict=True):
             for index, form in enumerate(own):

@@ -11,7 +11,9 @@ from distcheck.records.mesh import Mesh
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Bitwise per rank (X, lattice), or the weighted mean against the full batch (S32, S64)."""
+    """Bitwise per rank (bitwise, lattice), or the weighted mean against the full batch (full batch
+    float32, full batch float64).
+    """
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):
             continue

@@ -1,10 +1,10 @@
-"""The optimizer did with the synchronised gradients what it does with them on one machine.
+"""The optimizer did with the synchronized gradients what it does with them on one machine.
 
 Gradients are judged on their own; here each rank's recorded gradients, parameters and optimizer
 state go through the same optimizer in one process, and the result must be bit-identical. In
 the lattice the parameters are known in closed form, whatever was recorded. State that is sharded
 over the ranks is taken from, and compared on, the rank that holds it. Ranks that may train by
-themselves must hold, after every average, the mean of what their own updates left (R).
+themselves must hold, after every average, the mean of what their own updates left (rounding).
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _compare_rank(
 ) -> None:
     for kind, forms in after.items():
         if kind is Kind.PARAMETER and updates.averaged:
-            continue  # expected under R: the mean over the ranks
+            continue  # expected under The rounding bound: the mean over the ranks
         for index, expected in enumerate(forms):
             if kind is Kind.OPTIMIZER and index in updates.holders:
                 holders = updates.holders[index]

@@ -99,7 +99,7 @@ def _try(
 
     rest = (1.0 - parts.weights).unsqueeze(1)
     of_rank: Mapping[str, torch.Tensor] = {
-        "no-sync": shows(parts.gradients * parts.own.unsqueeze(1), 0.0),
+        "missing-sync": shows(parts.gradients * parts.own.unsqueeze(1), 0.0),
         "lost-rank": shows(mean - scaled, 1.0) & shows((mean - scaled) / rest, 1.0 / rest),
         "doubled-rank": shows(mean + scaled, 1.0 + _added(scaled, parts)),
     }
@@ -150,11 +150,11 @@ def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
 def of_step(
     trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
 ) -> dict[str, tuple[Shown | None, ...]]:
-    """What comparing each parameter's synchronised gradient by each layer would show, at a step.
+    """What comparing each parameter's synchronized gradient by each layer would show, at a step.
     None where one rank alone has data: there is nothing to exchange.
 
-    `trace` is that of the ranks with data. X asks for more than R does: what R's bound shows, bits
-    show, so what both ask is asked once.
+    `trace` is that of the ranks with data. The bitwise layer asks for more than the rounding bound
+    does: what the rounding bound shows, bits show, so what both ask is asked once.
     """
     indices = range(len(trace.layout.model.parameters))
     looks = {layer: _Look(trace, step, forms) for layer, forms in layers.items()}
@@ -207,7 +207,7 @@ def of_unexchanged(
     left = [torch.zeros_like(right) if one is None else wide(one) for one in own]
     apart = [not distance(one, right) <= allowed for one in left]
     shown = {
-        "no-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
+        "missing-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
         "times-world": (0,) if size * (len(ranks) - 1) > allowed else (),
         "divided-by-world": (0,) if size * (1 - 1 / len(ranks)) > allowed else (),
     }
@@ -329,7 +329,7 @@ class _Look:
             return bool(projected(left.to(result.dtype), form).why)
 
         shown = {
-            "no-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
+            "missing-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
             "lost-rank": tuple(
                 r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean - part))
             ),

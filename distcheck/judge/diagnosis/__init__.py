@@ -18,8 +18,8 @@ import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import exchanging, gradients, layouts, other_causes, outcomes, state
-from distcheck.judge.diagnosis.facts import Facts
-from distcheck.judge.diagnosis.ways import culprit as culprit
+from distcheck.judge.diagnosis.measurements import Measurements
+from distcheck.judge.diagnosis.source_lines import culprit as culprit
 from distcheck.judge.diagnosis.wording import Failures, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
@@ -30,7 +30,7 @@ from distcheck.records.layers import BITWISE, ROUNDING
 def diagnose(
     ends: Sequence[Outcome],
     results: Sequence[CheckResult],
-    facts: Facts | None = None,
+    facts: Measurements | None = None,
     separation: Separation | None = None,
     *,
     accept: str | None = None,
@@ -49,7 +49,7 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks - {"outcome"}:
         return found
-    facts = facts or Facts(world=len(ends))
+    facts = facts or Measurements(world=len(ends))
     depends = separation is not None and separation.depends
     differed = (
         [] if found and depends else state.of_rerun(failed, separation, alone=checks == {"rerun"})
@@ -66,7 +66,7 @@ def diagnose(
     return _with_loss_contract(found, facts) + state.same_randomness(facts)
 
 
-def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
+def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
     if facts.layout is not None:
         moved = failed.get(("parameters", BITWISE))
@@ -87,9 +87,9 @@ def _of_gradients(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis
     return found + other_causes.of_average(failed, facts)
 
 
-def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
+def _averaged(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     """What is not a missing exchange: ranks exchange parameters in place of gradients."""
-    if not facts.averaged_every or "no-sync" not in {cause.cause for cause in found}:
+    if not facts.averaged_every or "missing-sync" not in {cause.cause for cause in found}:
         return found
     every = facts.averaged_every
     may_accept = any(step.undeclared for step in facts.steps)
@@ -102,10 +102,10 @@ def _averaged(found: list[Diagnosis], facts: Facts) -> list[Diagnosis]:
         "undeclared" if may_accept else "usual",
         every=every,
     )
-    return [averaging if cause.cause == "no-sync" else cause for cause in found]
+    return [averaging if cause.cause == "missing-sync" else cause for cause in found]
 
 
-def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[Diagnosis]:
+def _of_update(failed: Failures, facts: Measurements, found: list[Diagnosis]) -> list[Diagnosis]:
     """Unless it follows from what was found, or is part of it."""
     causes = {cause.cause for cause in found}
     if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
@@ -114,7 +114,7 @@ def _of_update(failed: Failures, facts: Facts, found: list[Diagnosis]) -> list[D
     return other_causes.of_update(failed, facts, first)
 
 
-def worth_a_look(results: Sequence[CheckResult]) -> bool:
+def needs_diagnosis(results: Sequence[CheckResult]) -> bool:
     """Whether measuring can tell more than the checks' results: something other than the ranks'
     ends or the rerun failed.
     """
@@ -143,7 +143,7 @@ def _of_one_run(cause: Diagnosis) -> Diagnosis:
     return msgspec.structs.replace(cause, evidence=evidence)
 
 
-def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _of_batch(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """The shards' mean is what the ranks hold, and the whole batch's gradient is another mean."""
     if not facts.batch_weights or ("gradients", ROUNDING) in failed:
         return []
@@ -159,7 +159,7 @@ def _of_batch(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
+def _unexplained(failed: Failures, facts: Measurements) -> Diagnosis:
     """The strongest evidence there is, where no cause is carried by it."""
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     assert first is not None
@@ -175,7 +175,7 @@ def _unexplained(failed: Failures, facts: Facts) -> Diagnosis:
     return name_cause("unexplained", evidence, hint)
 
 
-def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _server(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Gradients are wrong on a rank without data, and were measured to be right on the others."""
     first = failed.get(("gradients", ROUNDING)) or failed.get(("gradients", "lattice"))
     measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
@@ -185,7 +185,7 @@ def _server(failed: Failures, facts: Facts) -> list[Diagnosis]:
         return []
     return [
         name_cause(
-            "wrong-on-server",
+            "parameter-server-differs",
             "every rank with data holds the right mean, but the one without does not: "
             f"{where(first)}, got {first.first.actual}, expected {first.first.expected}",
         )
@@ -199,7 +199,7 @@ _BY_SCALE = (
 )  # fmt: skip
 
 
-def _with_loss_contract(found: Sequence[Diagnosis], facts: Facts) -> list[Diagnosis]:
+def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     """The same causes; the first that a loss contract would explain says so. Only where all that
     was recorded is right under that contract, which was computed, not guessed.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import hypot, isclose, sqrt
 
 from distcheck.judge.diagnosis import tokens
-from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import ParameterFacts, StepFacts
 
 _NEARER = 4.0  # Chosen: how much nearer another reading must be to replace the usual one
 # Chosen, of their norms: whatever rounds a result, gradients are computed as ever.

@@ -8,7 +8,7 @@ from math import prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter
+from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
 from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -39,7 +39,7 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
     if all(found.unexchanged for found in wrong):
         also = ", and so is the loss" if facts.loss_is_wrong else ""
         yield name_cause(
-            "no-sync",
+            "missing-sync",
             f"{place}: the gradient is the mean of what each rank has of its own samples{also}",
             "loss",
         )
@@ -57,7 +57,7 @@ def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
     most = max(found.distance for found in wrong)
     others = len(facts.right) and f", and those of {', '.join(facts.right)} are right"
     yield name_cause(
-        "broken-backward",
+        "wrong-backward-communication",
         f"{place}, {names}: the loss is that of one process, and the gradient is not: it is off by "
         f"{100 * most:.2g} % of its norm{others or ''}",
         "loss",
@@ -94,7 +94,7 @@ def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
     place, world = f"step {facts.step}: compute()", _world(facts)
     if found.unexchanged:
         evidence = f"{place} gives each rank the result of its own samples"
-        return name_cause("no-sync", evidence, "metric")
+        return name_cause("missing-sync", evidence, "metric")
     if found.even:
         evidence = f"{place} gives the mean of the ranks' results, each of which counts alike"
         return name_cause("unweighted-mean", evidence, "metric")

@@ -13,7 +13,7 @@ import msgspec
 
 from distcheck.judge.diagnosis import parts, precision, weights
 from distcheck.judge.diagnosis.combinations import all_parallel, distance
-from distcheck.judge.diagnosis.facts import Facts, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import Measurements, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import (
     coefficients_text,
     number_text,
@@ -28,18 +28,18 @@ from distcheck.records.odd_ranks import ranks_in_words
 FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
 
 
-def explain(facts: Facts) -> list[Diagnosis]:
+def explain(facts: Measurements) -> list[Diagnosis]:
     """The causes of wrong gradients; empty where none explains them."""
     return [_among(one, facts) for one in _explain(facts)]
 
 
-def explain_left(facts: Facts) -> list[Diagnosis]:
+def explain_left(facts: Measurements) -> list[Diagnosis]:
     """The same of what backward left, where all that came of it is right."""
     found = next((left_otherwise(step) for step in facts.steps if step.left), [])
     return [_among(one, facts) for one in found]
 
 
-def _among(found: Diagnosis, facts: Facts) -> Diagnosis:
+def _among(found: Diagnosis, facts: Measurements) -> Diagnosis:
     """Says which ranks have data, where some have none: what is listed by rank leaves those out."""
     ranks = facts.steps[0].ranks
     if len(ranks) in (0, facts.world):
@@ -52,7 +52,7 @@ def _extended(found: Diagnosis, *, before: str = "", after: str = "") -> Diagnos
     return msgspec.structs.replace(found, evidence=f"{before}{found.evidence}{after}")
 
 
-def _explain(facts: Facts) -> list[Diagnosis]:
+def _explain(facts: Measurements) -> list[Diagnosis]:
     steps = [step for step in facts.steps if step.parameters or step.not_finite or step.missing]
     if not steps:
         return []
@@ -87,7 +87,7 @@ def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
     """Without what only follows: where one rank alone holds the mean of whole parameters, these
     were exchanged, and that the other ranks hold their own there is not a second cause.
     """
-    alone = any(one.cause == "one-rank-only" for one in found)
+    alone = any(one.cause == "single-rank-gradient" for one in found)
     return [one for one in found if not alone or not one.evidence.endswith(parts.OWN_THERE)]
 
 
@@ -208,8 +208,8 @@ _SIDE_BY_SIDE = (
     {"unweighted-tokens", "missing-division"},
     {"unweighted-tokens", "double-division"},
     {"unweighted-tokens", "wrong-divisor"},
-    {"no-sync", "dropped-rank"},
-    {"one-rank-only", "missing-division"},
+    {"missing-sync", "dropped-rank"},
+    {"single-rank-gradient", "missing-division"},
     {"dropped-rank", "missing-division"},
     {"dropped-rank", "wrong-divisor"},
     {"duplicated-rank", "missing-division"},
@@ -228,7 +228,7 @@ def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
     for cause, finding in by_cause.items():
         others = " or ".join(other for other in by_cause if other != cause)
         apart = f"; {APART} {others}"
-        if cause in ("one-rank-only", "dropped-rank", "duplicated-rank"):
+        if cause in ("single-rank-gradient", "dropped-rank", "duplicated-rank"):
             apart += " (a world of 3 ranks can)"
         result.append(_extended(finding, after=apart))
     return result
@@ -280,7 +280,7 @@ def _not_finite(step: StepFacts) -> Diagnosis:
     return name_cause("nonfinite", evidence)
 
 
-def describe_unexplained(facts: Facts) -> str:
+def describe_unexplained(facts: Measurements) -> str:
     """The strongest evidence of wrong gradients that no cause explains, in a sentence."""
     step = next((step for step in facts.steps if step.parameters), None)
     if step is None:
@@ -311,7 +311,7 @@ def describe_unexplained(facts: Facts) -> str:
     return text
 
 
-def describe_left(facts: Facts) -> str:
+def describe_left(facts: Measurements) -> str:
     """What backward left on each rank, where that was no longer the shard's gradient."""
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):

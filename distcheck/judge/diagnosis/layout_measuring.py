@@ -5,9 +5,14 @@ from collections.abc import Collection, Sequence
 import msgspec
 import torch
 
-from distcheck.judge.diagnosis.facts import LayoutFacts, LayoutParameter, Region, WrongOutputs
+from distcheck.judge.diagnosis.measurements import (
+    LayoutFacts,
+    LayoutParameter,
+    Region,
+    WrongOutputs,
+)
 from distcheck.judge.fitting import fit
-from distcheck.judge.oracles import whole_batch
+from distcheck.judge.oracles import full_batch_bound
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind
@@ -30,8 +35,8 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
     modules = [_module(spec.name) for spec in at.specs]
     wrong = {parameter.module for parameter in found}
     later = dict.fromkeys(m for m in modules[last + 1 :] if m not in wrong)
-    expected = whole_batch.loss(at)
-    losses = [] if expected.remark else whole_batch.recorded_losses(at)
+    expected = full_batch_bound.loss(at)
+    losses = [] if expected.remark else full_batch_bound.recorded_losses(at)
     allowed = max(expected.bound, expected.rounding)
     return LayoutFacts(
         step=at.step,
@@ -62,7 +67,7 @@ def _module(name: str) -> str:
 
 def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
     """What the first rank with wrong outputs returned, in terms of the right ones."""
-    expected = whole_batch.outputs(at) if at.references.whole.layout.outputs else None
+    expected = full_batch_bound.outputs(at) if at.references.whole.layout.outputs else None
     if expected is None:
         return None
     for rank in range(mesh.world):
@@ -199,12 +204,12 @@ class _Measuring(Held):
     def _known_allowed(self) -> float:
         if self._expected is None:
             return 0.0
-        expected, tolerance = self._expected, whole_batch.tolerance(self._at, self._index)
+        expected, tolerance = self._expected, full_batch_bound.tolerance(self._at, self._index)
         errors = [float((h - expected).norm()) for h in self._held if h is not None]
         error = max(errors, default=0.0)
         if error <= tolerance:
             return tolerance
-        rounding = whole_batch.gradient_rounding(self._at, self._index, error, tolerance)
+        rounding = full_batch_bound.gradient_rounding(self._at, self._index, error, tolerance)
         return max(tolerance, rounding)
 
     def measured(self) -> LayoutParameter | None:

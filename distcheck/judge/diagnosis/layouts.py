@@ -10,7 +10,12 @@ from math import isclose, prod
 
 import msgspec
 
-from distcheck.judge.diagnosis.facts import SAME_FACTOR, LayoutFacts, LayoutParameter, WrongOutputs
+from distcheck.judge.diagnosis.measurements import (
+    SAME_FACTOR,
+    LayoutFacts,
+    LayoutParameter,
+    WrongOutputs,
+)
 from distcheck.judge.diagnosis.wording import Failures, number_text, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -97,7 +102,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         yield from _of_factor(facts, found)
     elif found.shard:
         yield name_cause(
-            "no-sync",
+            "missing-sync",
             "every rank holds the gradient of its own data coordinate's samples",
             "layout",
         )
@@ -109,7 +114,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         )
     elif found.shares:
         yield name_cause(
-            "missing-sum",
+            "missing-reduction",
             f"ranks along the axis {found.shares} hold different parts of the gradient, which add "
             "up to the right one",
             axis=found.shares,
@@ -138,7 +143,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         factor = found.region.factor
         times = "" if factor is None else f", where it is {number_text(factor)} times the right one"
         where_alone = f"the gradient is wrong in {found.region.where} alone{times}"
-        yield name_cause("wrong-piece", where_alone)
+        yield name_cause("wrong-shard", where_alone)
 
 
 def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
@@ -148,7 +153,7 @@ def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
     if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
         how = "their gradients are added up" if added_up else "it is divided by them twice"
         evidence = f"{times}: there are {parts} micro-batches, and {how}"
-        found.append(name_cause("micro-batch-scale", evidence))
+        found.append(name_cause("pipeline-not-scaled", evidence))
     for axis, size in facts.axes:
         over = f"{times}: the axis {axis} has {size} ranks, over which it was"
         if size < 2 or not (of.is_scaled_by(size) or of.is_scaled_by(1 / size)):
@@ -156,7 +161,9 @@ def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
         if of.is_scaled_by(size):
             evidence = f"{over} added up"
             added = name_cause("missing-division", evidence, "layout", size=size)
-            found.append(added if axis == "data" else name_cause("extra-sum", evidence, axis=axis))
+            found.append(
+                added if axis == "data" else name_cause("extra-reduction", evidence, axis=axis)
+            )
         elif axis == "data":
             found.append(name_cause("double-division", f"{over} averaged", "layout", size=size))
         else:
@@ -190,7 +197,7 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
         return
     last = facts.parameters[-1]
     yield name_cause(
-        "broken-backward",
+        "wrong-backward-communication",
         f"step {facts.step}: the loss is right, and so are the gradients of "
         f"{', '.join(facts.right)}; they are wrong from {last.module or last.name} on towards the "
         "inputs",
@@ -200,7 +207,7 @@ def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
 def _replicas(failed: Failures) -> Diagnosis:
     result = failed["agreement", "-"]
     return name_cause(
-        "replicas-differ",
+        "replicated-gradients-differ",
         "every gradient is within its bound, but ranks that hold the same parameter do not hold "
         f"the same bits of it: {where(result)}",
     )

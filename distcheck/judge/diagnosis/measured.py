@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from distcheck.judge.diagnosis.step_view import StepView
-from distcheck.judge.oracles import any_order
+from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -67,8 +67,8 @@ class StepExpectation(AtStep, StepView):
     def interval(
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
-        """As `AnyOrder.interval`."""
-        return any_order.mean_at(self).interval(index, wire=wire, loss=loss)
+        """As `RoundingBound.interval`."""
+        return rounding_bound.mean_at(self).interval(index, wire=wire, loss=loss)
 
     def unmoved(self) -> tuple[int, ...]:
         """Ranks that an update computed again moves, and whose parameters stayed to the bit."""
@@ -96,8 +96,8 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """How far quantising may move each rank's elements; empty where it is not accepted."""
-        return any_order.mean_at(self).half_quanta
+        """How far quantizing may move each rank's elements; empty where it is not accepted."""
+        return rounding_bound.mean_at(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -11,8 +11,15 @@ import msgspec
 import torch
 
 from distcheck.judge.diagnosis import backward, gradients
-from distcheck.judge.diagnosis.facts import Facts, Fit, Match, NotFinite, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.diagnosis.measurements import (
+    Fit,
+    Match,
+    Measurements,
+    NotFinite,
+    ParameterFacts,
+    StepFacts,
+)
 from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -324,7 +331,7 @@ def of_terms(measured: Measured, rank: int, dtype: str) -> bool:
 MOST_KEPT = 1 << 22  # elements of a model whose means are kept while they are compared
 # Beyond this many elements every k-th is taken: a combination holds for every element.
 _MOST_ELEMENTS = 1 << 20
-# Chosen: a QR factorisation in float64 is itself off by a few hundred of its roundings, and this is
+# Chosen: a QR factorization in float64 is itself off by a few hundred of its roundings, and this is
 # 9,000 u.
 _LEAST_GAMMA = 1e-12
 # Chosen, of the largest: below it, ranks' gradients do not tell ranks apart.
@@ -341,7 +348,7 @@ def explain(
     if later is not None:
         steps.append(StepMeasuring(later, [view, *earlier]).facts())
     facts = [msgspec.structs.replace(one, undeclared=False) for one in steps]
-    return gradients.explain(Facts(world=len(view.ranks), steps=tuple(facts)))
+    return gradients.explain(Measurements(world=len(view.ranks), steps=tuple(facts)))
 
 
 class StepMeasuring:
@@ -519,7 +526,7 @@ class StepMeasuring:
         )
 
     def _coarse(self, elements: int) -> tuple[float, ...]:
-        """How far quantising may take each rank's gradient, by the widest grid: all may use it."""
+        """How far quantizing may take each rank's gradient, by the widest grid: all may use it."""
         widest = max(self._view.half_quanta, default=0.0) * sqrt(elements)
         factors = self._view.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()

@@ -23,10 +23,11 @@ from distcheck.contract import (
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.backward import measured_passes
-from distcheck.judge.diagnosis.facts import MOST_EARLIER, Elsewhere, Facts, Overlap
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
+from distcheck.judge.diagnosis.measurements import MOST_EARLIER, Elsewhere, Measurements, Overlap
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
+from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
     measured_average,
@@ -34,10 +35,9 @@ from distcheck.judge.diagnosis.updates import (
     ran_twice,
     scaled_projection,
 )
-from distcheck.judge.diagnosis.ways import measured_ways
 from distcheck.judge.fitting import fit
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
-from distcheck.judge.oracles import order_exact, whole_batch
+from distcheck.judge.oracles import full_batch_bound, order_exact
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -61,7 +61,7 @@ _SCALES: tuple[Scale, ...] = ("divide-after", "divide-before", "multiply-before"
 
 
 @OBSERVE.does
-def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Facts:
+def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Measurements:
     """Measures; returns a Facts. What cannot be measured is said in `trouble`."""
     os.nice(5)
     seeds.pin_determinism()
@@ -77,14 +77,14 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Fa
     return observe(job, ingredients, trace)
 
 
-def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Facts:
+def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Measurements:
     look = _Look(job, ingredients, trace)
     library, _, alike = drew_alike(trace, range(job.layout.world))
     seen: dict[str, Any] = {
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
         "begins_alike": _begins_alike(trace),
-        "ways": tuple(way for step in job.steps for way in measured_ways(trace, step)),
+        "ways": tuple(way for step in job.steps for way in measured_lines(trace, step)),
     }
     try:
         if job.steps:
@@ -92,7 +92,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
             seen |= look.at_gradients()
     except (NotBoundedError, NotRecordedError) as error:
         seen["trouble"] = str(error)
-    return Facts(world=job.layout.world, **seen)
+    return Measurements(world=job.layout.world, **seen)
 
 
 class _Look:
@@ -258,8 +258,9 @@ def _same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     """The weights with which shards' gradients add up to the whole batch's, if some do.
 
-    Least squares over all parameters, each by its own size; the whole batch is within S32's or
-    S64's tolerance of what it should be, which bounds both the residual and the weights' error.
+    Least squares over all parameters, each by its own size; the whole batch is within full batch
+    float32's or the tolerance of full batch float64 of what it should be, which bounds both the
+    residual and the weights' error.
     """
     rows, allowed = list[tuple[torch.Tensor, ...]](), 0.0
     for index, whole in enumerate(expectation.full_batch.gradients):
@@ -275,7 +276,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
         if size == 0:
             continue
         rows.append((whole.double() / size, *(column / size for column in columns)))
-        allowed += (whole_batch.tolerance(expectation, index) / size) ** 2
+        allowed += (full_batch_bound.tolerance(expectation, index) / size) ** 2
     fitted = fit(rows)
     if fitted is None or fitted.apart < LEAST_SINGULAR:
         return ()

@@ -3,7 +3,7 @@
 import math
 
 from distcheck.judge.diagnosis import gradients
-from distcheck.judge.diagnosis.facts import Facts, PassFacts, UpdateFacts
+from distcheck.judge.diagnosis.measurements import Measurements, PassFacts, UpdateFacts
 from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
@@ -13,14 +13,14 @@ from distcheck.records.odd_ranks import ranks_in_words
 _SHOWN = 4
 
 
-def lost(facts: Facts) -> list[Diagnosis]:
+def lost(facts: Measurements) -> list[Diagnosis]:
     if not facts.lost:
         return []
     evidence = f"{facts.lost}: the shard's gradient is gone before anything is exchanged"
     return [name_cause("wrong-local-gradient", evidence, "lost")]
 
 
-def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def of_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Gradients that were measured, are within the rounding bound of the mean, and have other bits
     than promised, or than each other.
     """
@@ -41,10 +41,10 @@ def of_bits(failed: Failures, facts: Facts) -> list[Diagnosis]:
     if not any(len(step.alike) > 1 for step in facts.steps):
         return []
     evidence = f"{what}of the other ranks: {where(failed['agreement', '-'])}"
-    return [name_cause("last-bits-differ", evidence)]
+    return [name_cause("replicas-not-bit-identical", evidence)]
 
 
-def of_passes(facts: Facts) -> list[Diagnosis]:
+def of_passes(facts: Measurements) -> list[Diagnosis]:
     """Several backward passes in a step, which do not count alike."""
     found = facts.passes
     if found is None or not facts.steps or facts.steps[0].step != found.step:
@@ -81,7 +81,7 @@ def _times(counts: list[float]) -> str:
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
-def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def of_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Wrong averages of parameters, where such averages are accepted."""
     if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
@@ -97,10 +97,10 @@ def of_average(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
+def of_design(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
     """Something else than the design that was accepted."""
     result = failed.get(("gradients", ROUNDING))
-    if result is None or not accept.startswith(("low-rank", "quantised")):
+    if result is None or not accept.startswith(("low-rank", "quantized")):
         return []
     factor = facts.scaled_projection
     if factor is not None:
@@ -121,10 +121,10 @@ def of_design(failed: Failures, facts: Facts, accept: str) -> list[Diagnosis]:
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [where(result), reason, seen]))
     evidence = f"gradients are not what --accept {accept} allows: {evidence}"
-    return [name_cause("not-as-accepted", evidence)]
+    return [name_cause("exceeds-accepted-deviation", evidence)]
 
 
-def of_update(failed: Failures, facts: Facts, first: CheckResult | None) -> list[Diagnosis]:
+def of_update(failed: Failures, facts: Measurements, first: CheckResult | None) -> list[Diagnosis]:
     """Steps of the optimizer that are not those that it takes on one machine."""
     result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
@@ -152,7 +152,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     if seen.owners and seen.unchanged:
         return [
             name_cause(
-                "lost-broadcast",
+                "missing-parameter-broadcast",
                 f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
                 "right on one rank alone, and on the other ranks as it was before the step: the "
                 "rank that updates it did not send it on",
@@ -161,7 +161,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     if seen.counted:
         return [
             name_cause(
-                "replicas-in-norm",
+                "clip-norm-includes-replicas",
                 f"step {seen.step}: parameters moved {number_text(seen.factor)} times as "
                 "far as they should, as if they had been clipped by a norm in which "
                 f"{', '.join(seen.counted[:_SHOWN])} (of {len(seen.counted)} in all) count "
@@ -172,7 +172,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
         norms = ", ".join(f"{norm:.4g}" for norm in seen.norms)
         return [
             name_cause(
-                "local-norm-clip",
+                "clip-by-shard-norm",
                 f"step {seen.step}: parameters moved as if ranks had clipped the pieces "
                 f"that they hold by the norms of these pieces alone ({norms}), and not by the "
                 "norm of all gradients",
@@ -201,7 +201,7 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
     return text
 
 
-def of_owners(facts: Facts) -> list[Diagnosis]:
+def of_owners(facts: Measurements) -> list[Diagnosis]:
     if not facts.elsewhere:
         return []
     shown = ", ".join(
@@ -211,7 +211,7 @@ def of_owners(facts: Facts) -> list[Diagnosis]:
     more = len(facts.elsewhere) - _SHOWN
     return [
         name_cause(
-            "wrong-owner",
+            "reduced-to-wrong-rank",
             f"step {facts.elsewhere[0].step}: the right gradient is on another rank than "
             f"the one whose optimizer updates the parameter: {shown}"
             f"{f', and {more} more' if more > 0 else ''}",

@@ -6,8 +6,8 @@ import msgspec
 
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.causes import name_cause
-from distcheck.records.ends import MISUSES, RankEnd
-from distcheck.records.odd_ranks import Key, calls_apart, ranks_in_words
+from distcheck.records.exit_status import MISUSES, RankEnd
+from distcheck.records.odd_ranks import Key, call_mismatch, ranks_in_words
 
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
@@ -77,7 +77,7 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
     """The rank that received a message of another size is as a rule not the one that called
     something else.
     """
-    apart = calls_apart(_calls(outcomes))
+    apart = call_mismatch(_calls(outcomes))
     evidence = (
         f"rank {received.rank} received a message of another size than its own call expects; "
         "which rank called something else is not known"
@@ -143,7 +143,7 @@ def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     if stopped:
         evidence = "; ".join(filter(None, [f"{ranks_in_words(stopped)} was stopped", evidence]))
         return name_cause("hang", evidence, "stopped", ranks=ranks_in_words(stopped))
-    if len(calls) > 1 and (apart := calls_apart(_calls(hung))) is not None:
+    if len(calls) > 1 and (apart := call_mismatch(_calls(hung))) is not None:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
         return name_cause("collective-mismatch", evidence)

@@ -4,7 +4,7 @@ parameter's, or that of an earlier step.
 
 from collections.abc import Sequence
 
-from distcheck.judge.diagnosis.facts import Match, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import Match, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import parameters_text, positions_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -47,7 +47,7 @@ _KINDS = {
     "own / W": ("partial-sync", "divided", "a W-th of the rank's own gradient"),
     "sum": ("missing-division", "elements", "the sum over all ranks, not divided"),
     "any rank's": (
-        "one-rank-only", "chunks", "some one rank's own gradient, or its share of the mean",
+        "single-rank-gradient", "chunks", "some one rank's own gradient, or its share of the mean",
     ),
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
         wrong = {p.name for p in step.parameters}
         if len(set(pairs.values())) < len(pairs) or not set(pairs.values()) <= wrong:
             what = f"{shown}, which {'that one' if len(pairs) == 1 else 'another'} holds as well"
-            return [name_cause("shared-bucket", f"{where}: got {what}")]
+            return [name_cause("bucket-reused-in-flight", f"{where}: got {what}")]
         return [name_cause("wrong-parameter-order", f"{where}: got {shown}")]
     mixed = [m for m in step.matches if m.kind in ("parameter", "mixed")]
     if _all_match(parameters, mixed):
@@ -114,7 +114,7 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
         )
         if first.other not in {p.name for p in step.parameters}:
             what += ", which is right itself"
-            return [name_cause("shared-bucket", f"{where}: {what}")]
+            return [name_cause("bucket-reused-in-flight", f"{where}: {what}")]
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     permuted = [m for m in step.matches if m.kind == "permuted"]
     if len(parameters) == len(step.parameters) and _all_match(parameters, permuted):

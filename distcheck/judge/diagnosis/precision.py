@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 
 from distcheck.judge.diagnosis.combinations import bound, distance
-from distcheck.judge.diagnosis.facts import LEAST_FOR_A_GRID, Facts, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import (
+    LEAST_FOR_A_GRID,
+    Measurements,
+    ParameterFacts,
+    StepFacts,
+)
 from distcheck.judge.diagnosis.wording import parameters_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -24,7 +29,7 @@ def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
     return all(p.elements < LEAST_FOR_A_GRID for p in in_another_way)
 
 
-def rounded_to(facts: Facts) -> str:
+def rounded_to(facts: Measurements) -> str:
     """The short dtype whose numbers all wrong gradients are, where that is one and the same in
     every step that was looked at; empty where it is not. Of tensors of a few elements every number
     could be one by chance: they do not count.

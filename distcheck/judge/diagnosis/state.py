@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from distcheck.judge.diagnosis.facts import Facts
+from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.wording import Failures, positions_text, where
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.recordings.recording import Kind
@@ -12,7 +12,7 @@ from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.odd_ranks import ranks_in_words
 
 
-def explain(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def explain(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Every such cause that is carried by a check that failed and by what was measured."""
     found = _initial(failed, facts)
     if data := _of("data", failed):
@@ -118,14 +118,14 @@ def gradients_raced(failed: Failures) -> bool:
     return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 
 
-def same_randomness(facts: Facts) -> list[Diagnosis]:
+def same_randomness(facts: Measurements) -> list[Diagnosis]:
     """Ranks that draw alike: dropout masks that are copies of each other."""
     if not facts.same_randomness:
         return []
     groups = "; ".join(ranks_in_words(group) for group in facts.same_randomness)
     return [
         name_cause(
-            "same-randomness",
+            "shared-rng-seed",
             f"{groups} began a forward pass from one and the same random-number state, "
             "which distcheck had made different, and the workload draws from it: their masks or "
             "noise are copies. (By itself that fails no check.)",
@@ -137,14 +137,14 @@ def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
     """The same as a remark, of a case in which no check failed for it."""
     for result in results:
         if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
-            yield name_cause("same-randomness", result.reason)
+            yield name_cause("shared-rng-seed", result.reason)
 
 
 def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
     return next((result for (name, _), result in failed.items() if name == check), None)
 
 
-def _initial(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _initial(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     result = _of("initial state", failed)
     if result is None:
         return []
@@ -163,7 +163,7 @@ def _repeated(result: CheckResult) -> list[Diagnosis]:
     return [name_cause("repeated-samples", evidence)]
 
 
-def _data(facts: Facts) -> list[Diagnosis]:
+def _data(facts: Measurements) -> list[Diagnosis]:
     same = [overlap for overlap in facts.overlaps if overlap.whole_steps]
     if same:
         ranks = ranks_in_words(sorted({rank for overlap in same for rank in overlap.ranks}))
@@ -182,7 +182,7 @@ def _data(facts: Facts) -> list[Diagnosis]:
     return []
 
 
-def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _buffers(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     result = _of("buffers", failed)
     if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
         return []
@@ -205,7 +205,7 @@ def _buffers(failed: Failures, facts: Facts) -> list[Diagnosis]:
     ]
 
 
-def _optimizer(failed: Failures, facts: Facts) -> list[Diagnosis]:
+def _optimizer(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     if _of("parameters", failed) is None:
         return []
     step = next((step for step in facts.steps if step.unchanged), None)

@@ -14,7 +14,7 @@ mean. These numbers are known exactly, so what a mistake leaves is known as well
 from collections.abc import Sequence
 from math import isclose
 
-from distcheck.judge.diagnosis.facts import StepFacts
+from distcheck.judge.diagnosis.measurements import StepFacts
 from distcheck.judge.diagnosis.wording import number_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause

@@ -9,12 +9,12 @@ from math import isclose, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis.facts import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measured import StepExpectation
+from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
-from distcheck.judge.oracles import any_order
+from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.averaging import agree, mean_of
 from distcheck.judge.oracles.low_rank import Projection, projected
 from distcheck.judge.oracles.rounding import Interval
@@ -245,7 +245,7 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
     give; None where there is none. A projection y = f P M has f = |y|^2 / <y, M>.
     """
     wrong, factor = [], None
-    forms = any_order.gradients(expectation)
+    forms = rounding_bound.gradients(expectation)
     for index in range(len(expectation.specs)):
         form = forms.of(index)
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)

@@ -12,7 +12,7 @@ from distcheck.judge.diagnosis.combinations import (
     readings,
     usual_factors,
 )
-from distcheck.judge.diagnosis.facts import ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import number_text, parameters_text, positions_text
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -245,7 +245,7 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
     source = positions_text(step, [way.source])
     evidence = f"{where}: every rank holds {source}'s local gradient{times}"
-    found = [name_cause("one-rank-only", evidence)]
+    found = [name_cause("single-rank-gradient", evidence)]
     if world != 2:
         return found
     return [
@@ -272,7 +272,7 @@ def _no_sync(ways: Sequence[Sequence[Reading]], where: str) -> Diagnosis:
     own = [next(w for w in way if w.source == rank) for rank, way in enumerate(ways)]
     factors = {number_text(way.factor) for way in own}
     times = "" if factors == {"1"} else f" times {', '.join(sorted(factors))}"
-    return name_cause("no-sync", f"{where}: every rank holds its local gradient{times}")
+    return name_cause("missing-sync", f"{where}: every rank holds its local gradient{times}")
 
 
 def _is_right(ways: Sequence[Reading]) -> bool:
@@ -316,10 +316,10 @@ def _one_right(
     holding_own = f", and {positions_text(step, own)} the local gradient" if own else ""
     if right != summed:
         mean = f"{alone} the mean over all samples{holding_own}"
-        return [name_cause("one-rank-only", mean, "usual", "owners")]
+        return [name_cause("single-rank-gradient", mean, "usual", "owners")]
     summed_up = f"{alone} the sum over all ranks"
     return [
-        name_cause("one-rank-only", f"{summed_up}{holding_own}"),
+        name_cause("single-rank-gradient", f"{summed_up}{holding_own}"),
         name_cause("missing-division", f"{summed_up}, not divided", "once", world=len(ways)),
     ]
 
@@ -342,7 +342,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     if not rest:
         return []
     left = f"{where}: {positions_text(step, alone)} held only the local gradient"
-    found = [name_cause("no-sync", left)]
+    found = [name_cause("missing-sync", left)]
     of_rest = next((way for way in rest[0] if way.kind == "counted"), None)
     if of_rest is not None:
         return [*found, counted(step, of_rest, f"{where}, on the other ranks")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from distcheck.judge.diagnosis.facts import Fit, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import Fit, ParameterFacts, StepFacts
 from distcheck.records import CheckResult
 from distcheck.records.odd_ranks import ranks_in_words
 

@@ -5,9 +5,12 @@ it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to fro
 (`forms.py`), which is all that the check is given:
 
     closed_form.py  exact: integers in closed form (lattice.py)
-    bitwise.py      X: the shards reduced in the very order that the contract names (order_exact.py)
-    any_order.py    R: their mean, and how far any order may be from it (rounding.py)
-    whole_batch.py  S64, S32: the whole batch in one process (full_batch.py)
+    bitwise.py      The bitwise layer: the shards reduced in the very order that the contract names
+                    (order_exact.py)
+    rounding_bound.py    The rounding bound: their mean, and how far any order may be from it
+                         (rounding.py)
+    full_batch_bound.py  full batch float64, full batch float32: the whole batch in one process
+                         (full_batch.py)
     unlayered.py    what is expected without a layer
 
 What they start from:
@@ -17,12 +20,13 @@ What they start from:
     shares.py       what each rank counts for
     shards.py       each rank's own part, again, from the state that rank recorded
     ghost_batch.py  BatchNorm in the whole batch, as the ranks have it
-    kinks.py, own_rounding.py, between_devices.py   where rounding is beyond S32's bound
+    kinks.py, own_rounding.py, between_devices.py   where rounding is beyond the bound of full batch
+                                                    float32
     quantum.py, low_rank.py, averaging.py   what --accept widens
-    calibration.py  whether the orders that X relies on hold on this machine
+    calibration.py  whether the orders that the bitwise layer relies on hold on this machine
 
 Every step starts from what the ranks recorded before it: free-running trajectories diverge
-chaotically, re-synchronised ones do not.
+chaotically, re-synchronized ones do not.
 """
 
 import importlib

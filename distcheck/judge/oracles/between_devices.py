@@ -1,11 +1,11 @@
-"""S32 where the ranks' device is another one than the reference's: how much further gradients may
-be off.
+"""full batch float32 where the ranks' device is another one than the reference's: how much further
+gradients may be off.
 
-What S32 refuses is there taken for right up to this much more: twice what moves where samples are
-put on other sides of kinks (`kinks.py`), and twice the reference's own distance from float64. The
-latter is rounding that S32's bound does not count: the exact gradient of a bias in front of
-BatchNorm is zero, and what is left of it grows with a layer's mean beside its deviation. A GPU
-rounds so as well, in its own way; both errors add up.
+What full batch float32 refuses is there taken for right up to this much more: twice what moves
+where samples are put on other sides of kinks (`kinks.py`), and twice the reference's own distance
+from float64. The latter is rounding that the bound of full batch float32 does not count: the exact
+gradient of a bias in front of BatchNorm is zero, and what is left of it grows with a layer's mean
+beside its deviation. A GPU rounds so as well, in its own way; both errors add up.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
-"""X, bitwise: the promised order of summation, and whatever follows from recorded state alone.
+"""The bitwise layer: the promised order of summation, and whatever follows from recorded state
+alone.
 
 What a rank computes by itself (its own gradients, its loss, the optimizer's step, its buffers) is
-computed again from what it recorded, and must have the same bits. So must the synchronised
+computed again from what it recorded, and must have the same bits. So must the synchronized
 gradients where an order is promised (`order_exact.py`).
 
 Where the loop clips and each rank holds pieces of the gradients, ranks add up the squares of n
@@ -19,8 +20,7 @@ from math import sqrt
 import torch
 
 from distcheck.contract import DDPBuckets
-from distcheck.judge.oracles import any_order, order_exact, unpromised
-from distcheck.judge.oracles.any_order import AnyOrder
+from distcheck.judge.oracles import order_exact, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     After,
     Bits,
@@ -36,6 +36,7 @@ from distcheck.judge.oracles.forms import (
     number,
 )
 from distcheck.judge.oracles.references import AtStep
+from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import distance, every, unit_roundoff, wide
 from distcheck.recordings.recording import Kind
@@ -52,7 +53,7 @@ class InOrder(GradientForms):
     """The gradients in the promised order; `mean` says what a mistaken sum may be rounded by."""
 
     gradients: Gradients
-    mean: AnyOrder
+    mean: RoundingBound
 
     def of(self, index: int) -> Bits | None:
         return bits(self.gradients[index])
@@ -73,7 +74,7 @@ def bits(tensor: torch.Tensor | None) -> Bits | None:
 
 
 def gradients(at: AtStep) -> GradientForms | EachItsOwn:
-    """The synchronised gradients; each rank's own where ranks may train by themselves."""
+    """The synchronized gradients; each rank's own where ranks may train by themselves."""
     if at.references.averages is not None:
         return local_gradients(at)
     order, resumed = at.contract.order, at.training.resume_before
@@ -94,7 +95,7 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
     scale = at.shares.loss_scales[0]  # taken back after the exchange, which a power of two may be
     if scale != 1.0:
         reduced = [g if g is None else g / scale for g in reduced]
-    mean = any_order.mean_at(at)
+    mean = rounding_bound.mean_at(at)
     return InOrder(at.shares, mean.computed, gradients=tuple(reduced), mean=mean)
 
 

@@ -1,9 +1,10 @@
-"""Whether the reduction orders that X relies on hold on this machine, with this torch.
+"""Whether the reduction orders that the bitwise layer relies on hold on this machine, with this
+torch.
 
 Orders are facts about a backend and about DDP, not promises: a release may change them. So
-before anything is judged by X, ranks run the bare collective (and a bare DDP model) on vectors
-known to all, and compare with the prediction to the bit. Where that fails, X falls back to R,
-and the report says so.
+before anything is judged by the bitwise layer, ranks run the bare collective (and a bare DDP model)
+on vectors known to all, and compare with the prediction to the bit. Where that fails, the bitwise
+layer falls back to the rounding bound, and the report says so.
 """
 
 import os

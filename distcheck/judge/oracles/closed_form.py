@@ -1,10 +1,10 @@
 """The exact layer: the lattice's closed form, and what is expected once sums were rounded.
 
 Code that promises no order may divide before it adds up, or keep a running mean: a quotient that is
-not a dyadic fraction rounds where the lattice's sum would not. R allows that anywhere else. From
-the first such step on, the lattice's closed form describes another training, and what is expected
-starts from the state that was recorded: the shards' gradients, the loss and the update to the bit
-(X), the mean within R.
+not a dyadic fraction rounds where the lattice's sum would not. The rounding bound allows that
+anywhere else. From the first such step on, the lattice's closed form describes another training,
+and what is expected starts from the state that was recorded: the shards' gradients, the loss and
+the update to the bit (bitwise), the mean within the rounding bound.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from typing import Literal
 
 import torch
 
-from distcheck.judge.oracles import any_order, bitwise, unpromised
-from distcheck.judge.oracles.any_order import AnyOrder
+from distcheck.judge.oracles import bitwise, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     Bits,
     EachItsOwn,
@@ -31,6 +30,7 @@ from distcheck.judge.oracles.forms import (
 )
 from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.references import AtStep, References
+from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine.numerics import every
 from distcheck.recordings.recording import Kind
@@ -41,7 +41,7 @@ Standing = Literal["exact", "rounded", "wrong"]
 # for the roundings of 8,000 ranks.
 _EXACT = 2.0**-40
 _ROUNDED = (
-    "sums are rounded on the way, by no more than R allows for any order: the exact ones "
+    "sums are rounded on the way, by no more than rounding allows for any order: the exact ones "
     "are asked of code that promises an order"
 )
 
@@ -72,8 +72,8 @@ class ClosedForm:
 
     def standing(self, step: int) -> Standing:
         """What the gradients of a step, and of all before it, are: the lattice's own numbers;
-        within R from some step on; or neither. Where an order is promised, they are never
-        "rounded".
+        within the rounding bound from some step on; or neither. Where an order is promised, they
+        are never "rounded".
         """
         if self._at.contract.order is not None:
             return "wrong"
@@ -98,7 +98,7 @@ class ClosedForm:
     def _look(self, step: int, before: Standing) -> Standing:
         if before == "exact" and self._all_exact(step):
             return "exact"
-        mean = any_order.mean_at(self._references.at(step))
+        mean = rounding_bound.mean_at(self._references.at(step))
         for index in range(len(self._at.specs)):
             interval = mean.interval(index)
             tolerance = mean.near[index] if mean.near else 0.0
@@ -130,7 +130,7 @@ class ExactGradients(GradientForms):
 
     specs: tuple[TensorSpec, ...]
     exact: LatticeStep
-    mean: AnyOrder | None
+    mean: RoundingBound | None
 
     def of(self, index: int) -> Form:
         spec = self.specs[index]
@@ -139,7 +139,9 @@ class ExactGradients(GradientForms):
         return exact if mean is None else Either(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """R's bound where sums are rounded on the way, and nothing but float64's rounding else."""
+        """the rounding bound where sums are rounded on the way, and nothing but float64's rounding
+        else.
+        """
         if self.mean is not None:
             return self.mean.limit(index, own)
 
@@ -158,14 +160,14 @@ def as_tensor(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
 
 
 def gradients(at: AtStep) -> ExactGradients:
-    """The synchronised gradients of a step. Raises HeadroomError."""
+    """The synchronized gradients of a step. Raises HeadroomError."""
     form, step = at.references.kept(ClosedForm), at.step
     return ExactGradients(
         at.shares,
         at.computed_where_unseen,
         specs=at.specs,
         exact=form.step(step),
-        mean=any_order.mean_at(at) if _rounds(at) else None,
+        mean=rounding_bound.mean_at(at) if _rounds(at) else None,
         excuse=_ROUNDED if form.is_rounded_at(step) else "",
     )
 

@@ -78,7 +78,7 @@ After = Mapping[Kind, Sequence[Form | None]]
 
 @dataclass(frozen=True)
 class GradientForms(ABC):
-    """What the synchronised gradients of a step may be, as a layer answers.
+    """What the synchronized gradients of a step may be, as a layer answers.
 
     `computed` [rank][parameter] are the ranks' own gradients, computed again; empty where all were
     recorded. `opening` and `closing` are said of the step in the report, before and after what the

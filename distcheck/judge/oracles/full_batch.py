@@ -1,13 +1,14 @@
-"""S64 and S32: the whole batch of a step, forward and backward once, in one process.
+"""full batch float64 and float32: the whole batch of a step, forward and backward once, in one
+process.
 
 This is what "single-node training at equal total batch size" means, and it shares no arithmetic
 with the shards: other kernels' blocking, other sums. So it agrees only up to rounding.
 
-BatchNorm is the exception. Shards that normalise on their own do not train the model that one
+BatchNorm is the exception. Shards that normalize on their own do not train the model that one
 machine would, whatever the sync does; the expectation is then the *ghost batch* (Hoffer, Hubara
-and Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalises each
+and Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalizes each
 shard's stretch by itself (ghost_batch.py). How far that is from true full-batch training is
-measured and said. In eval mode it normalises nothing by the batch, here or there.
+measured and said. In eval mode it normalizes nothing by the batch, here or there.
 
 Tolerance, per tensor: the L2 norm of the difference is at most
 
@@ -16,11 +17,13 @@ Tolerance, per tensor: the L2 norm of the difference is at most
 where, with N samples and P positions, the rounding error of a sum of N P terms grows like the root
 of its length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1):
 
-S32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward pass
+full batch float32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward
+                    pass
      (longest_sum.py): at how many positions of a sample a layer is applied. It is 32 x 32 at least,
      the most that the shipped workloads have, so short sums in a deep network have as much: 3.1e-5
      for 256 images. Correct code was measured at up to 1.1e-5.
-S64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes sums of 8e9
+full batch float64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes
+                    sums of 8e9
      terms. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is room for
      deeper networks, and still a millionth of the smallest error that matters.
 
@@ -51,16 +54,16 @@ Both take the gradient for a smooth function of what is rounded. It is none at a
 a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its own
 rounding error, other kernels' blocking may put a sample on the other side than its shard did, and
 that sample's whole share of the gradient comes or goes, however small the rounding was. Both are
-right. So a gradient that S32 refuses is held, within the same tolerance, against the mean of the
-shards' gradients, each computed again in one process, provided that this mean *is* the whole
-batch's gradient: in float64, from the same parameters, the two agree within S64's tolerance. There
-a kink is undecided 2^29 times more seldom, and whatever else could set shards apart from the whole
-batch (samples that see each other, weights, a sum in place of a mean) does so as much as in
-float32. Small networks over few samples were seen to need this once in some hundred runs. A long
-sum whose terms cancel, as that of a convolution over 65,536 positions, needs it as well: its
-rounding is as large as its terms, and larger than a share of what is left of them. In a layout, no
-rank has a shard's gradient, and ranks on another device have others than are computed here: there
-kinks.py and own_rounding.py take this place.
+right. So a gradient that full batch float32 refuses is held, within the same tolerance, against the
+mean of the shards' gradients, each computed again in one process, provided that this mean *is* the
+whole batch's gradient: in float64, from the same parameters, the two agree within the tolerance of
+full batch float64. There a kink is undecided 2^29 times more seldom, and whatever else could set
+shards apart from the whole batch (samples that see each other, weights, a sum in place of a mean)
+does so as much as in float32. Small networks over few samples were seen to need this once in some
+hundred runs. A long sum whose terms cancel, as that of a convolution over 65,536 positions, needs
+it as well: its rounding is as large as its terms, and larger than a share of what is left of them.
+In a layout, no rank has a shard's gradient, and ranks on another device have others than are
+computed here: there kinks.py and own_rounding.py take this place.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -68,14 +71,15 @@ so are their sums, so two ways of computing their mean differ by at most
     relative * (sum of |l_i|) / N
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
-S32, 1e-13 is 900 u for S64. Losses of one sign make that relative to the mean itself. Those of both
-signs (policy gradients, critics) may cancel, and only then are the l_i computed one by one: the
-batch's own terms, so nothing is wider than what the sum of these very numbers may round by.
+full batch float32, 1e-13 is 900 u for full batch float64. Losses of one sign make that relative to
+the mean itself. Those of both signs (policy gradients, critics) may cancel, and only then are the
+l_i computed one by one: the batch's own terms, so nothing is wider than what the sum of these very
+numbers may round by.
 
 A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
-the whole batch. What S32 refuses is held, within the same tolerance, against the mean of the
-shards' losses, each computed again, provided that in float64 this mean is the whole batch's loss
-within S64's tolerance.
+the whole batch. What full batch float32 refuses is held, within the same tolerance, against the
+mean of the shards' losses, each computed again, provided that in float64 this mean is the whole
+batch's loss within the tolerance of full batch float64.
 """
 
 import contextlib
@@ -103,7 +107,7 @@ from distcheck.training.outputs import calls_of
 from distcheck.training.whole_tensors import dense
 
 # Measured allowance: the least P, that of the workloads that distcheck brings, with which correct
-# code was measured at a third of S32's tolerance. A larger one is counted.
+# code was measured at a third of the tolerance of full batch float32. A larger one is counted.
 _POSITIONS = 32 * 32
 # Measured allowance: correct code was measured at up to 2e-14.
 _S64_RELATIVE = 1e-11
@@ -118,7 +122,7 @@ _KNOWN_TERMS = 1e-3
 @dataclass(frozen=True)
 class FullBatch:
     """The batch's mean loss and gradients; None where a parameter has none. `ghost`: some BatchNorm
-    normalised stretches of it by themselves, so shards cannot equal the full batch. `positions`:
+    normalized stretches of it by themselves, so shards cannot equal the full batch. `positions`:
     the most terms of one sample that a layer adds up. `outputs` [samples, numbers] are what the
     model returned, where ranks recorded that;
     `buffers` are those after the forward pass.
@@ -186,7 +190,7 @@ def loss_tolerance(layer: str, magnitude: float) -> float:
 class FullBatchReference(StepReference):
     """Runs whole batches."""
 
-    def normalised_sizes(self, shards: Sequence[int]) -> list[int]:
+    def normalized_sizes(self, shards: Sequence[int]) -> list[int]:
         """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
         return [stretch.samples for stretch in self._stretches(shards)]
 
@@ -209,8 +213,8 @@ class FullBatchReference(StepReference):
         """The batch of one step, from rank 0's state; shards one after the other.
 
         `ghost=False` lets BatchNorm see the whole batch, as one machine would. The passes are run
-        `within` a context, if one is given. `moved` is the seed of a draw: each parameter is then
-        one unit in the last place above or below its number.
+        `within` a context, if one is given. `perturbed` is the seed of a draw: each parameter is
+        then one unit in the last place above or below its number.
         """
         batch, shards = self._prepare(step)
         if moved is not None:
@@ -227,7 +231,7 @@ class FullBatchReference(StepReference):
         return FullBatch(
             loss=float(loss.detach()),
             gradients=[dense(p.grad) for _, p in trainable(self._model)],
-            ghost=layers.normalised,
+            ghost=layers.normalized,
             positions=counting.terms,
             outputs=None if calls is None else calls.rows,
             buffers=tuple(buffer.clone() for buffer in self._model.buffers()),
@@ -295,7 +299,7 @@ class FullBatchReference(StepReference):
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
         """Relative L2 distance, over all parameters, of a ghost batch's gradient from that of
-        the full batch as one machine would normalise it.
+        the full batch as one machine would normalize it.
         """
         true, seen = self._flat(self.run(step, ghost=False)), self._flat(ghost)
         return float((seen - true).norm() / true.norm())

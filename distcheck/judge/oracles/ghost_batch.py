@@ -5,7 +5,7 @@ shard, or a micro-batch of one. What is called is the layer's own forward, in th
 and from the buffers that the rank had, so that one in eval mode, or one of a class of its own, is
 the same function here as there. The model's own buffers are left alone.
 
-Where the code under test exchanges by itself, a layer with a forward of its own may normalise over
+Where the code under test exchanges by itself, a layer with a forward of its own may normalize over
 all ranks. It is given the whole batch, as the rest of that code is.
 
 A layer may see several rows for a sample, as one does over flattened sequences. They have to come
@@ -38,7 +38,7 @@ Buffers = dict[str, torch.Tensor]  # of one layer, by name
 class GhostBatch:
     """While it is entered, BatchNorm in `model` takes a batch stretch by stretch.
 
-    `normalised` says afterwards whether a stretch was normalised by its own statistics.
+    `normalized` says afterwards whether a stretch was normalized by its own statistics.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GhostBatch:
         self._outputs: dict[str, list[torch.Tensor]] = {}
         self._alone: int | None = None
         self._calls: dict[str, int] = {}
-        self.normalised = False
+        self.normalized = False
 
     def __enter__(self) -> "GhostBatch":
         for name, layer in self._layers:
@@ -95,7 +95,7 @@ class GhostBatch:
                 rows = len(outputs[call]) // self._samples
                 return outputs[call][self._alone * rows : (self._alone + 1) * rows]
             unknown = layer.running_mean is None and layer.running_var is None
-            self.normalised |= layer.training or unknown
+            self.normalized |= layer.training or unknown
             parts = []
             for stretch, part in zip(self._stretches, self._split(name, inputs), strict=True):
                 if stretch.rank not in held:

@@ -38,9 +38,9 @@ of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leav
 in float32.
 
 What is not compressed (vectors, small matrices, all of it in the first steps) must be M itself
-within R, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the other. It
-is wrong if it is zero (eps at most) and M is not (by R), or if M is exactly zero and it is not. How
-near y comes to M is not checked: the report says it.
+within the rounding bound, with A_r for g_r and 2 t roundings more. A tensor is right if it is one
+or the other. It is wrong if it is zero (eps at most) and M is not (by the rounding bound), or if M
+is exactly zero and it is not. How near y comes to M is not checked: the report says it.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ statistics are sums over all of a batch. Splits over k ranks add to L layers wha
 a gradient. So the L2 norm of the difference is at most
 
     u sqrt(sum of K_l + P + 2 L (k - 1)) * norm(expected), with N P in place of P where BatchNorm
-    normalises a batch of N samples
+    normalizes a batch of N samples
 
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
 was measured at up to 11 % of it in one process (VGG11, 1.5e-6 of 1.4e-5 for 32 images).

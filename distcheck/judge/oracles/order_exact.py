@@ -1,4 +1,5 @@
-"""X: the synchronised gradient to the bit, by reducing the shards in the declared order.
+"""The bitwise layer: the synchronized gradient to the bit, by reducing the shards in the declared
+order.
 
 `shards` are per rank the gradients of every parameter, as that rank's backward left them; an
 absent gradient (None) counts as zeros where another rank has one, and is absent where none has.

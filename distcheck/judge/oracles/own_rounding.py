@@ -1,14 +1,15 @@
-"""How far rounding alone takes the whole batch in one process, for what S32 refuses in a layout.
+"""How far rounding alone takes the whole batch in one process, for what full batch float32 refuses
+in a layout.
 
-S32's bounds take the size of a result for the size of what is added up in it. Where nearly equal
-numbers cancel, in the model's last sum, in a loss, or where two branches of a network hand back
-their gradients, what is added up is larger, and so is its rounding, in one process as well. Ranks
-that share a model split their sums, so their roundings are others, and no rank's arithmetic can be
-repeated to the bit in one process. So the reference's own rounding is measured: the whole batch is
-run again from parameters that are each moved by one unit in the last place, up or down by a seeded
-draw. In float32 no parameter is known more closely, and every product and sum then rounds in
-another way (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). Both results are right, and
-rounding is all that sets them apart.
+the bounds of full batch float32 take the size of a result for the size of what is added up in it.
+Where nearly equal numbers cancel, in the model's last sum, in a loss, or where two branches of a
+network hand back their gradients, what is added up is larger, and so is its rounding, in one
+process as well. Ranks that share a model split their sums, so their roundings are others, and no
+rank's arithmetic can be repeated to the bit in one process. So the reference's own rounding is
+measured: the whole batch is run again from parameters that are each moved by one unit in the last
+place, up or down by a seeded draw. In float32 no parameter is known more closely, and every product
+and sum then rounds in another way (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). Both
+results are right, and rounding is all that sets them apart.
 
 Where that is more than `_UNUSUAL` of the bound, the bound does not hold for this model, and an
 error of at most `_LIKE_ROUNDING` times as much may be rounding alone: the check is unknown.
@@ -27,7 +28,8 @@ from distcheck.machine.numerics import distance
 
 # Chosen: two ways of rounding that are this many times apart are one kind of error.
 _LIKE_ROUNDING = 16.0
-# Chosen: correct code was measured at up to a third of S32's bounds, most of it at a tenth.
+# Chosen: correct code was measured at up to a third of the bounds of full batch float32, most of it
+# at a tenth.
 _UNUSUAL = 0.25
 _DRAWS, _FEW = 4, 64
 # Chosen: a normally distributed number is below 1/256 of its deviation in 3 of 1,000 draws.

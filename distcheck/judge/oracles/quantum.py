@@ -1,9 +1,9 @@
-"""How far a mean of quantised gradients may be from the mean: `--accept quantised:BITS`.
+"""How far a mean of quantized gradients may be from the mean: `--accept quantized:BITS`.
 
 Rank r sends its gradients as whole numbers of BITS bits: x becomes round(x / s) + z, and what
-arrives is s times that, less z. The *quantum* s is the range of what is quantised together,
+arrives is s times that, less z. The *quantum* s is the range of what is quantized together,
 divided by the number of steps. The range of all that a rank holds, both signs alike, is the widest
-that a quantiser with a grid for each rank needs, and two of 2^BITS numbers may be left unused by a
+that a quantizer with a grid for each rank needs, and two of 2^BITS numbers may be left unused by a
 symmetric one, so a right one has at most
 
     q_r  =  2 max |g_r| / (2^BITS - 2),     over every parameter of the rank
@@ -47,13 +47,13 @@ _U = unit_roundoff("float32")  # Derived: quotients are computed in float32 at l
 
 
 def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
-    """h_r: the most by which quantising may move an element of one rank's gradients. Raises
+    """h_r: the most by which quantizing may move an element of one rank's gradients. Raises
     NotBoundedError where one of them is not finite.
     """
     largest = [float(g.abs().max()) for g in gradients if g is not None and g.numel()]
     if not all(map(isfinite, largest)):
         raise NotBoundedError(
-            "one of its gradients is not finite, and nothing bounds how far quantising moves others"
+            "one of its gradients is not finite, and nothing bounds how far quantizing moves others"
         )
     return max(largest, default=0.0) / (2.0**bits - 2.0) * (1.0 + 2.0 ** (bits + 2) * _U)
 
@@ -61,7 +61,7 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
 def widened(
     interval: Interval, halves: Sequence[float], weights: Sequence[float], dtype: torch.dtype
 ) -> Interval:
-    """The interval of quantised gradients, from that of the gradients themselves. Where the mean is
+    """The interval of quantized gradients, from that of the gradients themselves. Where the mean is
     infinite the bound is 0, as there.
     """
     sizes, world = [abs(weight) for weight in weights], len(weights)

@@ -333,8 +333,10 @@ class AtStep(_Keeping):
         return read(self.case.accept)
 
     @property
-    def whole_batch_layer(self) -> str:
-        """Which of S32 and S64 the step's dtype makes what follows from the whole batch."""
+    def full_batch_layer(self) -> str:
+        """Which of full batch float32 and float64 the step's dtype makes what follows from the
+        whole batch.
+        """
         return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
 
     @property

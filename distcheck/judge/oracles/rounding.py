@@ -1,4 +1,5 @@
-"""R: the mean of the shard gradients, and how far any order of summation may be from it.
+"""The rounding bound: the mean of the shard gradients, and how far any order of summation may be
+from it.
 
 Let u be the unit roundoff, gamma(k) = k u / (1 - k u), and g_r the W shard gradients with
 weights w_r that add up to 1. A result computed in the dtype, in any order, is
@@ -34,7 +35,8 @@ rounding where that holds every number of the wire's (float32 and float64 hold a
 and bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the
 larger unit, the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of
 sum_r w_r |g_r|, for float16 0.3 %. An error of that size is what such a wire may do to an
-element; a smaller one in every element is not noticed by R, but by X, where an order is promised.
+element; a smaller one in every element is not noticed by the rounding bound, but by the bitwise
+layer, where an order is promised.
 
 A loop may run backward A times in a step, over stretches of the shard with gradients h_ra, and code
 that exchanges in each of them is right: what it has averaged is the same on every rank, so a later

@@ -68,7 +68,7 @@ def scale_after(first: float, finite: Iterable[bool]) -> float:
 
 
 def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
-    """Whether all of a rank's synchronised gradients of a step are finite."""
+    """Whether all of a rank's synchronized gradients of a step are finite."""
     found = trace.tensors(rank, Kind.GRADIENT, step)
     return all(bool(g.isfinite().all()) for g in found if g is not None)
 

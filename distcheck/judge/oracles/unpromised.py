@@ -6,9 +6,10 @@ as well divide its loss by their number (accelerate, Fabric): for equal micro-ba
 same number, rounded otherwise, and backward rounds everything that follows from it otherwise, too.
 
 So what is expected is computed over the micro-batches that were seen, and what has other bits must
-be within the tolerance of S32 (in float64 of S64) of it, as an L2 norm: `full_batch.py` derives
-that tolerance for two ways to compute one gradient. It is 3e-5 of the largest gradient of the
-module for 256 images: less than any wrong weight, and less than rounding to a shorter dtype.
+be within the tolerance of full batch float32 (in float64 of full batch float64) of it, as an L2
+norm: `full_batch.py` derives that tolerance for two ways to compute one gradient. It is 3e-5 of the
+largest gradient of the module for 256 images: less than any wrong weight, and less than rounding to
+a shorter dtype.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,13 @@ def excuse(at: AtStep) -> str:
     """Why what has other bits passes."""
     return (
         "bits differ from those of micro-batches that count by their samples, by less than the "
-        f"tolerance of the {at.whole_batch_layer} layer"
+        f"tolerance of the {at.full_batch_layer} layer"
     )
 
 
 def _tolerances(at: AtStep, gradients: list[torch.Tensor | None], samples: int) -> list[float]:
     """For each of some gradients over so many samples."""
-    layer = at.whole_batch_layer
+    layer = at.full_batch_layer
     scales = module_scales([spec.name for spec in at.specs], gradients)
     relative = relative_tolerance(layer, samples, at.full_batch.positions)
     short = unit_roundoff(at.ingredients.dtype) / unit_roundoff(torch.float32)
@@ -75,7 +76,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
     # Derived: of K terms, each is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
     bounds = [
-        max(loss_tolerance(at.whole_batch_layer, shard.loss_terms), room * shard.loss_terms)
+        max(loss_tolerance(at.full_batch_layer, shard.loss_terms), room * shard.loss_terms)
         for shard in at.shards
     ]
     forms = tuple(
@@ -86,7 +87,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
 
 
 def of_mean(at: AtStep) -> tuple[float, ...]:
-    """How far the synchronised gradients may be from the mean of what is expected of the ranks;
+    """How far the synchronized gradients may be from the mean of what is expected of the ranks;
     empty where every micro-batch is promised.
     """
     if not at.references.unpromised:

@@ -55,7 +55,7 @@ class JobHeader(NamedTuple):
     optimizer: str
 
 
-class Kept:
+class TensorCache:
     """Tensors that were read, to be had again while they take a quarter (chosen) of the memory."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class JobRecording:
     units: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
     joined: dict[int, int] = field(default_factory=dict)  # the micro-batches of each step that are
     # one forward pass here
-    _kept: Kept = field(default_factory=Kept)
+    _kept: TensorCache = field(default_factory=TensorCache)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
     @property

@@ -210,7 +210,7 @@ class CollectiveCall(msgspec.Struct, frozen=True):
     after_backward: bool = False
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank holds of a tensor that is divided among ranks (a DTensor): the tensor's shape,
     and where in it this part begins. The ranks `of` it have the whole together; those in `adds`
     hold terms of one sum, or of a mean.
@@ -288,7 +288,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     computed: str = ""
     counters: dict[str, float] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, Shard] = {}
     modules: Watched | None = None
     ops: Ops | None = None
     gpu_bytes: int = 0

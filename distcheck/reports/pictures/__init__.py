@@ -1,8 +1,8 @@
 """Pictures of a report in SVG: one file each, from what the JSON carries to a `Picture`.
 
 A picture needs neither script nor style sheet: every shape has a class for the page's style
-sheet, and attributes that show it without one, in the colour of the text around it. Nothing is said
-by colour alone. Sizes are in CSS pixels.
+sheet, and attributes that show it without one, in the color of the text around it. Nothing is said
+by color alone. Sizes are in CSS pixels.
 """
 
 import math

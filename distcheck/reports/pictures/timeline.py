@@ -3,10 +3,10 @@
 from typing import Any
 
 from distcheck.records import odd_ranks
-from distcheck.records.ends import RankEnd
+from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import (
     Key,
-    calls_apart,
+    call_mismatch,
     first_not_called,
     groups_of,
     ranks_in_words,
@@ -147,7 +147,7 @@ def _legend(drawing: Drawing, y: float) -> float:
 def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
     """What the diagnosis says as well: who called something else, or had not come as far."""
     parts = []
-    apart = calls_apart(calls)
+    apart = call_mismatch(calls)
     proven = [str(o["why"]) for o in outcomes if o.get("proven") == "mismatch"]
     if proven or apart is not None:
         words = proven[0] if proven else apart.in_words() if apart else ""

@@ -88,7 +88,7 @@ class Stillness:
                 f"{what} updates the parameters itself, so distcheck cannot see its gradients; if "
                 "it calls optimizer.step(), give --as step; if it takes the step of plain SGD, "
                 "give --as steps-inside; otherwise split it in two, and give the part that "
-                "synchronises"
+                "synchronizes"
             )
 
 

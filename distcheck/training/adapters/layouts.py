@@ -5,7 +5,7 @@ The kind of code is seen when a copy of the model is wrapped, before the model i
     DTensors    parameters of the model itself; the recorder puts each together (`full_tensor()`)
     accessors   `full_parameters(model)` and `full_gradients(model)` of the strategy, by name
     pieces      anything else: numbered copies of the model show where each element went, see
-                `pieces.py`
+                `sharded_parameters.py`
 
 In the last two the model that is recorded is another one than what is trained.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.records.mesh import Mesh
-from distcheck.training.adapters.pieces import OverPieces, Pieces
+from distcheck.training.adapters.sharded_parameters import OptimizerOverShards, ShardedParameters
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.optimizers import StandIn
 from distcheck.training.whole_tensors import is_distributed
@@ -90,7 +90,7 @@ class _Pieced:
 
     def __init__(self, base: LoadedStrategy, what: str) -> None:
         self._base, self._what = base, what
-        self._pieces: Pieces | None = None
+        self._pieces: ShardedParameters | None = None
         self._buffers: _Buffers | None = None
 
     def buffers(self) -> bool:
@@ -108,7 +108,7 @@ class _Pieced:
             f"{self._what} promises the mesh {mesh}, and every rank holds every parameter whole: "
             "nothing is divided"
         )
-        pieces = Pieces(
+        pieces = ShardedParameters(
             model,
             what=self._what,
             undivided=undivided if mesh.divides else "",
@@ -143,7 +143,7 @@ class _Pieced:
         """Over what this rank holds."""
         if self._pieces is None:
             return self._base.optimizer(build, parameters)
-        return OverPieces(self._base.optimizer(build, self._pieces.held), self._pieces)
+        return OptimizerOverShards(self._base.optimizer(build, self._pieces.held), self._pieces)
 
     def sync(self, model: nn.Module, step: Step) -> None:
         """The strategy's own, then gradients together."""

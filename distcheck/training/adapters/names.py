@@ -77,7 +77,7 @@ def meaning_of(name: str) -> str:
     return MEANINGS.get(name, "")
 
 
-# Facts of the world, and what a synchronisation works on: the latter is a function's subject also
+# Facts of the world, and what a synchronization works on: the latter is a function's subject also
 # where it comes second.
 WORLD = frozenset(
     name

@@ -1,7 +1,7 @@
 """Names that nothing is known of: values to try for them, and stand-ins that fail when used.
 
 A script's loss list, its logger, a second communicator: much of what code names is never reached
-in a synchronisation. What is reached ends the run with the option that gives it a value, as a word
+in a synchronization. What is reached ends the run with the option that gives it a value, as a word
 in the name suggests it, or as the code's file has it.
 """
 

@@ -160,7 +160,7 @@ class IntegerBuffers(CellWorkload):
     layers = Counts
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """A perceptron with BatchNorm."""
 
     def __init__(self, classes: int) -> None:
@@ -178,7 +178,7 @@ class InEvalMode(CellWorkload):
     """A model with BatchNorm that is handed over in eval mode, and trains in it for two steps."""
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
-    layers = Normalised
+    layers = Normalized
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """As after a validation pass, on every rank."""

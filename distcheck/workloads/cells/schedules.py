@@ -17,7 +17,7 @@ from distcheck.records.expected_events import (
 )
 from distcheck.workloads.cells import BATCH
 from distcheck.workloads.cells.models import CHANGES_AT
-from distcheck.workloads.cells.modules import Normalised
+from distcheck.workloads.cells.modules import Normalized
 from distcheck.workloads.cells.samples import CellSamples, CellWorkload, Layers
 
 _MARK = 8.0  # a pixel that no other sample has
@@ -93,7 +93,7 @@ class Evaluation(CellWorkload):
     must_happen = (Evaluated(),)
 
     training = Training(evaluates=True)
-    layers = Normalised
+    layers = Normalized
 
 
 class MarkedSamples(CellSamples):

@@ -17,7 +17,7 @@ class Additions(nn.Module):
     """A linear layer, to whose logits each of some parameters of any shape adds a little.
 
     Parameter k adds the mean of its elements, each times a small integer of its own, every third
-    times another feature. So neighbours in its gradient differ, and ranks' gradients are no
+    times another feature. So neighbors in its gradient differ, and ranks' gradients are no
     multiples of each other.
     """
 

@@ -28,7 +28,7 @@ def write_arrays(fd: int, arrays: list[torch.Tensor]) -> str:
 
 
 class ArraySamples:
-    """Reads what `write_arrays` wrote; normalises pixels per channel."""
+    """Reads what `write_arrays` wrote; normalizes pixels per channel."""
 
     def __init__(self, fd: int, description: bytes) -> None:
         self._about = msgspec.msgpack.decode(description, type=ArrayDescription)

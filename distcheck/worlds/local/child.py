@@ -24,7 +24,7 @@ from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
-from distcheck.worlds import flight, linux, messages, postings
+from distcheck.worlds import call_recorder, flight, linux, messages
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.mpi import segments
@@ -58,7 +58,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         target: Target = getattr(importlib.import_module(module), name)
         end = FIRST_OF_JOB + len(request.given)
         own = dict(zip(request.given, fds[FIRST_OF_JOB:end], strict=True))
-        postings.log_to(fds[STACKS])
+        call_recorder.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
         flush()
         reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
@@ -193,7 +193,7 @@ def as_event(error: BaseException) -> messages.Raised:
         collective=last_collective(),
         collectives=flight.latest(),
         defect=messages.printable(reported(defect)),
-        within_call=postings.raised_in(error) is not None,
+        within_call=call_recorder.raised_in(error) is not None,
     )
 
 
@@ -207,7 +207,7 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
     asked = select.poll()
     asked.register(dump_fd, select.POLLIN)
     while not asked.poll(LOOK_EVERY_S * 1000):
-        if postings.is_installed():
+        if call_recorder.is_installed():
             look.again()
     os.read(dump_fd, 1)
     if reporter.tell_stacks is not None:

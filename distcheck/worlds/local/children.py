@@ -125,7 +125,7 @@ class Child:
             self.progress = event
             self.progress_count += 1
             self.on_progress(event)
-        elif isinstance(event, messages.Said):
+        elif isinstance(event, messages.UserMessage):
             self.on_said(event.payload)
         elif isinstance(event, messages.Done):
             self.done = event

@@ -9,7 +9,7 @@ share.py           the front's side: one process that stands for all ranks
 host.py            what that process does: it runs the job of every rank, and says how each ends
 search.py          the process that tries schedules, each in a fork of itself
 
-baton.py           threads of which one runs at a time; sleep takes no time
+scheduler.py           threads of which one runs at a time; sleep takes no time
 schedules.py       which rank runs next, under a schedule; which schedules a search tries
 world.py           the ranks of this process, what each has called, whether calls of one group
                    match, and how their world ends
@@ -19,7 +19,7 @@ collectives.py     what each collective leaves, from what every rank gave
 work.py            a started call, and waiting for it
 in_flight.py       tensors that a call still reads or writes
 groups.py          the groups that ranks make: whether the same, and whether they destroy them
-odd_calls.py       calls that gloo takes, and that are rarely meant
+suspicious_calls.py       calls that gloo takes, and that are rarely meant
 store.py           the store at which ranks meet
 
 isolation.py       what ranks in one process would share, and processes do not: generators, and

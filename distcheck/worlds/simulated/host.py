@@ -19,7 +19,7 @@ import torch
 
 from distcheck.errors import NotSimulatedError
 from distcheck.machine import compat
-from distcheck.records.ends import MISUSES
+from distcheck.records.exit_status import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.callers import place_of_caller
@@ -29,11 +29,11 @@ from distcheck.worlds.local.helper_process import in_order
 from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.simulated import limits
 from distcheck.worlds.simulated import world as simulated
-from distcheck.worlds.simulated.baton import RankThread, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import NOT_DESTROYED
 from distcheck.worlds.simulated.isolation import Isolation
 from distcheck.worlds.simulated.owned import owned_by
+from distcheck.worlds.simulated.scheduler import RankThread, ThreadState
 from distcheck.worlds.simulated.share import TURN, TURN_FD, HostRequest
 
 _NO_TURN = "waits for its turn, which rank {} does not give away"

@@ -2,7 +2,8 @@
 
 A rank that forks, or talks by a library of its own, would leave the world: the run ends with one
 sentence. A command (subprocess, os.system) is run while the rank keeps its turn. `time.sleep` takes
-no time, but lets other ranks run: see `baton.py`. `os._exit` ends the rank, as it ends a process.
+no time, but lets other ranks run: see `scheduler.py`. `os._exit` ends the rank, as it ends a
+process.
 """
 
 import copy

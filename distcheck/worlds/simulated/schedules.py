@@ -30,8 +30,8 @@ _ASKS_EARLY = 0.5  # of the times that a rank asks whether something is there; c
 _MOST_QUANTUM = 4  # calls between two turns of round-robin; chosen
 
 
-class Chooser:
-    """Makes the choices of one run; `switches` are those that were not the usual ones. The first
+class SchedulePolicy:
+    """Makes the choices of one run; `preemptions` are those that were not the usual ones. The first
     `keeps` are noted in `choices`; `cut` says that there were more.
     """
 
@@ -41,13 +41,13 @@ class Chooser:
         self.cut = False
         self._schedule = schedule
         self._random = random.Random(schedule.seed)
-        self._set_choices = dict(schedule.switches)
+        self._set_choices = dict(schedule.preemptions)
         self._priority = list(range(size))
         self._random.shuffle(self._priority)
         self._changes = set(self._random.sample(range(1, _AMONG + 1), _CHANGES))
         self._quantum = 1 + schedule.seed // (2 * len(KINDS)) % _MOST_QUANTUM
         self._choices = 0
-        self.switches: list[tuple[int, int]] = []
+        self.preemptions: list[tuple[int, int]] = []
 
     def choose(self, usual: int, ranks: Sequence[int], asking: int | None = None) -> int:
         """The rank that runs next, of `ranks`, which are those that can; `usual` is one of them.
@@ -71,7 +71,7 @@ class Chooser:
             self._priority[asking] = min(self._priority) - 1
             chosen = self._draw(usual, [rank for rank in ranks if rank != asking])
         if chosen != usual:
-            self.switches.append((self._choices, chosen))
+            self.preemptions.append((self._choices, chosen))
         return chosen
 
     def _draw(self, usual: int, ranks: Sequence[int]) -> int:
@@ -113,7 +113,7 @@ class Tree:
         self._buffers = sends or len(usual.turns) >= TURNS  # no more are known
         self._most, self._level = most, 0
         self._runs: list[ScheduleRun] = []  # of this level, less what the next one does not need
-        self.covered = Covered(most=most, switches=-1, buffered=self._buffers)
+        self.covered = Covered(most=most, preemptions=-1, buffered=self._buffers)
         self.enter([usual])
 
     def rounds(self, limit: int) -> Iterator[list[Schedule]]:
@@ -125,7 +125,7 @@ class Tree:
                 return
             yield [Schedule(buffered=True)]
             limit -= 1
-        self.covered = msgspec.structs.replace(self.covered, switches=0)
+        self.covered = msgspec.structs.replace(self.covered, preemptions=0)
         for level in range(1, self._most + 1):
             self._level = level
             parents, self._runs = self._runs, []
@@ -138,7 +138,7 @@ class Tree:
             if not known or next(following, None) is not None:
                 self.covered = msgspec.structs.replace(self.covered, further=ran)
                 return
-            self.covered = msgspec.structs.replace(self.covered, switches=level, all=not ran)
+            self.covered = msgspec.structs.replace(self.covered, preemptions=level, all=not ran)
             if not ran:
                 return
 
@@ -152,8 +152,8 @@ class Tree:
         """With one switch more, at a later choice than the last: so each comes once."""
         for parent in parents:
             begun = read_schedule(parent.schedule)
-            last = max((place for place, _ in begun.switches), default=0)
+            last = max((place for place, _ in begun.preemptions), default=0)
             for place, choice in enumerate(parent.choices[last:], last + 1):
                 for rank in choice.others:
-                    switches = (*begun.switches, (place, rank))
-                    yield msgspec.structs.replace(begun, switches=switches)
+                    preemptions = (*begun.preemptions, (place, rank))
+                    yield msgspec.structs.replace(begun, preemptions=preemptions)

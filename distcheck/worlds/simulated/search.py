@@ -60,16 +60,16 @@ class RunAll(Protocol):
 
 @SEARCH.does
 def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
-    return search(ScheduleForks(asked, fds, reporter).run_all, asked.schedules, asked.switches)
+    return search(ScheduleForks(asked, fds, reporter).run_all, asked.schedules, asked.preemptions)
 
 
-def search(run_all: RunAll, schedules: int, switches: int = 0) -> Searched:
-    """What the schedules come to: drawn ones, or with `switches` those with at most so many."""
+def search(run_all: RunAll, schedules: int, preemptions: int = 0) -> Searched:
+    """What the schedules come to: drawn ones, or with `preemptions` those with at most so many."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
         return Searched(usual, again, buffered=buffered)
-    tree = Tree(usual, switches) if switches else None
+    tree = Tree(usual, preemptions) if preemptions else None
     ran, distinct = 0, {usual.turns}
     late: list[str] = []
     for round_ in tree.rounds(schedules) if tree is not None else drawn(schedules):
@@ -113,31 +113,31 @@ def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[Sch
     buffered = read_schedule(found.schedule).buffered
     tried = 0
 
-    def other(switches: Sequence[tuple[int, int]], *, buffers: bool) -> ScheduleRun | None:
+    def other(preemptions: Sequence[tuple[int, int]], *, buffers: bool) -> ScheduleRun | None:
         nonlocal tried
         tried += 1
-        (one,) = run_all([Schedule(buffered=buffers, switches=tuple(switches))])
+        (one,) = run_all([Schedule(buffered=buffers, preemptions=tuple(preemptions))])
         return one if one.came_to != usual.came_to and one.end not in NOT_SEEN else None
 
     best = found
-    if buffered and (one := other(found.switches, buffers=False)):
+    if buffered and (one := other(found.preemptions, buffers=False)):
         best, buffered = one, False
     parts = 1
-    while best.switches and tried < _MOST_SHRINKING:
-        switches = best.switches
-        size = -(-len(switches) // parts)
-        for start in range(0, len(switches), size):
+    while best.preemptions and tried < _MOST_SHRINKING:
+        preemptions = best.preemptions
+        size = -(-len(preemptions) // parts)
+        for start in range(0, len(preemptions), size):
             if tried >= _MOST_SHRINKING:
                 break
-            one = other(switches[:start] + switches[start + size :], buffers=buffered)
-            if one is not None and len(one.switches) < len(switches):
+            one = other(preemptions[:start] + preemptions[start + size :], buffers=buffered)
+            if one is not None and len(one.preemptions) < len(preemptions):
                 best, parts = one, max(parts - 1, 1)
                 break
         else:
             if size == 1:
                 break
-            parts = min(2 * parts, len(switches))
-    smallest = Schedule(buffered=buffered, switches=best.switches)
+            parts = min(2 * parts, len(preemptions))
+    smallest = Schedule(buffered=buffered, preemptions=best.preemptions)
     return msgspec.structs.replace(best, schedule=str(smallest)), tried
 
 
@@ -222,7 +222,7 @@ class ScheduleForks:
                         self._fds,
                         collected,
                         schedule,
-                        keeps_choices=_CHOICES if self._asked.switches else 0,
+                        keeps_choices=_CHOICES if self._asked.preemptions else 0,
                     )
                     collected.host.run()
                 except BaseException as error:
@@ -323,7 +323,7 @@ class _Collected(Reporter):
                     end=end,
                     what=messages.printable(what[:_WORDS]),
                     results=results,
-                    switches=() if chooser is None else tuple(chooser.switches),
+                    preemptions=() if chooser is None else tuple(chooser.preemptions),
                     choices=() if chooser is None else tuple(chooser.choices),
                     cut=chooser is not None and chooser.cut,
                     imported=self._imported(),
@@ -342,11 +342,11 @@ def _import_once(names: Sequence[str]) -> None:
 
 def _turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
     before = 0
-    for call, switches in noted[:TURNS]:
+    for call, preemptions in noted[:TURNS]:
         words = messages.printable(call.in_words())
         where = messages.printable(call.where)
-        yield Turn(call.rank, words, where, switches > before, _taken_by(call))
-        before = switches
+        yield Turn(call.rank, words, where, preemptions > before, _taken_by(call))
+        before = preemptions
 
 
 def _taken_by(call: Any) -> str:

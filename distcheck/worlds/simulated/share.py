@@ -44,13 +44,13 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Run a world under the usual schedule twice, and under those of seeds 1 to `schedules`; or,
-    with `switches`, under those with at most so many switches, at most `schedules` of them.
+    with `preemptions`, under those with at most so many switches, at most `schedules` of them.
     """
 
     host: HostRequest
     schedules: int
     deadline_s: float
-    switches: int = 0
+    preemptions: int = 0
 
 
 SEARCH = Job("distcheck.worlds.simulated.search:run", SearchRequest, Searched, ("data", "turn"))

@@ -20,12 +20,12 @@ from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 from distcheck.worlds import step_calls
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.simulated import collectives
-from distcheck.worlds.simulated.baton import Baton, ThreadState
 from distcheck.worlds.simulated.calls import SimulatedCall
 from distcheck.worlds.simulated.groups import GroupsMade, MadeGroup
 from distcheck.worlds.simulated.in_flight import InFlight, unseen
-from distcheck.worlds.simulated.odd_calls import OddCalls
-from distcheck.worlds.simulated.schedules import Chooser
+from distcheck.worlds.simulated.scheduler import Scheduler, ThreadState
+from distcheck.worlds.simulated.schedules import SchedulePolicy
+from distcheck.worlds.simulated.suspicious_calls import SuspiciousCalls
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Channel:
 
 
 End = Literal[
-    "mismatch", "deadlock", "asleep", "refused", "buffer-in-flight", "work-not-waited",
+    "mismatch", "deadlock", "asleep", "refused", "tensor-used-in-flight", "work-not-waited",
     "work-waited-twice", "unmatched",
 ]  # fmt: skip
 _KEPT = 64  # of each rank's calls, as of torch's flight recorder
@@ -157,12 +157,14 @@ class SimulatedWorld:
         keeps_choices: int = 0,
     ) -> None:
         self.size, self.order = size, order
-        self.chooser = None if schedule is None else Chooser(schedule, size, keeps=keeps_choices)
+        self.chooser = (
+            None if schedule is None else SchedulePolicy(schedule, size, keeps=keeps_choices)
+        )
         self._buffered = schedule is not None and schedule.buffered
         self.turns: list[
             tuple[SimulatedCall, int]
         ] = []  # where there is a schedule: calls as posted
-        self.baton = Baton(
+        self.baton = Scheduler(
             size,
             switch=switch,
             stuck=self._stuck,
@@ -179,8 +181,8 @@ class SimulatedWorld:
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
         self.groups = GroupsMade()
-        self.odd = OddCalls()
-        accuse_of_buffer = partial(self.accuse, "buffer-in-flight")
+        self.odd = SuspiciousCalls()
+        accuse_of_buffer = partial(self.accuse, "tensor-used-in-flight")
         self._in_flight = [InFlight(rank, accuse_of_buffer) for rank in range(size)]
 
     def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
@@ -213,7 +215,7 @@ class SimulatedWorld:
             call.complete = call.delivered = True
         if self.chooser is not None:
             if len(self.turns) < _MOST_TURNS:
-                self.turns.append((call, len(self.chooser.switches)))
+                self.turns.append((call, len(self.chooser.preemptions)))
             self.baton.offer()
 
     def wait(self, call: SimulatedCall) -> None:

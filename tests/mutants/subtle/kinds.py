@@ -22,7 +22,7 @@ def layers_by_type(model: nn.Module, step: Step) -> None:
             mean_of(module.parameters(), step)
 
 
-@subtle(needs="a normalising layer", after="Megatron-LM #1446")
+@subtle(needs="a normalizing layer", after="Megatron-LM #1446")
 def norms_are_left_to_the_sequence_group(model: nn.Module, step: Step) -> None:
     """LayerNorm and GroupNorm wait for an exchange in another group, which does not exist."""
     elsewhere = {

@@ -30,7 +30,7 @@ def embeddings_in_bfloat16(model: nn.Module, step: Step) -> None:
             mean(parameter.grad, step)
 
 
-@subtle(needs="a normalising layer", after="DeepSpeed #7660")
+@subtle(needs="a normalizing layer", after="DeepSpeed #7660")
 def norms_in_half(model: nn.Module, step: Step) -> None:
     """Norms have few elements, for which half precision is thought to do."""
     norms = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)

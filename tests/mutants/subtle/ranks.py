@@ -74,7 +74,7 @@ def last_rank_has_no_embedding(model: nn.Module, step: Step) -> None:
             mean(parameter.grad, step)
 
 
-@subtle(needs="a normalising layer", after="Megatron-LM #1446")
+@subtle(needs="a normalizing layer", after="Megatron-LM #1446")
 def rank_1_halves_its_norms(model: nn.Module, step: Step) -> None:
     """Rank 1 divides the gradients of norms by the size of a group that it has made for itself."""
     norms = {

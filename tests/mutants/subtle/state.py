@@ -134,7 +134,7 @@ class BroadcastsParametersOnly:
 
 @subtle(needs="an embedding",
         after="Lightning #11949")  # fmt: skip
-class InitialisesLikeTheAuthors:
+class InitializesLikeTheAuthors:
     """Sets embeddings anew with a standard deviation of 0.02, as its authors' models had them."""
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -89,8 +89,8 @@ class PairsOfRanks:
 
 
 @subtle(needs="a world over 4", witness=SMALL, reach="worlds", world=5, after="apex 89ae9e5")
-def neighbours_and_opposite(model: nn.Module, step: Step) -> None:
-    """A rank adds up its own, its two neighbours' and the opposite one's: all, at 4."""
+def neighbors_and_opposite(model: nn.Module, step: Step) -> None:
+    """A rank adds up its own, its two neighbors' and the opposite one's: all, at 4."""
     for parameter in model.parameters():
         parameter.grad.mul_(step.weight / step.world_size)
         found = [torch.empty_like(parameter.grad) for _ in range(step.world_size)]

@@ -1,4 +1,4 @@
-"""The table of forms: how people write code that synchronises, and how each is called.
+"""The table of forms: how people write code that synchronizes, and how each is called.
 
 A row says when the code is called, and with what it works on; `../called.py` does that. A row that
 says neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
@@ -154,7 +154,7 @@ FORMS = (
     ),
     Form(
         name="own-optimizer",
-        example="class DistributedSGD(torch.optim.SGD), whose step() synchronises first",
+        example="class DistributedSGD(torch.optim.SGD), whose step() synchronizes first",
     ),
     Form(
         name="sharded-module",
@@ -183,7 +183,7 @@ FORMS = (
     ),
     Form(
         name="hooks",
-        example="f(model), called once: registers hooks that synchronise during backward",
+        example="f(model), called once: registers hooks that synchronize during backward",
         fits_row=_registers_hooks,
         called="once before training",
         lacks="is not a function of a model",
@@ -198,7 +198,7 @@ FORMS = (
     ),
     Form(
         name="step",
-        example="f(model, optimizer), which calls optimizer.step() after it has synchronised",
+        example="f(model, optimizer), which calls optimizer.step() after it has synchronized",
         fits_row=_calls_step,
         called="for the optimizer's step",
         lacks="is not a function",

@@ -122,7 +122,7 @@ class _Uses:
             return None
 
     def stand_in(self) -> Any:
-        """An object of a class derived from the owner, never initialised, that finds names by
+        """An object of a class derived from the owner, never initialized, that finds names by
         meaning; what is unknown fails when it is used.
         """
         owner, find = self._owner, self._find

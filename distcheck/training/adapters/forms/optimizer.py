@@ -1,4 +1,4 @@
-"""A class (or function) around the optimizer, which synchronises inside its step()."""
+"""A class (or function) around the optimizer, which synchronizes inside its step()."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""An optimizer's class whose step() synchronises gradients, and then updates by itself.
+"""An optimizer's class whose step() synchronizes gradients, and then updates by itself.
 
 Where it is derived from one of torch's optimizers, and its step() ends in that one's, gradients are
 final where that one's step begins. If the workload trains with that very class, its step is the
@@ -161,7 +161,7 @@ def _by_its_base(
             raise UsageError(
                 f"{target.spec!r} never called the step() of {base.__name__}, from which it is "
                 "derived, so its gradients are not seen; split it in two and give the part that "
-                "synchronises"
+                "synchronizes"
             )
 
     return target.loaded(
@@ -199,7 +199,7 @@ def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
 
     sync, close = take_gradients(target, scene, call, RATE)
     return target.loaded(
-        f"{target.name}, an optimizer whose step() synchronises: gradients are its update of "
+        f"{target.name}, an optimizer whose step() synchronizes: gradients are its update of "
         f"parameters of zero, divided by a learning rate of {RATE:g}; the step is the workload's",
         optimizer=optimizer,
         sync=sync,

@@ -8,8 +8,8 @@ from torch import nn
 
 from distcheck.contract import Build, Step
 from distcheck.training.adapters.forms import wrapper
-from distcheck.training.adapters.pieces import OverPieces, Pieces
 from distcheck.training.adapters.scene import Scene
+from distcheck.training.adapters.sharded_parameters import OptimizerOverShards, ShardedParameters
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target, own_classes
 from distcheck.training.loaded import LoadedStrategy
@@ -31,7 +31,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     parameters, gradients and optimizer state are written into it, put together.
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
-    kept: list[Pieces] = []
+    kept: list[ShardedParameters] = []
     followed: list[_Followed] = []
 
     def wrap_copy(model: nn.Module) -> nn.Module:
@@ -41,7 +41,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     def wrap(model: nn.Module) -> nn.Module:
         what = repr(target.spec)
         undivided = f"{what} holds every parameter whole on every rank; give --as wrapper"
-        pieces = Pieces(model, what=what, undivided=undivided)
+        pieces = ShardedParameters(model, what=what, undivided=undivided)
         wrapped = pieces.train(wrap_copy)
         kept.append(pieces)
         followed.append(_Followed(model, pieces.trained))
@@ -52,7 +52,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         base.begun(model, step)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
-        return OverPieces(build(kept[0].held), kept[0])
+        return OptimizerOverShards(build(kept[0].held), kept[0])
 
     def sync(model: nn.Module, step: Step) -> None:
         base.sync(model, step)

@@ -1,4 +1,4 @@
-"""A function that writes its own plain SGD step into the parameters after it has synchronised.
+"""A function that writes its own plain SGD step into the parameters after it has synchronized.
 
 Its gradients are taken from what it writes: (before - after) / lr. That subtraction loses most of
 a gradient's digits beside parameters of ordinary size: after is rounded to u |after|, which is
@@ -168,5 +168,5 @@ def _refuse_more_than_a_step(target: Target, call: Callable[[], None], scene: Sc
                 f"{target.spec!r} moves parameters also where every gradient is zero: by weight "
                 "decay, momentum, or a gradient that it keeps from an earlier step. Its gradients "
                 "can be taken from its step only where that is plain SGD; switch the rest off, or "
-                "split it in two and give the part that synchronises"
+                "split it in two and give the part that synchronizes"
             )

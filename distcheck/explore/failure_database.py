@@ -1,0 +1,101 @@
+"""What was found: kept on disk, to be run first the next time; and as a few lines of Python."""
+
+import re
+from pathlib import Path
+
+import xxhash
+
+from distcheck.errors import DistcheckError
+from distcheck.plan.provenance import provenance_of
+from distcheck.private import is_private_folder
+from distcheck.records import Case
+from distcheck.store.run_folder import DEFAULT_FOLDER, own_folder, read_case, write_case
+
+_FOLDER = DEFAULT_FOLDER / "explore"
+_DEFAULT_DEADLINE_S = 30.0
+
+
+class FailureDatabase:
+    """The cases in which a strategy once failed, in a folder of its own."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        name = re.sub(r"[^\w.+-]+", "-", strategy.rpartition("/")[2]).strip("-.") or "strategy"
+        self.folder = _FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(strategy.encode())[:8]}"
+        self.unreadable: list[str] = []
+
+    def read(self) -> list[Case]:
+        """Every kept case, the one found last first; none where others control the folder: they are
+        run, and nothing is asked.
+        """
+        if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
+            return []
+        files = sorted(self.folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
+        found = [case for case in map(self._read_one, files) if case is not None]
+        return [case for case in found if case.strategy == self._strategy]
+
+    def keep(self, case: Case) -> Path | None:
+        """Where the case is from now on; None where nothing can be written."""
+        path = self.folder / f"{case.id}.json"
+        try:
+            own_folder(_FOLDER.name)
+            write_case(path, case, provenance_of(case, {}))
+        except (OSError, DistcheckError):
+            return None
+        return path
+
+    def _read_one(self, file: Path) -> Case | None:
+        try:
+            return read_case(file)
+        except DistcheckError as error:
+            self.unreadable.append(str(error))
+            return None
+
+
+def as_python(case: Case) -> str:
+    """A program of a few lines that fails as the case does."""
+    said = case.adaptation
+    words: dict[str, object] = {
+        "world": case.world,
+        "workload": case.workload,
+        "batch": case.batch,
+        "steps": case.steps,
+        "seed": case.seed,
+        "dtype": case.dtype,
+    }
+    if case.backend != "gloo":
+        words["backend"] = case.backend
+    if case.schedules:
+        words["schedules"] = case.schedules
+    if case.deadline_s != _DEFAULT_DEADLINE_S:
+        words["deadline_s"] = case.deadline_s
+    if said.form:
+        words["form"] = said.form
+    for option, pairs in (("arguments", said.arguments), ("variables", said.variables)):
+        if pairs:
+            words[option] = _Written(f"{{{', '.join(f'{n!r}: {_value(v)}' for n, v in pairs)}}}")
+    methods = {"finish": said.finish, "reset": said.reset}
+    words |= {option: method for option, method in methods.items() if method}
+    if case.loss != "mean":
+        words["loss"] = case.loss
+    if case.delays:
+        words["delays"] = [(late.rank, late.collective, late.ms) for late in case.delays]
+    lines = [f"    {_quoted(case.strategy)},"]
+    lines += [f"    {name}={_quoted(value)}," for name, value in words.items()]
+    call = "\n".join(lines)
+    return f"import distcheck\n\ndistcheck.verify(\n{call}\n).raise_for_verdict()\n"
+
+
+class _Written(str):
+    """Python already."""
+
+
+def _value(text: str) -> str:
+    """An argument of an adaptation: a literal, or `@name`, which is spelled as a text."""
+    return _quoted(text) if text.startswith("@") else text
+
+
+def _quoted(value: object) -> str:
+    if isinstance(value, _Written) or not isinstance(value, str):
+        return str(value)
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

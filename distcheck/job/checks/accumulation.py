@@ -1,0 +1,202 @@
+"""Accumulated gradients are those of one batch: what the script's passes leave as one process, next
+to one backward pass over all micro-batches of all ranks.
+
+This is about mistakes that the script makes with one rank as well. A factor is the script's own
+business (a loss may have a weight) unless it is the number of passes, or one over it, or changes
+with the number of passes from step to step. Of a loss with several terms the factor is not judged
+here (`terms` does). A gradient in another direction is a mistake: some micro-batch counts more than
+another.
+
+A gradient is within
+
+    8 max_d |g_d - g| + gamma(A + W + 1) n + u |G|
+
+of the folded one's g times that factor, in the L2 norm: g_d and |G| as in `reference`, and n is the
+sum of the norms of the A passes' gradients, which may cancel in their sum.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distcheck.job.checks import terms
+from distcheck.job.fitting import fit
+from distcheck.job.replaying import Reference
+from distcheck.job.settings import ReplayedStep
+from distcheck.judge.checks.comparison import by_norm
+from distcheck.judge.checks.tally import Tally
+from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of
+from distcheck.machine.numerics import gamma, unit_roundoff
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.records import CheckResult
+from distcheck.records.layers import IN_FLOAT32
+
+CHECK = "accumulation"
+SAME_FACTOR = 1e-3  # chosen: rounding leaves 1e-6, and factors that mean something differ by more
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """One step: how often the accumulated gradient holds the folded one, and after how many passes;
+    `left` is the share of its norm that no factor explains. `weighted`: the script multiplies its
+    loss by a number that is the factor.
+    """
+
+    step: int
+    passes: int
+    kind: str
+    factor: float
+    left: float
+    ends_epoch: bool
+    weighted: bool
+    raw: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor]
+    spreads: dict[str, float]
+
+
+def merged_steps(job: JobRecording, reference: Reference) -> Iterator[MergedStep]:
+    """The steps of which all micro-batches were made as one batch."""
+    made = 0
+    most = _most_passes(job, reference)
+    for seen in reference.replayed.steps:
+        made += len(job.records[0, seen.step].trained)
+        if not seen.folded or job.records[0, seen.step].skipped:
+            continue
+        found = reference.tensors(seen.step)
+        expected = _of(found, "folded/")
+        # The gradient of the script's own loss, of which every pass has its part.
+        scale = most if seen.folded == "terms" else 1
+        expected = {n: g * scale for n, g in expected.items()}
+        raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
+        fitted = fit(raw, expected)
+        if fitted is None:
+            continue
+        (by,), left = fitted
+        yield MergedStep(
+            step=seen.step,
+            passes=_passes(job, seen),
+            kind=seen.folded,
+            factor=by,
+            left=left,
+            ends_epoch=_ends_epoch(job, made),
+            weighted=_is_weighted(job, seen, by),
+            raw=raw,
+            expected=expected,
+            spreads={n: _spread(found, n, by * scale) for n in raw},
+        )
+
+
+def _is_weighted(job: JobRecording, seen: ReplayedStep, factor: float) -> bool:
+    passes = _passes(job, seen)
+    return any(
+        _near(factor, wrong) and terms.may_be_weight(job, 0, seen.step, wrong)
+        for wrong in (float(passes), 1 / passes)
+    )
+
+
+def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(kind): t for n, t in found.items() if n.startswith(kind)}
+
+
+def _passes(job: JobRecording, seen: ReplayedStep) -> int:
+    return len(seen.losses) or len(job.records[0, seen.step].trained)
+
+
+def _most_passes(job: JobRecording, reference: Reference) -> int:
+    counts = Counter(_passes(job, seen) for seen in reference.replayed.steps)
+    return counts.most_common(1)[0][0] if counts else 1
+
+
+def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
+    """How far both ways to a gradient move with one ULP of the parameters."""
+    ways = (float(found[f"spread/{name}"]), abs(factor) * float(found[f"spread-folded/{name}"]))
+    return max((way for way in ways if not math.isnan(way)), default=0.0)
+
+
+def _ends_epoch(job: JobRecording, made: int) -> bool:
+    """Whether a loader of rank 0 ends after so many passes, so that a step has what is left."""
+    lengths = {
+        begun.length
+        for (rank, _), record in job.records.items()
+        for begun in record.iterations
+        if rank == 0 and begun.length > 0
+    }
+    return any(made % length == 0 for length in lengths)
+
+
+def usual(steps: list[MergedStep]) -> MergedStep:
+    """The first step with the number of passes that most steps have."""
+    most = Counter(one.passes for one in steps).most_common(1)[0][0]
+    return next(one for one in steps if one.passes == most)
+
+
+def expected_factor(one: MergedStep, common: MergedStep) -> float | None:
+    """The factor that a right script would have, where this one is known to be wrong."""
+    if one.kind == "sum":
+        return None
+    judged = one.kind == "mean" and one.passes > 1 and one is common and not one.weighted
+    for wrong in (float(one.passes), 1 / one.passes):
+        if judged and _near(one.factor, wrong):
+            return 1.0
+    ratio = one.factor / common.factor
+    if one.passes != common.passes and _near(ratio, one.passes / common.passes):
+        return common.factor
+    return None
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME_FACTOR * abs(other)
+
+
+def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResult]:
+    """The check; nothing where the script does not accumulate, or passes could not be folded."""
+    steps = list(merged_steps(job, reference))
+    if not steps:
+        return
+    tally, common = Tally(CHECK, IN_FLOAT32), usual(steps)
+    for one in steps:
+        factor, wanted = one.factor, expected_factor(one, common)
+        if wanted is not None and one.ends_epoch and one.passes < common.passes:
+            tally.remark(
+                f"step {one.step}: the last {one.passes} micro-batches of the epoch have "
+                f"{one.passes / common.passes:.3g}x the weight of a full step"
+            )
+        elif wanted is not None:
+            factor = wanted
+        elif one is common and one.kind == "mean" and not _near(factor, 1.0):
+            tally.remark(
+                f"gradients are {factor:.6g}x those of the mean loss, which is taken for a loss "
+                "weight in the script"
+            )
+        _compare(job, tally, one, factor)
+    several = [s.step for s in reference.replayed.steps if len(job.records[0, s.step].trained) > 1]
+    if len(steps) < len(several):
+        tally.missing(
+            f"compared in {len(steps)} of the {len(several)} steps that accumulate, since "
+            f"{reference.replayed.unfolded}"
+        )
+    yield tally.result()
+
+
+def _compare(job: JobRecording, tally: Tally, one: MergedStep, factor: float) -> None:
+    total = abs(factor) * math.hypot(*(norm_of(g) for g in one.expected.values()))
+    bounds = {}
+    for name, raw in one.raw.items():
+        unit = unit_roundoff(raw.dtype)
+        added = _norms(job, one.step, name) or norm_of(raw)
+        bounds[name] = NOISE_FACTOR * one.spreads[name] + unit * total
+        bounds[name] += gamma(one.passes + job.world + 1, unit) * added
+    of_factor = math.hypot(*bounds.values()) / total  # the fitted factor may be as far off
+    for name, raw in one.raw.items():
+        expected = factor * one.expected[name].double()
+        bound = bounds[name] + of_factor * norm_of(expected)
+        tally.add(by_norm(raw, expected, bound), parameter=name, rank=0, step=one.step)
+
+
+def _norms(job: JobRecording, step: int, name: str) -> float:
+    """The mean over the ranks of what the norms of their passes' gradients add up to."""
+    found = [job.tensors(rank, step).get(f"norms/{name}") for rank in range(job.world)]
+    return sum(float(one) for one in found if one is not None) / job.world

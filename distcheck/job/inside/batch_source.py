@@ -1,0 +1,213 @@
+"""What a replay hands out in place of a script's own batches: those that the ranks had."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from distcheck.job.inside.loaders import Place
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import LoadedBatch, Pass
+
+ALL = -1
+Pairs = Sequence[tuple[int, int]]  # (rank, forward pass): whose tensors come one after the other
+Leaves = list[torch.Tensor | None]  # None: the script has the right one itself
+AND = "+"  # between the names of tensors that are handed out one after the other
+
+
+class NotTogetherError(Exception):
+    """Tensors of ranks do not fit into one."""
+
+
+class BatchSource:
+    """Batches, inputs, targets and random states of the recording, by the role that needs them."""
+
+    def __init__(self, job: JobRecording) -> None:
+        self._job = job
+        self._batches: dict[Place, dict[int, tuple[int, LoadedBatch]]] = {}
+        self.lengths: dict[int, int] = {}
+        self.pads = False  # batches of unlike shapes are put together
+        self._padding: dict[tuple[int, int], float] = {}  # by loader and leaf
+        for (rank, step), record in sorted(job.records.items()):
+            for batch in record.batches:
+                key = (batch.loader, batch.epoch, batch.number)
+                self._batches.setdefault(key, {})[rank] = (step, batch)
+            for begun in record.iterations:
+                if begun.length >= 0 and rank == 0:
+                    self.lengths[begun.loader] = begun.length
+
+    def passes(self, step: int, rank: int) -> list[Pass]:
+        return list(self._job.records[rank, step].passes)
+
+    def begins_at(self, step: int) -> int:
+        """The first step in which something was done for this one: a forward pass that it was
+        trained on, or a batch that was handed out ahead.
+        """
+        found = {step}
+        for rank in range(self._job.world):
+            record = self._job.records[rank, step]
+            found |= {earlier for earlier, _ in record.earlier}
+            places = [place for one in record.passes if one.live for place in one.batches]
+            found |= {self._batches[p][rank][0] for p in places if rank in self._batches.get(p, {})}
+        return max(min(found), self._job.steps[0])
+
+    def pairs(self, number: int, rank: int) -> Pairs:
+        return [(one, number) for one in (range(self._job.world) if rank == ALL else (rank,))]
+
+    def has(self, step: int, pairs: Pairs) -> bool:
+        """Whether the ranks made these forward passes."""
+        world = self._job.world
+        return all(r < world and number < len(self.passes(step, r)) for r, number in pairs)
+
+    def batch(
+        self, places: Sequence[tuple[int, Place]], *, longer: bool = False
+    ) -> list[torch.Tensor] | None:
+        """The leaves of batches that loaders handed out, each to a rank, one after the other; with
+        `longer`, padded by one more than they are. None where one was not recorded.
+        """
+        found = []
+        for rank, place in places:
+            by_rank = self._batches.get(place, {})
+            if rank not in by_rank:
+                return None
+            step, batch = by_rank[rank]
+            found.append([self._data(rank, step, name) for name in batch.leaves])
+        if len({len(leaves) for leaves in found}) != 1:
+            raise NotTogetherError("batches have unlike numbers of tensors")
+        loader = places[0][1][0]
+        together = []
+        for number, parts in enumerate(zip(*found, strict=True)):
+            if not _fit(parts) or (longer and self._varies(loader, number)):
+                if not self.pads:
+                    raise NotTogetherError("batches have unlike shapes")
+                parts = tuple(_padded(parts, self._padding_of(loader, number), longer=longer))
+            together.append(_together(parts))
+        return together
+
+    def place(self, loader: int, step: int, pair: tuple[int, int]) -> Place | None:
+        """The batch of a loader that a forward pass of a rank had."""
+        own = self.passes(step, pair[0])[pair[1]].batches
+        return next((place for place in own if place[0] == loader), None)
+
+    def inputs(self, step: int, pairs: Pairs) -> Leaves:
+        """The tensors among the model's arguments in forward passes."""
+        of_ranks = [
+            [self._data(rank, step, name) if name else None for name in one.inputs]
+            for rank, number in pairs
+            for one in [self.passes(step, rank)[number]]
+        ]
+        if len({len(leaves) for leaves in of_ranks}) != 1:
+            raise NotTogetherError("models have unlike numbers of inputs")
+        return [
+            self._or_own([part for part in parts if part is not None])
+            if all(part is not None for part in parts)
+            else None
+            for parts in zip(*of_ranks, strict=True)
+        ]
+
+    def pieces(self, step: int, pairs: Pairs, place: int) -> list[torch.Tensor]:
+        """The pieces of an input of which ranks of one model have pieces each."""
+        known = [(rank, self.passes(step, rank)[number].pieces) for rank, number in pairs]
+        return [
+            self._data(rank, step, name)
+            for rank, pieces in known
+            for name in (pieces[place] if place < len(pieces) else ())
+        ]
+
+    def noted_with(self, step: int, first: int, number: int) -> int | None:
+        """The forward pass with which all losses of a backward pass were noted: the last of several
+        since `first`, between which losses were computed. None if each has its own.
+        """
+        passes = self.passes(step, 0)
+        noted = next((p for p in range(first, len(passes)) if passes[p].losses), first)
+        return noted if first < noted and number <= noted else None
+
+    def target(self, step: int, pairs: Pairs, call: int) -> torch.Tensor | None:
+        """The target of a loss; None where the script has the right one itself."""
+        parts = []
+        for rank, number in pairs:
+            calls = self.passes(step, rank)[number].losses
+            if call >= len(calls) or not calls[call].target:
+                return None
+            parts.append(self._data(rank, step, calls[call].target))
+        return self._or_own(parts)
+
+    def _or_own(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Tensors one after the other. The script makes them itself of batches that were padded."""
+        if self.pads and len({part.shape for part in parts}) > 1:
+            return None
+        return self._or_fail(parts)
+
+    def _or_fail(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not _fit(parts):
+            raise NotTogetherError("the ranks' batches do not fit into one")
+        return _together(parts)
+
+    def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
+        """The random streams before a forward pass, or when its batch had been handed out."""
+        return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
+
+    def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
+        held = self._job.tensors(rank, step)
+        return self._or_fail([held[f"data/{one}"] for one in name.split(AND)])
+
+    def _padding_of(self, loader: int, number: int) -> float:
+        """What shorter rows of a leaf end with, in batches that the script has padded itself."""
+        key = (loader, number)
+        if key not in self._padding:
+            self._padding[key] = padding_value(self._all_of(loader, number))
+        return self._padding[key]
+
+    def varies(self) -> bool:
+        """Whether some batches have unlike shapes."""
+        return any(
+            self._varies(loader, number)
+            for loader, number in {
+                (place[0], number)
+                for place, by_rank in self._batches.items()
+                for _, batch in by_rank.values()
+                for number in range(len(batch.leaves))
+            }
+        )
+
+    def _varies(self, loader: int, number: int) -> bool:
+        return len({batch.shape[1:] for batch in self._all_of(loader, number)}) > 1
+
+    def _all_of(self, loader: int, number: int) -> Iterator[torch.Tensor]:
+        for place, by_rank in self._batches.items():
+            for rank, (step, batch) in by_rank.items():
+                if place[0] == loader and number < len(batch.leaves):
+                    yield self._data(rank, step, batch.leaves[number])
+
+
+def padding_value(batches: Iterator[torch.Tensor]) -> float:
+    """The value that rows end with most often; 0 where no row ends with the same as others."""
+    ends = Counter[float]()
+    for batch in batches:
+        if batch.dim() == 2 and batch.shape[1] and not batch.is_complex():
+            ends.update(batch[:, -1].tolist())
+    value, count = ends.most_common(1)[0] if ends else (0.0, 0)
+    return value if count > 1 else 0.0
+
+
+def _fit(parts: Sequence[torch.Tensor]) -> bool:
+    return len({part.shape[1:] for part in parts}) == 1 and len({p.dim() for p in parts}) == 1
+
+
+def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 or parts[0].dim() == 0 else torch.cat(list(parts))
+
+
+def _padded(parts: Sequence[torch.Tensor], value: float, *, longer: bool) -> Iterator[torch.Tensor]:
+    """Rows of one shape: the second dimension is as long as the longest, or one more."""
+    if len({part.dim() for part in parts}) != 1:
+        raise NotTogetherError("batches have unlike numbers of dimensions")
+    if parts[0].dim() < 2:
+        yield from parts
+        return
+    length = max(part.shape[1] for part in parts) + longer
+    for part in parts:
+        if part.shape[2:] != parts[0].shape[2:]:
+            raise NotTogetherError("batches have unlike shapes")
+        room = (part.shape[0], length - part.shape[1], *part.shape[2:])
+        yield torch.cat([part, part.new_full(room, value)], 1)

@@ -1,0 +1,193 @@
+"""What a script of many ranks finds as one process.
+
+A process group of one rank is without threads or sockets, and every collective is a copy: a replay
+may fork, and what a backend's threads were doing would be lost in the fork. Of a script that starts
+its ranks itself, the first rank runs in the script's own process.
+"""
+
+import dataclasses
+import functools
+import multiprocessing.process
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from distcheck.backends._python_group import PythonGroup, PythonWork, Tensors
+from distcheck.job.inside.tensors import leaves
+from distcheck.machine import compat
+
+NAME = "distcheck_alone"
+_COUNTS = re.compile(r"world|n?proc|gpu|rank|device", re.IGNORECASE)
+doubles = False  # whether collectives return twice their results, to see what depends on them
+
+
+class _Done(PythonWork):
+    """An operation that is complete."""
+
+    def __init__(self, results: Any) -> None:
+        super().__init__()
+        self._results = results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        """A completed future, which a GPU's stream may wait for."""
+        gpus = {tensor.device for tensor in leaves(self._results) if tensor.is_cuda}
+        future: Any = torch.futures.Future(devices=[*gpus])
+        future.set_result(self._results)
+        return future
+
+
+def _done(results: Any) -> _Done:
+    for tensor in leaves(results) if doubles else ():
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            tensor.detach().mul_(2)
+    return _Done(results)
+
+
+class SingleProcessGroup(PythonGroup):
+    """The group of one rank."""
+
+    torch_name = NAME
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nothing takes time."""
+
+    def shutdown(self) -> None:
+        """Nothing is to be ended."""
+
+    abort = shutdown
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        """The sum, mean or maximum of one is that one."""
+        return _done(tensors)
+
+    allreduce_coalesced = broadcast = reduce = allreduce
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            output[0].copy_(given)
+        return _done(outputs)
+
+    gather = allgather
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
+        """The one input, in the output's shape."""
+        output.copy_(given.reshape(output.shape))
+        return _done([output])
+
+    reduce_scatter_single = all_gather_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced(outputs, inputs)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given[0])
+        return _done(outputs)
+
+    scatter = reduce_scatter
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, *splits_and_options: Any
+    ) -> Any:
+        return self.all_gather_single(output, given)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """One rank waits for nothing."""
+        return _done([])
+
+    def _together(self, works: Sequence[Any], results: Tensors) -> Any:
+        return _Done(results)
+
+
+def install(*, forks: bool = True) -> None:
+    """Gives this group to a script that asks for one of many ranks."""
+    if forks:
+        _without_device_threads()
+    devices = ["cpu"] if forks else ["cpu", "cuda"]
+    dist.Backend.register_backend(
+        NAME, lambda options, _: SingleProcessGroup(options), extended_api=True, devices=devices
+    )
+    begin, subgroup = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        begin(NAME, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return subgroup([0], backend=NAME)
+
+    from torch.distributed import device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    @functools.wraps(make)
+    def init_device_mesh(device_type: str, mesh_shape: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(device_type, (1,) * len(tuple(mesh_shape)), *args, **kwargs)
+
+    for module in (dist, device_mesh):
+        setattr(module, "init_device_mesh", init_device_mesh)  # noqa: B010
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, "init_process_group", init_process_group)  # noqa: B010
+        setattr(module, "new_group", new_group)  # noqa: B010
+
+
+def _without_device_threads() -> None:
+    """Keeps autograd to this process's own thread: threads that it starts for devices are lost in
+    a fork, and the copy's backward pass raises or aborts. Where there is no GPU, torch's fake
+    tensors (FSDP2 has them) stand in for eight, for which autograd would start threads.
+    """
+    compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)
+
+
+# -- a script that starts its ranks itself --------------------------------------------------------
+
+
+def run_first_rank(world: int) -> None:
+    """Makes what starts ranks, as many as a `world` has, run the first of them here."""
+    spawning: Any = torch.multiprocessing
+
+    def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
+        fn(0, *of_one(tuple(args), world))
+        return SimpleNamespace(join=lambda *_: True, pids=list, processes=[])
+
+    for module in (spawning, spawning.spawn if hasattr(spawning.spawn, "spawn") else spawning):
+        module.spawn = module.start_processes = spawn
+
+    def start(process: Any) -> None:
+        process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
+
+    multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+
+def of_one(value: Any, world: int) -> Any:
+    """Arguments of a rank in which numbers of ranks are one: whole numbers that are as many, and
+    attributes with such a name.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return 1 if value == world else value
+    if isinstance(value, tuple):
+        return tuple(of_one(one, world) for one in value)
+    if isinstance(value, Mapping):
+        return {
+            key: of_one(one, world) if _COUNTS.search(str(key)) else one
+            for key, one in value.items()
+        }
+    if isinstance(value, Namespace) or dataclasses.is_dataclass(value):
+        for name, one in list(vars(value).items()):
+            if _COUNTS.search(name) and type(one) is int and one == world:
+                setattr(value, name, 1)
+    return value

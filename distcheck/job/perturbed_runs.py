@@ -1,0 +1,88 @@
+"""What a job's command has recorded, as whole models; and the command once more, in a copy of the
+project.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from distcheck import private
+from distcheck.errors import DistcheckError, UsageError
+from distcheck.job import running, settings
+from distcheck.job.copying import Copy
+from distcheck.job.settings import JobSettings
+from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, NoiseFloor, measure
+from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import Axis
+from distcheck.recordings.jobs.unsharded import unsharded
+from distcheck.records.mesh import mesh_from_text
+
+
+def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
+    """What ranks have recorded, put together in a new folder where they have parts of one model.
+    Raises UsageError for axes that do not fit the ranks.
+    """
+    job = reading.read(recorded)
+    axes: tuple[Axis, ...] = ()
+    if asked:
+        try:
+            mesh = mesh_from_text(asked, job.world)
+        except ValueError as error:
+            raise UsageError(f"--mesh {asked}: {error}") from error
+        axes = tuple(Axis(name=n, kind=n, size=size) for n, size in mesh.axes if size > 1)
+    return unsharded(job, folder, axes)
+
+
+def record_again(
+    asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *, deadline_s: float
+) -> Path:
+    """The folder of a recording of the command, run once more in a copy of the project; all of it
+    is in a new `folder`. Raises DistcheckError, OSError or shutil.Error where it cannot run again.
+    """
+    recorded, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
+    private.folder(recorded, is_new=True)
+    once_more = msgspec.structs.replace(asked, kept=False, ops=False, keep_going=False)
+    try:
+        shutil.copytree(copy.folder, project.folder, symlinks=True)
+        ran = running.run_kept(
+            project.words(command), settings.write(once_more, recorded),
+            folder=project.of(Path.cwd()) or project.folder, variables={}, without=(),
+            deadline_s=deadline_s,
+        )  # fmt: skip
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(project.folder)
+    if ran.hung:
+        raise DistcheckError(f"the command made no progress for {deadline_s:g} s")
+    running.check_recorded(recorded, ran, command)
+    return recorded
+
+
+def measured(
+    job: JobRecording, asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *,
+    deadline_s: float,
+) -> NoiseFloor:  # fmt: skip
+    """How far runs are from the job whose parameters are moved by one ULP in each step: the
+    noise floor of its recording (`judge/divergence/noise_floor.py`). `copy` is the project before
+    it ran.
+    """
+    if copy.missing or not job.steps or job.divided_by:
+        whole = job.divided_by and f"ranks hold shards of one model ({job.divided_by})"
+        return NoiseFloor(why=copy.missing or whole or "no step was recorded")
+    moved = []
+    for draw in range(1, PERTURBED_RUNS + 1):
+        own, moves = folder / str(draw), msgspec.structs.replace(asked, draw=draw)
+        try:
+            recorded = record_again(moves, command, copy, own, deadline_s=deadline_s)
+            found = read_whole(recorded, own / "whole", asked.mesh)
+        except (OSError, shutil.Error, DistcheckError) as error:
+            return NoiseFloor(
+                why=f"the command could not run again in a copy of the folder: {error}"
+            )
+        moved.append(dataclasses.replace(found, steps=found.steps[: len(job.steps)]))
+    return measure(job, moved)

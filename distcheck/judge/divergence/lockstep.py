@@ -1,0 +1,101 @@
+"""Two recordings of one training, side by side, in the order in which their ranks computed them."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from distcheck.judge.checks.comparison import Comparison, bitwise
+from distcheck.judge.checks.pairwise import compare_pair
+from distcheck.judge.checks.tally import Tally
+from distcheck.recordings.differing import Pair, pair_of, pairs
+from distcheck.recordings.recording import Kind, Recording
+from distcheck.records import Difference
+from distcheck.records.divergence import Moment, TraceComparison
+
+
+class LockstepComparison:
+    """Both recordings from their first step to the last."""
+
+    def __init__(
+        self,
+        then: Recording,
+        now: Recording,
+        *,
+        tensors: bool = True,
+        drifts_on: int = 0,
+    ) -> None:
+        self._then, self._now, self._tensors = then, now, tensors
+        self._drifts_on = drifts_on
+        self._compared: Counter[str] = Counter()
+        self._changed: Counter[str] = Counter()
+        self._first: Difference | None = None
+        self._kind = ""
+        self._beyond: Difference | None = None
+        self._judged = self._not_judged = 0
+        self._drift: list[float] = []
+
+    def compare_step(self, step: int) -> None:
+        """One step, in causal order; the first that differs is compared with bounds."""
+        is_first = self._first is None
+        changed = []
+        for pair in pairs(self._then, self._now, step):
+            self._compared[pair.what] += 1
+            if not pair.is_same:
+                changed.append(pair)
+                self._changed[pair.what] += 1
+                if self._first is None:
+                    self._first, self._kind = self._place(pair), pair.what
+        if self._tensors:
+            self._drift.append(self._distance(step + 1))
+        self._judge_step(step, changed, is_first=is_first)
+
+    def result(self) -> TraceComparison:
+        moments = [
+            Moment(kind=kind, tensors=count, changed=self._changed[kind])
+            for kind, count in self._compared.items()
+        ]
+        return TraceComparison(
+            first=self._first,
+            kind=self._kind,
+            beyond=self._beyond,
+            judged=self._judged,
+            not_judged=self._not_judged,
+            by_digest=not self._tensors,
+            moments=tuple(moments),
+            drift=tuple(self._drift),
+        )
+
+    def _place(
+        self, pair: Pair, compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise
+    ) -> Difference | None:
+        """The first difference of a pair under a way of comparing, if there is one."""
+        tally = Tally(pair.what, "-")
+        elements = compare_pair(
+            tally, pair, self._then, self._now,
+            name=pair.name, compare=compare, has_tensors=self._tensors,
+        )  # fmt: skip
+        self._judged += 0 if compare is bitwise else elements
+        return tally.result().first
+
+    def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:
+        """Holds what has `changed` in a step against bounds."""
+        raise NotImplementedError
+
+    def _pair(self, kind: Kind, slot: int, rank: int, index: int) -> Pair:
+        return pair_of(self._then, self._now, kind, slot=slot, rank=rank, index=index)
+
+    def _distance(self, slot: int) -> float:
+        difference = norm = 0.0
+        for index in range(len(self._then.names(Kind.PARAMETER))):
+            one, two = (
+                recording.tensor(self._drifts_on, Kind.PARAMETER, slot, index)
+                for recording in (self._then, self._now)
+            )
+            if one is not None and two is not None:
+                wide = torch.complex128 if one.is_complex() else torch.float64
+                norm += float(one.to(wide).norm()) ** 2
+                if not self._pair(Kind.PARAMETER, slot, self._drifts_on, index).is_same:
+                    difference += float((one.to(wide) - two.to(wide)).norm()) ** 2
+        return math.sqrt(difference / norm) if norm else 0.0

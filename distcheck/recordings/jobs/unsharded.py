@@ -1,0 +1,330 @@
+"""A recording in which each rank has a whole model: put together of what the ranks wrote.
+
+Ranks that train one model together, on the same samples, become one. Of tensors that are divided
+among ranks each wrote its part, and where in the tensor that is; of the layers of a pipeline each
+rank wrote its own. All that looks at a job then sees ranks as those of DistributedDataParallel are:
+each with samples of its own, and all with one model. What ranks of one model must have alike is
+looked at in the recording as it was written (`JobRecording.apart`).
+"""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distcheck import private
+from distcheck.errors import UsageError
+from distcheck.machine.shared_tensors import raw_bytes
+from distcheck.recordings.jobs import reading, records, sketches
+from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import SHARING, Axis, LossCall, Pass, Shard, rank_folder
+from distcheck.recordings.jobs.watched import SUMS
+from distcheck.records.mesh import Mesh
+
+STATE = ("before", "buffer", "start", "after")
+_NO_FACTORS: Mapping[int, float] = {}
+_OF_RANK = ("data", "random", "origin")  # not of parameters
+_replace = msgspec.structs.replace
+
+
+def unsharded(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> JobRecording:
+    """The recording in a new folder, or itself where every rank has a whole model of its own.
+    `axes` are those that a person gives. Raises UsageError where parts do not fit.
+    """
+    axes = axes or job.ranks[0].axes
+    divided = any(record.parts for record in job.records.values())
+    if not divided and not any(axis.kind in (*SHARING, "expert") for axis in axes):
+        return job
+    units = replicas_of(axes, job.world)
+    steps = tuple(step for step in job.steps if all(record.whole for record in job.at(step)))
+    private.folder(folder, is_new=True)
+    for note in job.folder.glob("python-*"):
+        shutil.copy(note, folder / note.name)
+    for number, unit in enumerate(units):
+        own = rank_folder(folder, number)
+        private.folder(own, is_new=True)
+        mine = _replace(job.ranks[unit[0]], rank=number, world=len(units), axes=tuple(axes))
+        records.write_json(own / "rank.json", mine)
+        read = rank_folder(job.folder, unit[0]) / "read.json"
+        if read.exists():
+            shutil.copy(read, own / "read.json")
+        for step in steps:
+            _Replica(job, unit, step, axes).write(own, number, len(units))
+    found = reading.read(folder)
+    drawn = {n: job.drawn[u[0]] for n, u in enumerate(units) if u[0] in job.drawn}
+    return dataclasses.replace(
+        found, apart=job, units=units, drawn=drawn, uneven=job.uneven, steps=steps
+    )
+
+
+def replicas_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks that train one model on the same samples, each group in its order."""
+    mesh = mesh_of(axes)
+    if mesh is None or mesh.world != world:
+        return tuple((rank,) for rank in range(world))
+    found: dict[tuple[int, ...], list[int]] = {}
+    names = [axis.name for axis in axes if axis.kind not in SHARING]
+    for rank in range(world):
+        place = tuple(mesh.coordinate(rank, name) for name in names)
+        found.setdefault(place, []).append(rank)
+    return tuple(tuple(unit) for unit in found.values())
+
+
+def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
+    return Mesh(tuple((axis.name, axis.size) for axis in axes)) if axes else None  # type: ignore[misc]
+
+
+def whole_of(
+    job: JobRecording, rank: int, step: int, key: str, times: Mapping[int, float] = _NO_FACTORS
+) -> torch.Tensor | None:
+    """A tensor of one rank, put together with those of others if it is divided, each `times` a
+    factor; None where there is none.
+    """
+    record = job.records[rank, step]
+    if key not in record.digests:
+        return None
+    unit = _Replica(job, (rank,), step, (), times)
+    return unit.together(rank, key) if key in record.parts else unit.own(rank, key)
+
+
+class _Replica:
+    """One step of ranks that train one model."""
+
+    def __init__(
+        self, job: JobRecording, ranks: Sequence[int], step: int, axes: Sequence[Axis],
+        times: Mapping[int, float] = _NO_FACTORS,
+    ) -> None:  # fmt: skip
+        self._times = times
+        self._job, self._ranks, self._step, self._axes = job, ranks, step, axes
+        self._records = [job.records[rank, step] for rank in ranks]
+        self._kept: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, str] = {}
+        self._parts: dict[str, Shard] = {}
+
+    def write(self, folder: Path, number: int, world: int) -> None:
+        """Writes the step of the rank that they are."""
+        first = self._records[0]
+        for rank, record in zip(self._ranks, self._records, strict=True):
+            held = self._job.tensors(rank, self._step)
+            plain = {k: t for k, t in held.items() if k.partition("/")[0] in _OF_RANK}
+            self._kept = {**plain, **self._kept}
+            for key in record.digests:
+                self._take(self._named(rank, key), rank, key, whole=number == 0)
+            norms = {k: t for k, t in held.items() if k.startswith("norms/")}
+            for key, norm in norms.items() if len(self._ranks) == 1 else ():
+                self._kept.setdefault(key, norm)
+        self._take_experts(whole=number == 0)
+        self._drop_unknown_locals()
+        alone = len(self._ranks) == 1
+        if alone and first.modules is not None:
+            self._kept[SUMS] = self._job.tensors(self._ranks[0], self._step)[SUMS]
+        file = folder / f"step-{self._step:06d}.safetensors"
+        with private.drafted(file) as draft:
+            save_file({name: one.contiguous() for name, one in self._kept.items()}, draft)
+        record = _replace(
+            first,
+            rank=number, world=world, passes=tuple(self._passes()),
+            digests=self._digests, parts=self._parts,
+            dtypes={n: d for record in self._records for n, d in record.dtypes.items()},
+            not_finite=tuple(dict.fromkeys(n for r in self._records for n in r.not_finite)),
+            backwards=max(record.backwards for record in self._records),
+            carried=any(record.carried for record in self._records),
+            modules=first.modules if alone else None, ops=first.ops if alone else None,
+            checksum=records.checksum_of(file),
+        )  # fmt: skip
+        records.write_json(file.with_suffix(".json"), record)
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def _named(self, rank: int, key: str) -> str:
+        """The name of a rank's tensor: with its stage, where ranks of other stages call something
+        else by it.
+        """
+        if not any(axis.kind == "pipeline" for axis in self._axes):
+            return key
+        kind, _, name = key.partition("/")
+        stage = self._stage(rank)
+        first = self._job.records[rank, self._job.steps[0]].digests
+        for other in self._ranks:
+            there = self._job.records[other, self._job.steps[0]].digests
+            parameter = name.split("/")[0]
+            own, its = first.get(f"before/{parameter}"), there.get(f"before/{parameter}")
+            if self._stage(other) < stage and its is not None and its != own:
+                return f"{kind}/stage {stage}: {name}"
+        return key
+
+    def _stage(self, rank: int) -> int:
+        mesh = mesh_of(self._axes)
+        name = next((axis.name for axis in self._axes if axis.kind == "pipeline"), "")
+        return 0 if mesh is None else mesh.coordinate(rank, name)
+
+    def _take(self, name: str, rank: int, key: str, *, whole: bool) -> None:
+        """Takes one tensor of a rank, put together with those of others if it is divided."""
+        if name in self._digests:
+            return
+        record = self._job.records[rank, self._step]
+        kind = key.partition("/")[0]
+        part = record.parts.get(key)
+        if kind == "written":
+            part = record.parts.get(f"before/{key.partition('/')[2]}")
+            of = (rank,) if part is None else part.of
+            said = [self._job.records[one, self._step].digests.get(key, "") for one in of]
+            self._digests[name] = records.digest("".join(said).encode())
+            return
+        value = self.own(rank, key) if part is None else self.together(rank, key)
+        if part is None or value is None:
+            self._digests[name] = record.digests[key]
+            if value is not None:
+                self._keep(name, value, whole=whole or kind not in STATE)
+            elif (sums := self._job.tensors(rank, self._step).get(f"sums/{key}")) is not None:
+                self._kept[f"sums/{name}"] = sums
+            return
+        self._digests[name] = records.digest(raw_bytes(value))
+        if part.adds:
+            self._parts[name] = part
+        self._keep(name, value, whole=whole or kind not in STATE)
+
+    def _keep(self, name: str, value: torch.Tensor, *, whole: bool) -> None:
+        kind, _, parameter = name.partition("/")
+        if kind == "step" and self._digests.get(f"raw/{parameter}") == self._digests[name]:
+            return  # the reader takes raw
+        if whole:
+            self._kept[name] = value.clone()
+        else:
+            self._kept[f"sums/{name}"] = sketches.sketch(value)
+
+    def own(self, rank: int, key: str) -> torch.Tensor | None:
+        if (rank, self._step) not in self._job.records:
+            return None
+        held = self._job.tensors(rank, self._step)
+        kind, _, name = key.partition("/")
+        found = held.get(key, held.get(f"raw/{name}") if kind == "step" else None)
+        return found if found is None or rank not in self._times else found * self._times[rank]
+
+    def together(self, rank: int, key: str) -> torch.Tensor | None:
+        """The whole of which a rank has a part; None where another rank has written none."""
+        part = self._job.records[rank, self._step].parts[key]
+        boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        for one in part.of:
+            record = self._job.records.get((one, self._step))
+            its = None if record is None else record.parts.get(key)
+            value = None if its is None else self._added(one, key, its)
+            if its is None or value is None:
+                return None
+            boxes.append((its.at, value))
+        # A recording may be damaged: nothing is made as large as it says before the parts fit.
+        if not boxes or not all(_fits(at, value, part.shape) for at, value in boxes) or (
+            sum(value.numel() for _, value in boxes) != math.prod(part.shape)
+        ):  # fmt: skip
+            raise UsageError(
+                f"the parts of {key} that ranks {', '.join(map(str, part.of))} have do not make up "
+                "the whole; give --no-reference with DistributedDataParallel in its place"
+            )
+        found = boxes[0][1].new_empty(part.shape)
+        for at, value in boxes:
+            found[tuple(slice(b, b + n) for b, n in zip(at, value.shape, strict=True))] = value
+        return found
+
+    def _added(self, rank: int, key: str, part: Shard) -> torch.Tensor | None:
+        if not part.adds:
+            return self.own(rank, key)
+        terms = [self.own(one, key) for one in part.adds]
+        there = [one.double() for one in terms if one is not None]
+        if len(there) < len(terms):
+            return None
+        total = torch.stack(there).sum(0) / (len(there) if part.mean else 1)
+        return total.to(next(one.dtype for one in terms if one is not None))
+
+    def _take_experts(self, *, whole: bool) -> None:
+        """What no rank of this model has, and another one has: an expert with a name of its own."""
+        if not any(axis.kind == "expert" for axis in self._axes):
+            return
+        for rank in range(self._job.world):
+            for key in self._job.records[rank, self._step].digests:
+                if key.partition("/")[0] not in ("local", "sizes", "written"):
+                    self._take(key, rank, key, whole=whole)
+
+    def _drop_unknown_locals(self) -> None:
+        """Leaves out gradients before the exchange that are not those of this model's samples
+        alone, or of which its ranks may have terms of a sum.
+        """
+        for key in [k for k in self._digests if k.startswith("local/")]:
+            held = [
+                (r, d)
+                for r in self._ranks
+                if (d := self._job.records[r, self._step].digests.get(key))
+            ]
+            parts = [self._job.records[rank, self._step].parts.get(key) for rank, _ in held]
+            others = any(part and {*part.of, *part.adds} - {*self._ranks} for part in parts)
+            plain = not any(parts) and len({own for _, own in held}) > 1
+            if others or plain or self._is_expert(key):
+                for kind in ("local", "sizes", "norms"):
+                    name = f"{kind}/{key.partition('/')[2]}"
+                    self._kept.pop(name, None)
+                    self._digests.pop(name, None)
+
+    def _is_expert(self, key: str) -> bool:
+        """Whether not all ranks have it, along an axis of experts."""
+        has = sum(key in record.digests for record in self._job.at(self._step))
+        experts = any(axis.kind == "expert" for axis in self._axes)
+        return experts and has < self._job.world
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _passes(self) -> Iterator[Pass]:
+        """Those of the first rank, with the losses of the last stage; of inputs that are cut along
+        a sequence, pieces.
+        """
+        if len(self._ranks) == 1:
+            yield from self._records[0].passes
+            return
+        with_loss = [r for r in self._records if any(p.loss is not None for p in r.passes)]
+        last = with_loss[-1] if with_loss else self._records[0]
+        cut = any(axis.kind in ("tensor", "sequence") for axis in self._axes)
+        for number, one in enumerate(self._records[0].passes):
+            several = [r.passes[number] for r in self._records if number < len(r.passes)]
+            if number < len(last.passes):
+                other = last.passes[number]
+                one = _replace(
+                    one, loss=other.loss, losses=other.losses, terms=other.terms,
+                    unread=other.unread, live=any(p.live for p in several),
+                )  # fmt: skip
+            one = _replace(one, draws=any(p.draws for p in several))
+            yield _of_pieces(one, several) if cut else one
+
+
+def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether a part that begins there lies within a tensor."""
+    if not len(at) == value.dim() == len(shape):
+        return False
+    return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))
+
+
+def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
+    inputs = [*zip(*(p.inputs for p in several), strict=True)]
+    whole = [len(set(digests)) == 1 for digests in inputs]
+    if all(whole):
+        return one
+    rows = zip(*(p.rows for p in several), strict=False)
+    losses = [p.loss for p in several if p.loss is not None]
+    return _replace(
+        one,
+        inputs=tuple(d[0] if same else "" for d, same in zip(inputs, whole, strict=True)),
+        pieces=tuple(() if same else d for d, same in zip(inputs, whole, strict=True)),
+        rows=tuple(records.digest("".join(of).encode()) for of in rows),
+        loss=sum(losses) / len(losses) if losses else None,
+        losses=tuple(_of_calls(calls) for calls in zip(*(p.losses for p in several), strict=False)),
+    )
+
+
+def _of_calls(calls: Sequence[LossCall]) -> LossCall:
+    """One loss of ranks that have pieces of its targets."""
+    counted = sum(call.counted for call in calls)
+    value = sum(call.value for call in calls) / len(calls)
+    same = len({call.target for call in calls}) == 1
+    return _replace(calls[0], counted=counted, value=value, target=calls[0].target if same else "")

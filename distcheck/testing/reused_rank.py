@@ -1,0 +1,171 @@
+"""In a kept rank: one test after the other, with everything put back in between."""
+
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.errors import CannotRunError
+from distcheck.testing import examples, fixtures, pytest_compat, rank, session
+from distcheck.testing.marker import WorldOptions
+from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest, encoded
+from distcheck.testing.rank import Prepared
+from distcheck.worlds import flight
+from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.worker_pool import requests
+
+BODY = "_distcheck_body"  # on what stands in for a hypothesis test's body while it runs
+
+
+@SERVE.does
+def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
+    """The job of a kept rank: tests, until the pytest process lets go."""
+    first = rank.inherited()
+    items = {item.nodeid: item for item in first.item.session.items}
+    session.take_over(first.item.config, reporter.say)
+    rank.enter(rendezvous, fds[STORE], first.options, reporter)
+    before = _Before()
+    for test in requests(fds, RequestedTest):
+        before.destroy_left_groups()
+        item = items[test.nodeid]
+        assert isinstance(item, pytest.Function)
+        options = msgspec.msgpack.decode(test.options, type=WorldOptions)
+        args, kwargs, asked, filters = _arguments(test)
+        prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
+        given = hasattr(item.obj, "hypothesis")
+        with (
+            before.put_back(),
+            warnings.catch_warnings(),
+            examples.of_its_own(given=given, final=test.final),
+        ):
+            warnings.filters[:] = filters  # type: ignore[index]
+            rank.seed_everything(options.seed)
+            rank.look_from(options)
+            _make_room(item)
+            flight.forget()
+            with fixtures.sent(item, {**kwargs, **asked}):
+                report, error = rank.execute(prepared)
+                report = before.with_group(report)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reporter.say(encoded(report))
+        if error is not None and report.end not in ("skipped", "rejected"):
+            raise error
+
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any], list[Any]]
+
+
+def _arguments(test: RequestedTest) -> _Arguments:
+    try:
+        args, kwargs, asked, filters = pickle.loads(test.arguments)
+    except Exception as error:
+        raise CannotRunError(
+            f"what the test is given cannot be made again in a kept world ({error}); {KEPT_ELSE}"
+        ) from error
+    return args, kwargs, asked, filters
+
+
+def _body(item: pytest.Function) -> Callable[..., object]:
+    handle = getattr(item.obj, "hypothesis", None)
+    if handle is None:
+        body: Callable[..., object] = item.obj
+        return body
+    inner: Callable[..., object] = handle.inner_test
+    return getattr(inner, BODY, inner)
+
+
+def _make_room(item: pytest.Function) -> None:
+    """Readies pytest's own state for fixtures of this test; nothing of it ran here before."""
+    pytest_compat.begin_again(item)
+    fixtures.defer(item, fixtures.deferred_names(item, kept=True))
+
+
+class _Before:
+    """How the process was before any test: environment, folder, umask, import path, signals, and
+    what torch keeps globally. Noted once: reading an environment takes as long as a small
+    collective.
+    """
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
+        self._environment, self._folder = dict(os.environ), os.getcwd()
+        self._path = list(sys.path)
+        os.umask(umask := os.umask(0o077))  # it can be read only by setting it
+        self._umask = umask
+        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
+        self._grad = torch.is_grad_enabled()
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._group = dist.group.WORLD
+        self._groups = set(compat.groups())
+
+    def with_group(self, report: RankReport) -> RankReport:
+        """With what became of the default group, and how many this rank has made: torch names a
+        group by its number, and ranks that count differently would wait for each other in vain.
+        """
+        import torch.distributed as dist
+
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
+        if self._group is None or dist.group.WORLD is not self._group:
+            return msgspec.structs.replace(report, left_stays=True)
+        return msgspec.structs.replace(report, groups=compat.groups_made())
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        import torch
+
+        try:
+            yield
+        finally:
+            if dict(os.environ) != self._environment:
+                os.environ.clear()
+                os.environ.update(self._environment)
+            os.chdir(self._folder)
+            os.umask(self._umask)
+            self._put_signals_back()
+            sys.path[:] = self._path
+            torch.set_default_dtype(self._dtype)
+            torch.set_num_threads(self._threads)
+            torch.set_grad_enabled(self._grad)
+            if torch.are_deterministic_algorithms_enabled() != self._deterministic:
+                # It imports much; only if it must.
+                torch.use_deterministic_algorithms(self._deterministic)
+
+    def _put_signals_back(self) -> None:
+        """An alarm of one test would end the next one."""
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        for number, handler in self._signals.items():
+            # None: a handler that is not Python's, and that Python cannot set.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+    def destroy_left_groups(self) -> None:
+        """Destroys the groups that the last test left. Only now that the next one is here, and so
+        every rank through with the last: to destroy a group closes connections that a slower peer
+        may still be using, or making.
+        """
+        import torch.distributed as dist
+
+        from distcheck.machine import compat  # imports torch, which pytest must not
+
+        groups = compat.groups()
+        left: list[Any] = [group for group in groups if group not in self._groups]
+        for group in left:
+            if group in groups:  # the default one takes the others along
+                dist.destroy_process_group(group)

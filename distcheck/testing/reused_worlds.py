@@ -1,0 +1,177 @@
+"""Worlds that are kept from test to test: `@pytest.mark.world(4, reuse=True)`.
+
+Ranks and process group stay; a test costs a message there and back. Ranks were forked when the
+first such test ran, after collection, so they know every test; fixtures that are not their own
+travel by pickle. What a test changes in its rank is put back (see kept_rank.py), a world in which
+one failed is thrown away.
+"""
+
+import atexit
+import contextlib
+import os
+import pickle
+import warnings
+from typing import Any
+
+import msgspec
+import pytest
+
+from distcheck.errors import HelperError
+from distcheck.records import Outcome
+from distcheck.records.exit_status import RankEnd
+from distcheck.testing import examples, fixtures, rank
+from distcheck.testing.failures import Ended
+from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest
+from distcheck.testing.rank import Prepared
+from distcheck.testing.waiting import listen, ranks_of, wait
+from distcheck.worlds.local.helper_process import ForkedHelper
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.worker_pool import WorkerPool
+
+_MOST_KEPT = 2  # worlds of different sizes or backends
+
+_Key = tuple[int, str, str]
+_kept: dict[_Key, "ReusedWorld"] = {}
+
+
+def run(prepared: Prepared) -> Ended:
+    """Runs a test in a kept world, which is started if there is none."""
+    options, arguments = prepared.options, _pickled(prepared)
+    key = (options.size, options.backend, options.device)
+    world = _kept.pop(key, None)
+    if world is not None and not world.is_ready(options.deadline_s):
+        world.close()
+        world = None
+    world = world or ReusedWorld(prepared)
+    while len(_kept) >= _MOST_KEPT:
+        _kept.pop(next(iter(_kept))).close()
+    ended = None
+    try:
+        ended = world.run(prepared, arguments)
+    finally:
+        if ended is not None and world.usable and not _left_something(ended):
+            _kept[key] = world  # the youngest last
+        else:
+            world.close()
+    return ended
+
+
+def _left_something(ended: Ended) -> bool:
+    """Whether a test has left its ranks in a state that the next one would meet: a collective that
+    only some have entered, another default group, one that only some have made, a thread that goes
+    on, whatever a failed subtest has not come to.
+    """
+    failed = any(subtest.failure for _, subtest in ended.subtests)
+    reports = ended.reports.values()
+    apart = len({report.groups for report in reports}) > 1
+    return failed or apart or any(report.left_stays for report in reports)
+
+
+def close_all() -> None:
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+atexit.register(close_all)
+
+
+class ReusedWorld:
+    """Ranks that wait for the next test."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._owner = os.getpid()
+        self._closed = False
+        self._deadline_s = prepared.options.deadline_s  # collectives wait for a multiple of it
+        rank.prepare(prepared)
+        self._pool = Pool(ForkedHelper())
+        self._pool.wait_ready()
+        options = prepared.options
+        self._size = options.size
+        try:
+            self._ranks = WorkerPool.of_ranks(self._pool, ranks_of(options, SERVE))
+        except BaseException:
+            self._pool.close()
+            raise
+        finally:
+            rank.prepare(None)
+
+    @property
+    def usable(self) -> bool:
+        """Whether another test may run here."""
+        return not self._closed and os.getpid() == self._owner and not self._ranks.world.over
+
+    def is_ready(self, deadline_s: float) -> bool:
+        """Whether a test that gives its ranks so long may run here now: its collectives wait as
+        long as they should, and no rank has died since the last test.
+        """
+        if not self.usable or deadline_s > self._deadline_s:
+            return False
+        try:
+            self._pool.pump(0)
+        except HelperError:
+            return False
+        return not any(child.gone for child in self._ranks.world.children)
+
+    def run(self, prepared: Prepared, arguments: bytes) -> Ended:
+        """One test, with its pickled arguments. If a rank fails, the world is over afterwards."""
+        test = RequestedTest(
+            nodeid=prepared.item.nodeid,
+            arguments=arguments,
+            options=msgspec.msgpack.encode(prepared.options),
+            final=examples.is_final(),
+        )
+        heard = listen(self._ranks.world, prepared.item)
+        self._ranks.world.begin_again(prepared.options.deadline_s)
+        self._ranks.ask(test)
+        ended = wait(
+            self._pool, self._ranks.world, heard, enough=lambda: self._all_well(heard.reports)
+        )
+        if ended is None:
+            self._pool.pump(0)  # what was printed before the reports were sent
+            done = [Outcome(rank=r, outcome=RankEnd.FINISHED) for r in range(self._size)]
+            ended = heard.as_end(self._ranks.world, done)
+            for child in self._ranks.world.children:
+                child.forget_output()
+        return ended
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        self._pool.close()
+        self._ranks.hang_up()
+        self._ranks.world.close()
+
+    def _all_well(self, reports: dict[int, RankReport]) -> bool:
+        return len(reports) == self._size and all(
+            report.end in ("passed", "skipped", "rejected") for report in reports.values()
+        )
+
+
+def _filters() -> list[Any]:
+    """The filters of warnings, without those of a category that ranks could not find."""
+    found = []
+    for warning_filter in warnings.filters:
+        with contextlib.suppress(Exception):
+            pickle.dumps(warning_filter)
+            found.append(warning_filter)
+    return found
+
+
+def _pickled(prepared: Prepared) -> bytes:
+    """In one pickle, so that what is one object here is one in a rank."""
+    asked = fixtures.asked_by_ranks(prepared.item)
+    try:
+        return pickle.dumps((prepared.args, prepared.kwargs, asked, _filters()))
+    except Exception as error:
+        reason = str(error)
+    values: dict[str, Any] = {f"argument {n}": v for n, v in enumerate(prepared.args)}
+    for name, value in {**values, **asked, **prepared.kwargs}.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            reason = f"{name}: {error}"
+    pytest.fail(
+        f"what the test is given cannot be sent to a kept world ({reason}); {KEPT_ELSE}",
+        pytrace=False,
+    )

@@ -1,0 +1,294 @@
+"""The book of a verification: what becomes of each case as it finishes, and what is kept of it;
+and runs that end before every case is judged.
+"""
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from distcheck.errors import DistcheckError, HelperError, InternalError, RankLostError
+from distcheck.plan.provenance import Provenance, seal_of
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
+from distcheck.records.searches import Explored
+from distcheck.store import run_folder as store
+from distcheck.store.earlier_runs import since_last_green
+from distcheck.store.run_folder import SavedCase, Store
+from distcheck.verification import followups, verdicts
+from distcheck.verification.case_run import CaseRun
+from distcheck.verification.contents import not_shown
+from distcheck.verification.followups import FollowUp
+from distcheck.verification.gaps import with_remarks
+from distcheck.verification.progress import NOT_FINISHED
+from distcheck.worlds.pool import Pool
+
+# What a case that is kept and one on its way both have, as it is.
+_SAVED = (
+    "case", "facts", "planned", "layout", "outcomes", "rerun_outcomes", "rerun_in", "surroundings",
+    "separation", "notes",
+)  # fmt: skip
+
+
+class ReportBuilder:
+    """Enters cases as they finish: their report, and what is kept of them."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        runs: Sequence[CaseRun],
+        made: Mapping[str, Provenance],
+        environment: dict[str, Any],
+        keep: Store | None,
+        earlier: dict[str, CaseReport],
+    ) -> None:
+        self._pool, self._made = pool, made
+        self._runs, self._environment, self._keep = runs, environment, keep
+        self._earlier = tuple(
+            msgspec.structs.replace(report, notes=(*report.notes, "judged before a restart"))
+            for report in earlier.values()
+        )
+        self._reports: dict[str, CaseReport] = {}
+        self._save_error = ""
+        self.plan: RunPlan | None = None
+        self.left_out: dict[str, str] = {}
+        self.unknown: list[CaseReport] = []  # cases that could not be judged
+        self.settles = False
+        self.made: Origin | None = None
+        self.explored: list[Explored] = []
+        self._found: list[CaseReport] = []
+
+    @property
+    def finished(self) -> list[CaseReport]:
+        return list(self._reports.values())
+
+    def change(self, runs: Sequence[CaseRun]) -> None:
+        """Takes cases that are run in another way than was planned, in the places of their ids."""
+        changed = {run.case.id: run for run in runs}
+        self._runs = [changed.get(run.case.id, run) for run in self._runs]
+        for run in runs:
+            if self._keep is not None:
+                self._keep.write_case(run.case, self._made.get(run.case.id))
+
+    def report_of(self, run: CaseRun) -> CaseReport | None:
+        """The report of a case that is done and not entered; None where it need not finish."""
+        report = verdicts.report_of(run, replay="")
+        return None if self.settles and followups.is_untrained(report) else report
+
+    def replace(self, run: CaseRun) -> None:
+        """Takes a case that was changed and run again, in the place of the first of its id."""
+        if self._keep is not None:
+            self._keep.write_case(run.case, self._made.get(run.case.id))
+        self.enter(run)
+
+    def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
+        """Takes what follow-ups have shown into the reports."""
+        for report in followups.take_in(self.finished, done):
+            if report != self._reports[report.case.id]:
+                self._reports[report.case.id] = report
+                self._note_finished(report)
+
+    def amend(self, report: CaseReport) -> None:
+        """Takes a report in the place of the one that it adds to."""
+        self._reports[report.case.id] = report
+        self._note_finished(report)
+
+    @property
+    def not_counted(self) -> dict[str, str]:
+        """The ids of cases that ran and do not count, each with the reason."""
+        return followups.leave_out(self.finished)[1] if self.settles else {}
+
+    def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
+        """Takes how far a search went, and the cases that it adds."""
+        self.explored.append(explored)
+        self._found += found
+
+    def enter(self, run: CaseRun) -> str:
+        """Takes a finished case and returns what to say of it: its verdict, or NOT_FINISHED.
+        Afterwards its traces may go. Raises what a rank has refused.
+        """
+        if run.refused is not None:
+            raise run.refused
+        report = verdicts.report_of(run, replay=self._replay(run.case))
+        self._reports[run.case.id] = report
+        if self._keep is not None and not self._save_error and not run.not_run:
+            self._save(run, report)
+        if self.settles and followups.is_untrained(report):
+            return NOT_FINISHED
+        return report.verdict
+
+    def stands(self, case: Case) -> bool:
+        """Whether a finished case has failed, and stays failed whatever else is run."""
+        return followups.stands(self._reports[case.id])
+
+    def _save(self, run: CaseRun, report: CaseReport) -> None:
+        assert self._keep is not None
+        fds = [run.traces[what] for what in ("world", "rerun") if what in run.traces]
+        size = sum(store.stored_bytes(fd) for fd in fds)
+        try:
+            if self._keep.wants_trace(size, failed=report.verdict == "fail"):
+                self._keep.write_trace(self._pool, self._saved(run), fds)
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+        else:  # last: what counts as finished is not run again, nor saved
+            self._note_finished(report)
+
+    def _note_finished(self, report: CaseReport) -> None:
+        if self._keep is None or self._save_error:
+            return
+        try:
+            self._keep.write_finished(report)
+        except (OSError, DistcheckError) as error:
+            self._note_failure(error)
+
+    def _saved(self, run: CaseRun) -> SavedCase:
+        digests = self._made[run.case.id].digests
+        return SavedCase(
+            **{name: getattr(run, name) for name in _SAVED},
+            defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
+            environment=self._environment,
+            digests=digests,
+            seal=seal_of(run.case, digests),
+        )
+
+    def report(
+        self,
+        *,
+        interrupted: bool = False,
+        given_up: DistcheckError | None = None,
+    ) -> Report:
+        """The report over all cases; those that never finished say what is known of them.
+        `given_up` is what ended the run before they did.
+        """
+        cases = tuple(
+            self._reports.get(run.case.id) or self._unfinished(run, given_up) for run in self._runs
+        )
+        counted: list[CaseReport] = [*self._earlier, *cases]
+        out: dict[str, str] = {}
+        if self.settles and given_up is None:
+            counted, out = followups.leave_out(counted)
+        counted = with_remarks(counted)
+        report = Report(
+            environment=self._environment,
+            cases=(*counted, *self._found, *self.unknown),
+            explored=tuple(self.explored),
+            made=self.made,
+            not_shown=not_shown([case.contents for case in counted if case.contents]),
+            plan=self.plan,
+            left_out={**self.left_out, **out},
+            since_green=self._since_green(),
+            saved_to=str(self._keep.folder) if self._keep and not self._save_error else None,
+            save_error=self._save_error,
+            interrupted=interrupted,
+        )
+        if given_up is not None:
+            report = given_up_on(report, given_up)
+        return self._written(report) if self._keep and not self._save_error else report
+
+    def _unfinished(self, run: CaseRun, given_up: DistcheckError | None) -> CaseReport:
+        run.cut_short()
+        if given_up is not None:
+            run.notes += (str(given_up),)
+        report = verdicts.report_of(run, replay=self._replay(run.case))
+        # What has failed is known, whatever was not judged any more.
+        return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
+
+    def _since_green(self) -> SinceGreen | None:
+        if self._keep is None:
+            return None
+        cases = [run.case for run in self._runs]
+        return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
+
+    def _written(self, report: Report) -> Report:
+        from distcheck.reports.json_report import render_json
+
+        assert self._keep is not None
+        try:
+            self._keep.write_report(render_json(report))
+        except OSError as error:
+            self._note_failure(error)
+            return msgspec.structs.replace(report, saved_to=None, save_error=self._save_error)
+        return report
+
+    def _note_failure(self, error: Exception) -> None:
+        """What a person asked to save and is not saved is an error; our own keeping is not."""
+        assert self._keep is not None
+        if not self._keep.keep_everything:
+            self._keep = None
+            return
+        what = getattr(error, "strerror", None) or error
+        self._save_error = f"the run could not be saved to {self._keep.folder} ({what})"
+
+    def _replay(self, case: Case) -> str:
+        if self._keep is not None:
+            return f"distcheck replay {shlex.quote(str(self._keep.case_file(case)))}"
+        return case.command_line
+
+
+def given_up_on(report: Report, error: DistcheckError) -> Report:
+    """A report that says why the run ended before every case was judged."""
+    return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
+
+
+def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
+    """A case that was saved, as it was when its last world had ended; `fds` are its traces, which
+    it closes.
+    """
+    return CaseRun(
+        **{name: getattr(saved, name) for name in _SAVED},
+        traces=dict(zip(("world", "rerun"), fds, strict=False)),
+        defect=InternalError(*saved.defect) if saved.defect[0] else None,
+    )
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a verification; carries the report on what had been judged by then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("interrupted")
+        self.report = report
+
+
+class GivenUpError(HelperError):
+    """The run lost what it needs; carries the report on what had been judged by then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.given_up)
+        self.report = report
+        self.exit_code = report.given_up_as
+
+
+@contextlib.contextmanager
+def reported(book: ReportBuilder) -> Iterator[None]:
+    """Around the running of cases: whatever ends it takes along the report on what there is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(book.report(interrupted=True)) from None
+    except (HelperError, RankLostError) as error:
+        raise GivenUpError(book.report(given_up=error)) from error
+
+
+def nothing_judged(
+    cases: Sequence[Case],
+    reason: str,
+    whole: RunPlan | None,
+    origin: Origin,
+    *,
+    unfinished: bool = False,
+) -> Report:
+    """The report of a run that was given up before any rank of it began."""
+    unknown = [
+        CaseReport(
+            case=case,
+            strategy_file="",
+            verdict="unknown",
+            outcomes=(),
+            checks=(),
+            notes=(reason,),
+            unfinished=unfinished,
+        )
+        for case in cases
+    ]
+    return Report(environment={}, cases=tuple(unknown), plan=whole, made=origin)

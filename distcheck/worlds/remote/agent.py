@@ -1,0 +1,381 @@
+"""A process that lends its ranks to the front elsewhere: forks them, watches, passes on, sends.
+
+It decides nothing. It ends when the front says how (`Over`), when it has heard nothing of it for
+the deadline, or when its connection breaks; its ranks end with it.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import msgspec
+
+from distcheck.errors import CannotRunError, DistcheckError, RankLostError
+from distcheck.machine.sealed_memory import open_memory, seal_content, sealed_memory
+from distcheck.worlds import messages
+from distcheck.worlds.jobs import Job
+from distcheck.worlds.launch import job_result, start_job
+from distcheck.worlds.launchers import Launch
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.forking import LocalShare
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.coordinator import LEAST_SILENCE_S, ask_store, placed
+from distcheck.worlds.shares import RankStart, Region
+from distcheck.worlds.stalls import Looks
+from distcheck.worlds.world import World
+
+_CHUNK_BYTES = 1 << 20
+_ERROR_PATIENCE_S = 15.0
+_ASK_AGAIN_S = 2.0
+_FAREWELL_S = 10.0  # from a launcher's SIGTERM to what the front says of it; torchrun waits 30
+_FRONT_ENDED = "rank 0 has ended without a verdict"
+_READ_DEADLINE_S = 600.0  # idle seconds; downloads take their time
+
+
+@dataclass(eq=False)
+class HostedChild(Child):
+    """A rank here; whatever it does is passed on."""
+
+    host: "Agent | None" = None
+    world: int = 0
+    rank: int = 0
+    end_is_known: bool = False  # to the front
+
+    def take(self, event: messages.AnyEvent) -> None:
+        """Notes an event, and passes it on; its end comes once all else has, see `Host`."""
+        super().take(event)
+        if isinstance(event, messages.ChildEvent) and not isinstance(event, messages.Exited):
+            self.pass_on(event)
+
+    def take_output(self, data: bytes) -> None:
+        self.pass_on(messages.Printed(data))
+
+    def pass_on(self, event: messages.ChildEvent) -> None:
+        """Tells the front."""
+        assert self.host is not None
+        age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
+        self.host.send(messages.Of(self.rank, event, self.world, age_s))
+
+
+@dataclass(eq=False)
+class HostedShare:
+    """Ranks of one world here, and what stands for the front's descriptors."""
+
+    share: LocalShare
+    regions: dict[int, tuple[Region, ...]]
+    trace_fd: int
+
+
+class HostedJobs(Protocol):
+    """What the front may have done in this process."""
+
+    def check(self, target: str, payload: bytes) -> None:
+        """Raises CannotRunError for a job that a rank here must not do."""
+
+    def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[Job[Any, bytes], Any]:
+        """The job that reads a data set, and what it is asked."""
+
+
+class Agent:
+    """One process of a launcher's that is not the front."""
+
+    def __init__(self, pool: Pool, launch: Launch, *, deadline_s: float) -> None:
+        self._pool, self._launch = pool, launch
+        self._silence_s = max(deadline_s, LEAST_SILENCE_S)
+        self._deadline_s = deadline_s
+        self._line: protocol.Connection | None = None
+        self._jobs: HostedJobs | None = None
+        self._shares: dict[int, HostedShare] = {}
+        self._traces: dict[str, int] = {}
+        self._data_fd = -1
+        self._over: protocol.Shutdown | None = None
+        self._preparing: World | None = None
+        self._silent_s, self._last_signs = 0.0, time.monotonic()
+        self._asked_to_end_at: float | None = None
+
+    def serve(self, identity: Mapping[str, str], jobs: HostedJobs) -> protocol.Shutdown:
+        """Lends ranks until the front ends the run. Only what `jobs` lets through is done here.
+        Raises CannotRunError, or RankLostError.
+        """
+        self._jobs = jobs
+        self._pool.open()
+        self._meet(error="", patience_s=self._silence_s)
+        try:
+            version, error = self._pool.wait_ready(), ""
+        except CannotRunError as failure:
+            version, error = "none", str(failure)
+        self.send(protocol.Hello({**identity, "torch": version}, error))
+        looks = Looks(time.monotonic())
+        while self._over is None:
+            self._silent_s += looks.since_last(time.monotonic())
+            self._pool.pump(0.1)
+            self._pass_on_ends()
+            self._tick_preparing()
+            asked_at = self._asked_to_end_at
+            if asked_at is not None and time.monotonic() - asked_at > _FAREWELL_S:
+                raise KeyboardInterrupt
+            if self._silent_s > self._silence_s:
+                raise RankLostError(f"nothing was heard of rank 0 for {self._silence_s:g} s")
+        return self._over
+
+    def on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Notes that the launcher ends its processes. The front has heard of it too, and says with
+        which code; to leave before it does would look as if this process had been lost.
+        """
+        self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
+
+    def decline(self, error: DistcheckError) -> None:
+        """Tells the front why this process cannot take part. Raises CannotRunError if it is not
+        there, as when it has found the same error itself.
+        """
+        self._pool.open()
+        self._meet(error=str(error), patience_s=_ERROR_PATIENCE_S)
+
+    def close(self) -> None:
+        for world in list(self._shares):
+            self._close_ranks(world)
+        for fd in [*self._traces.values(), self._data_fd]:
+            if fd >= 0:
+                os.close(fd)
+        self._traces.clear()
+        self._data_fd = -1
+        if self._line is not None:
+            self._line.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Tells the front, unless it has said that it is over. Raises RankLostError."""
+        assert self._line is not None
+        if self._over is not None:  # it leaves, and what it may still hear changes nothing
+            return
+        try:
+            self._line.send(message)
+        except ConnectionError:
+            if not self._heard_verdict():
+                raise RankLostError(_FRONT_ENDED) from None
+        except OSError as error:
+            raise RankLostError(
+                f"rank 0 can no longer be reached: {error.strerror or error}"
+            ) from None
+
+    def _heard_verdict(self) -> bool:
+        """Whether a front that has closed the connection said first that it is over."""
+        assert self._line is not None
+        with contextlib.suppress(EOFError, OSError, msgspec.MsgspecError):
+            while self._over is None:
+                said = [x for x in self._line.receive() if isinstance(x, protocol.Shutdown)]
+                self._over = said[0] if said else None
+        return self._over is not None
+
+    def _meet(self, *, error: str, patience_s: float) -> None:
+        own_secret = secret.shared_secret()
+        connection = bootstrap.connect(
+            self._finder(patience_s, own_secret), own_secret, deadline_s=patience_s
+        )
+        self._line = protocol.Connection(connection, protocol.FromFront, patience_s=patience_s)
+        self.send(
+            protocol.Joining(
+                protocol.PROTOCOL,
+                self._launch.ranks_here,
+                self._launch.world,
+                socket.gethostname(),
+                error,
+            )
+        )
+        self._pool.watch(self._line, self._on_readable)
+
+    def _finder(self, patience_s: float, own_secret: bytes) -> bootstrap.Finder:
+        scheme, _, name = self._launch.meeting.partition("://")
+        if scheme == "unix":
+            private = secret.private_name(name, own_secret)
+            return lambda: private
+        if scheme == "file":
+            return lambda: bootstrap.address_in(Path(name))
+        if scheme == "store":
+            self._pool.wait_ready()
+            return StoreFinder(self._pool, self._launch, patience_s)
+        place = bootstrap.address_of(self._launch.meeting)
+        return lambda: place
+
+    def _on_readable(self) -> None:
+        assert self._line is not None
+        try:
+            arrived = self._line.receive()
+        except (EOFError, OSError):
+            raise RankLostError(_FRONT_ENDED) from None
+        except msgspec.MsgspecError:
+            raise CannotRunError(
+                f"what answers at {self._launch.meeting} is not distcheck, or another version of it"
+            ) from None
+        self._silent_s = 0.0
+        for message in arrived:
+            self._take(message)
+
+    def _take(self, message: protocol.FromFront) -> None:
+        if isinstance(message, protocol.Shutdown):
+            self._over = message
+        elif isinstance(message, protocol.Prepare):
+            self._prepare(message)
+        elif isinstance(message, protocol.StartRanks):
+            self._start(message)
+        elif isinstance(message, protocol.ToRanks) and message.world in self._shares:
+            share = self._shares[message.world].share
+            if message.do == "signal":
+                share.signal(share.children[message.rank], message.number)
+            elif message.do == "ask":
+                share.ask()
+            elif message.do == "release":
+                share.release()
+            else:
+                self._close_ranks(message.world)
+
+    def _prepare(self, message: protocol.Prepare) -> None:
+        if self._data_fd >= 0:
+            os.close(self._data_fd)
+        self._data_fd = open_memory("distcheck-data")
+        assert self._jobs is not None
+        job, request = self._jobs.prepare(message.name, message.data_dir, download=message.download)
+        fds = dict.fromkeys(job.descriptors, self._data_fd)
+        self._preparing = start_job(self._pool, job, request, fds, deadline_s=_READ_DEADLINE_S)
+
+    def _tick_preparing(self) -> None:
+        """Reading files takes its time, in which signs of life must go on."""
+        world = self._preparing
+        if world is None:
+            return
+        world.tick()
+        if not world.over:
+            return
+        self._preparing = None
+        try:
+            result = job_result(world)
+            seal_content(self._data_fd)
+            self.send(protocol.DataPrepared(result))
+        except DistcheckError as error:
+            self.send(protocol.DataPrepared(b"", str(error)))
+        finally:
+            world.close()
+
+    def _start(self, message: protocol.StartRanks) -> None:
+        assert self._jobs is not None
+        for order in message.ranks:
+            self._jobs.check(message.target, order.payload)
+        with self._given(message.given) as fds:
+            starts = {
+                order.rank: placed(
+                    RankStart(payload=order.payload, environment=order.environment),
+                    index,
+                    self._launch,
+                    self._line.own_address if self._line else "",
+                )
+                for index, order in enumerate(message.ranks)
+            }
+            share = LocalShare(
+                self._pool,
+                target=message.target,
+                starts=starts,
+                fds=fds,
+                new_child=lambda rank: HostedChild(host=self, world=message.world, rank=rank),
+            )
+        trace = next((given.key for given in message.given if given.kind == "trace"), "")
+        self._shares[message.world] = HostedShare(
+            share,
+            {order.rank: order.regions for order in message.ranks},
+            self._traces.get(trace, -1),
+        )
+
+    @contextlib.contextmanager
+    def _given(self, given: tuple[protocol.GivenThere, ...]) -> Iterator[dict[str, int]]:
+        """Descriptors that stand for the front's. Traces of worlds past are freed, unless this
+        one is a rerun that compares with the last.
+        """
+        wanted = {one.key for one in given if one.kind == "trace"}
+        for key in set(self._traces) - wanted:
+            os.close(self._traces.pop(key))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            fds = {}
+            for one in given:
+                if one.kind == "trace" and one.key not in self._traces:
+                    self._traces[one.key] = sealed_memory("distcheck-trace", one.size)
+                known = {"trace": self._traces.get(one.key, -1), "data": self._data_fd}
+                fds[one.name] = known.get(one.kind, nothing)
+            yield fds
+        finally:
+            os.close(nothing)
+
+    def _pass_on_ends(self) -> None:
+        for world, hosted in list(self._shares.items()):
+            for rank, child in hosted.share.children.items():
+                assert isinstance(child, HostedChild)
+                if child.gone and not child.end_is_known and not child.spawn_error:
+                    child.end_is_known = True
+                    self._send_trace(world, rank, hosted)
+                    stacks, called = child.low_level_stacks, child.called
+                    end = messages.Exited(child.exit_code, child.exit_signal, stacks, called)
+                    child.pass_on(end)
+        now = time.monotonic()
+        if now - self._last_signs >= protocol.SIGN_EVERY_S:
+            self._last_signs = now
+            self._send_signs()
+
+    def _send_signs(self) -> None:
+        if not self._shares:
+            self.send(protocol.Signs(0, {}, ()))
+        for world, hosted in self._shares.items():
+            there = {r: c for r, c in hosted.share.children.items() if not c.gone}
+            busy_s = {rank: child.busy_seconds for rank, child in there.items()}
+            awake = tuple(rank for rank, child in there.items() if child.is_awake)
+            stopped = tuple(rank for rank, child in there.items() if child.is_stopped)
+            self.send(protocol.Signs(world, busy_s, awake, stopped))
+
+    def _send_trace(self, world: int, rank: int, hosted: HostedShare) -> None:
+        for begin, end in written_parts(hosted.trace_fd, hosted.regions[rank]):
+            for offset in range(begin, end, _CHUNK_BYTES):
+                data = os.pread(hosted.trace_fd, min(_CHUNK_BYTES, end - offset), offset)
+                self.send(protocol.Written(world, rank, offset, data))
+
+    def _close_ranks(self, world: int) -> None:
+        hosted = self._shares.pop(world, None)
+        if hosted is not None:
+            hosted.share.close()
+
+
+class StoreFinder:
+    """Asks the launcher's store for rank 0's address; again after a while, since what it says may
+    be of an earlier start of the run.
+    """
+
+    def __init__(self, pool: Pool, launch: Launch, patience_s: float) -> None:
+        self._pool, self._launch, self._patience_s = pool, launch, patience_s
+        self._found: tuple[str, int] | None = None
+        self._asked_at = 0.0
+
+    def __call__(self) -> tuple[str, int] | None:
+        """The address that the store had last."""
+        now = time.monotonic()
+        if self._found is None or now - self._asked_at > _ASK_AGAIN_S:
+            place = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
+            self._found, self._asked_at = bootstrap.address_of(f"tcp://{place}"), now
+        return self._found
+
+
+def written_parts(fd: int, regions: tuple[Region, ...]) -> Iterator[Region]:
+    """(begin, end) of what was written to a sparse file within regions (offset, length)."""
+    for offset, length in regions:
+        at, end = offset, offset + length
+        while at < end:
+            try:
+                begin = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError:  # nothing but a hole up to the end of the file
+                break
+            if begin >= end:
+                break
+            at = min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+            yield begin, at

@@ -1,0 +1,231 @@
+"""How processes that were started together find each other: one listens, the others connect.
+
+The schemes are those of `launchers.Launch.meeting`. Both ends prove that they have the run's secret
+(`secret.py`) before anything else is said; on one machine, both belong to one user.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from distcheck import private
+from distcheck.errors import CannotRunError
+from distcheck.records.decoding import read_bounded
+from distcheck.worlds.jobs import Descriptors, Job
+from distcheck.worlds.remote import secret
+from distcheck.worlds.reporter import Reporter
+
+LISTEN = "DISTCHECK_LISTEN_ADDR"
+_RETRY_S = 0.1
+_MOST_BYTES = 1 << 10  # of an address
+
+Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
+
+
+class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Leave rank 0's address under `key` in the TCPStore at host:port, or, where `value` is empty,
+    wait for it. `size_key` holds the number of ranks of the run's first start.
+    """
+
+    host: str
+    port: int
+    key: str
+    value: str
+    size_key: str
+    size: int
+    deadline_s: float
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found there."""
+
+    value: str
+    first_size: int
+
+
+THROUGH_STORE = Job("distcheck.worlds.remote.bootstrap:through_store", StoreRequest, Word)
+
+
+@THROUGH_STORE.does
+def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Word:
+    """A job: one word through the store of the launcher's, which only torch can speak to."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=job.deadline_s)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            job.host, job.port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        first = store.compare_set(job.size_key, "", str(job.size))
+        if job.value:
+            store.set(job.key, job.value)
+        value = store.get(job.key)
+    except RuntimeError as error:  # torch's DistError among them
+        last = str(error).strip().splitlines()[0]
+        raise CannotRunError(
+            f"the launcher's store at {job.host}:{job.port} did not answer within "
+            f"{job.deadline_s:g} s: {last}"
+        ) from None
+    return Word(value=value.decode(), first_size=int(first))
+
+
+def address_of(meeting: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT or store://HOST:PORT. Raises CannotRunError."""
+    _, _, place = meeting.partition("://")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CannotRunError(
+            f"{meeting!r} is not a meeting place; it takes tcp://HOST:PORT, a port from 1 to 65535"
+        )
+    return host.strip("[]"), int(port)
+
+
+def address_in(file: Path) -> tuple[str, int] | None:
+    """Host and port that rank 0 has written to a file; None as long as it has not."""
+    try:
+        text = read_bounded(file, _MOST_BYTES).decode()
+        return address_of(f"tcp://{text.strip()}")
+    except (OSError, CannotRunError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listens at an address of this machine, or at the one that `LISTEN` names in its place."""
+    named, host = host, os.environ.get(LISTEN) or host
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise CannotRunError(f"the master's address {host!r} is unknown: {error}") from None
+    server = socket.socket(family)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(place)
+    except OSError as error:
+        server.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise CannotRunError(
+                f"rank 0 cannot listen at {host}: it is not an address of this machine; give one "
+                f"that is as the master's, or name the one to listen at in {LISTEN} (where "
+                f"{named} leads here by another route)"
+            ) from None
+        raise CannotRunError(
+            f"rank 0 cannot listen at {host}:{port}: {error.strerror}; another program may use "
+            "the port: give another one with --master-port or MASTER_PORT"
+        ) from None
+    server.listen(1024)
+    return server
+
+
+def place_of(server: socket.socket) -> str:
+    """Where a socket listens, as `address_of` reads it; an address of all is the machine's name."""
+    host, port = server.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # as a person has asked
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_on_own() -> socket.socket:
+    """Listens where no launcher has said at which address: at that of the network interface that
+    ranks are to use, if one is named; at that of the machine's name; or else at loopback.
+    """
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    found = [
+        str(one.address)
+        for one in psutil.net_if_addrs().get(wanted, [])
+        if one.family == socket.AF_INET
+    ]
+    for host in (*found, socket.gethostname()):
+        with contextlib.suppress(CannotRunError):
+            return listen(host, 0)
+    return listen("127.0.0.1", 0)
+
+
+def listen_on_way_to(host: str, port: int) -> socket.socket:
+    """Listens at an address, or where it is another machine's, at the one that leads to it."""
+    try:
+        return listen(host, 0)
+    except CannotRunError:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(place)
+            own = str(probe.getsockname()[0])
+        return listen(own, 0)
+
+
+def listen_here(name: str) -> socket.socket:
+    """Listens on an abstract socket of this machine, which leaves no file behind."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.bind(f"\0{name}")
+    except OSError as error:
+        server.close()
+        raise CannotRunError(f"rank 0 cannot listen at {name}: {error.strerror}") from None
+    server.listen(1024)
+    return server
+
+
+@contextlib.contextmanager
+def announced_in(path: str, place: str) -> Iterator[None]:
+    """Makes a file say where rank 0 listens, for as long as it does."""
+    target = Path(path)
+    try:
+        private.write(target, place)
+    except OSError as error:
+        raise CannotRunError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            target.unlink()
+
+
+def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.socket:
+    """Connects to where `find` says that rank 0 listens (None: not known yet), and proves who this
+    is, again and again until the deadline. Raises CannotRunError.
+    """
+    deadline = time.monotonic() + deadline_s
+    reason, place = "its place is not known yet", None
+    while True:
+        place = find() or place
+        if place is not None:
+            left = max(deadline - time.monotonic(), _RETRY_S)
+            try:
+                return _connect_once(place, own_secret, left)
+            except (OSError, socket.gaierror) as error:
+                reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            spelled = place if isinstance(place, str | None) else f"{place[0]}:{place[1]}"
+            where = f" at {spelled}" if spelled else ""
+            raise CannotRunError(
+                f"rank 0{where} could not be reached within {deadline_s:g} s ({reason}); is it "
+                "running, and is the address right? --deadline gives it longer"
+            )
+        time.sleep(_RETRY_S)
+
+
+def _connect_once(
+    place: tuple[str, int] | str, own_secret: bytes, timeout_s: float
+) -> socket.socket:
+    if isinstance(place, str):
+        connection = socket.socket(socket.AF_UNIX)
+    else:
+        connection = socket.create_connection(place, timeout=timeout_s)
+    try:
+        connection.settimeout(timeout_s)
+        if isinstance(place, str):
+            connection.connect(f"\0{place}")
+        if not secret.is_own_peer(connection):
+            raise ConnectionError("another user's process listens there")
+        secret.prove(connection, own_secret)
+    except OSError:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,194 @@
+"""Threads of which exactly one runs at a time: who has the baton.
+
+A rank gives the baton away only where it waits: for other ranks (`block`), for time to pass
+(`sleep`), or where it asks whether something is there yet (`give_way`). The next one is the rank
+that has been ready longest, so a run is the same each time. A `choose` may say otherwise, and may
+have a rank give way after a call (`offer`), so that another order is tried. Time passes only when
+no rank is ready; then it jumps to the next rank that sleeps.
+"""
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+_ASKING_S = 0.001  # chosen: code that asks in a loop often sleeps for as long between
+
+
+class ThreadState(Enum):
+    """What a rank's thread does."""
+
+    READY = auto()
+    WAITING = auto()
+    ASLEEP = auto()
+    OVER = auto()
+
+
+class RankThread:
+    """A rank's thread. `error` is what its wait is to raise when it gets the baton."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.state = rank, ThreadState.READY
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.waits_for: Any = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Scheduler:
+    """Runs one function per rank. `switch(before, after)` is called between two ranks, when neither
+    runs; `stuck()` when none can: it wakes one, or never returns. `overslept(rank, seconds)` is
+    called where more than `most_sleep_s` would have to pass at once, and never returns.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        switch: Callable[[int, int], None],
+        stuck: Callable[[], None],
+        overslept: Callable[[int, float], None],
+        most_sleep_s: float,
+        choose: Callable[[int, Sequence[int], int | None], int] | None = None,
+    ) -> None:
+        self.runners = [RankThread(rank) for rank in range(size)]
+        self._switch, self._stuck = switch, stuck
+        self._overslept, self._most_sleep_s = overslept, most_sleep_s
+        self._ready, self._choose = deque(self.runners), choose
+        self._asleep: list[tuple[float, int]] = []
+        self._over = threading.Event()
+        self._own = threading.local()
+        self.time_s = 0.0
+        self.current = 0
+
+    @property
+    def rank(self) -> int | None:
+        """The rank whose thread this is; None for any other thread."""
+        return getattr(self._own, "rank", None)
+
+    def run(self, main: Callable[[int], None]) -> None:
+        """Runs `main(rank)` of every rank, to the end of all."""
+        for runner in self.runners:
+            name = f"rank {runner.rank}"
+            runner.thread = threading.Thread(
+                target=self._live, args=(runner, main), name=name, daemon=True
+            )
+            runner.thread.start()
+        first = self._next()
+        if first.rank:
+            self._switch(0, first.rank)  # rank 0 holds the process
+        self.current = first.rank
+        first.turn.release()
+        self._over.wait()
+        for runner in self.runners:
+            assert runner.thread is not None
+            runner.thread.join()
+
+    def block(self, waits_for: Any) -> None:
+        """Gives the baton away until `wake` was called for this rank. Raises the error that it was
+        woken with.
+        """
+        own = self.runners[self.current]
+        own.state, own.waits_for = ThreadState.WAITING, waits_for
+        self._pass_on(own)
+        own.waits_for = None
+        if own.error is not None:
+            error, own.error = own.error, None
+            raise error
+
+    def wake(self, rank: int, error: BaseException | None = None) -> None:
+        """Makes a rank that waits ready."""
+        runner = self.runners[rank]
+        if runner.state is ThreadState.WAITING:
+            runner.state, runner.error = ThreadState.READY, error
+            self._ready.append(runner)
+
+    def give_way(self) -> None:
+        """Lets every rank that is ready run first, unless a schedule has this one go on. To ask
+        takes time, so that ranks that ask again and again come to what another one does later.
+        """
+        own = self.runners[self.current]
+        self.time_s += _ASKING_S
+        while self._asleep and (not self._ready or self._asleep[0][0] <= self.time_s):
+            self._let_time_pass()
+        if self._ready:
+            following = self._ready[0].rank
+            if self._choose is not None:
+                ranks = [*(runner.rank for runner in self._ready), own.rank]
+                following = self._choose(following, ranks, own.rank)
+            if following != own.rank:
+                self._ready.append(own)
+                self._pass_on(own, following)
+
+    def offer(self) -> None:
+        """Lets the schedule have another rank run, if there is a schedule."""
+        if self._choose is None or not self._ready:
+            return
+        own = self.runners[self.current]
+        ranks = [own.rank, *(runner.rank for runner in self._ready)]
+        chosen = self._choose(own.rank, ranks, None)
+        if chosen != own.rank:
+            self._ready.append(own)
+            self._pass_on(own, chosen)
+
+    def sleep(self, seconds: float) -> None:
+        """Gives the baton away until so much time has passed."""
+        own = self.runners[self.current]
+        own.state = ThreadState.ASLEEP
+        heapq.heappush(self._asleep, (self.time_s + max(0.0, seconds), own.rank))
+        self._pass_on(own)
+
+    def freeze(self) -> NoReturn:
+        """Stops this thread, and with it every rank, until the process is ended."""
+        threading.Event().wait()
+        raise AssertionError("a frozen world went on")
+
+    def _live(self, runner: RankThread, main: Callable[[int], None]) -> None:
+        self._own.rank = runner.rank
+        runner.turn.acquire()
+        try:
+            main(runner.rank)
+        finally:
+            runner.state = ThreadState.OVER
+            if all(other.state is ThreadState.OVER for other in self.runners):
+                self._over.set()
+            else:
+                self._pass_on(runner)
+
+    def _next(self, chosen: int | None = None) -> RankThread:
+        """The runner that goes on: the chosen rank's, or the one that its schedule takes."""
+        usual = self._ready[0]
+        if chosen is None and self._choose is not None:
+            ranks = [runner.rank for runner in self._ready]
+            chosen = self._choose(usual.rank, ranks, None)
+        found = usual if chosen is None else self.runners[chosen]
+        self._ready.remove(found)
+        return found
+
+    def _pass_on(self, own: RankThread, chosen: int | None = None) -> None:
+        while not self._ready:
+            if self._asleep:
+                self._let_time_pass()
+            else:
+                self._stuck()
+        following = self._next(chosen)
+        if following is not own:
+            self._switch(own.rank, following.rank)
+            self.current = following.rank
+            following.turn.release()
+            if own.state is not ThreadState.OVER:
+                own.turn.acquire()
+        own.state = ThreadState.READY if own.state is not ThreadState.OVER else own.state
+
+    def _let_time_pass(self) -> None:
+        wakes_at, rank = self._asleep[0]
+        if wakes_at - self.time_s > self._most_sleep_s:
+            self._overslept(rank, wakes_at - self.time_s)
+        wakes_at, rank = heapq.heappop(self._asleep)
+        self.time_s = max(self.time_s, wakes_at)
+        runner = self.runners[rank]
+        runner.state = ThreadState.READY
+        self._ready.append(runner)

@@ -1,0 +1,99 @@
+"""Processes that stay from request to request: a channel to each, and what they have said since.
+
+A request costs a message to each process and one back. After a failure they are not to be trusted:
+the caller ends them and starts others.
+"""
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from distcheck.worlds.framing import Line
+from distcheck.worlds.jobs import Asked, Descriptors, Job
+from distcheck.worlds.launch import NO_FDS, Ranks, end_now, start_job, start_world
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.shares import Shared
+from distcheck.worlds.world import World
+
+CHANNEL = "channel"  # the descriptor by which a kept process hears its requests
+
+
+class WorkerPool:
+    """The front's side. `start` starts a world of `size`, each with descriptors of its own."""
+
+    def __init__(
+        self, pool: Pool, size: int, start: Callable[[Sequence[Descriptors]], World]
+    ) -> None:
+        self._pool = pool
+        pairs = [socket.socketpair() for _ in range(size)]
+        self._lines = [Line(ours, None) for ours, _ in pairs]
+        try:
+            self.world = start([{CHANNEL: theirs.fileno()} for _, theirs in pairs])
+        except BaseException:
+            self.hang_up()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        self._said: list[deque[bytes]] = [deque() for _ in range(size)]
+        for number, child in enumerate(self.world.children):
+            child.on_said = self._said[number].append
+
+    @classmethod
+    def of_ranks(
+        cls, pool: Pool, ranks: Ranks[Any], fds: Mapping[str, Shared] = NO_FDS
+    ) -> "WorkerPool":
+        return cls(pool, ranks.size, lambda own: start_world(pool, ranks, fds=fds, own_fds=own))
+
+    @classmethod
+    def of_job(
+        cls, pool: Pool, job: Job[Asked, Any], request: Asked, fds: Descriptors, deadline_s: float
+    ) -> "WorkerPool":
+        """A process that meets no other."""
+        return cls(
+            pool,
+            1,
+            lambda own: start_job(pool, job, request, {**fds, **own[0]}, deadline_s=deadline_s),
+        )
+
+    def ask(self, request: msgspec.Struct) -> None:
+        """Sends a request to all; that one is gone will be noticed."""
+        for line in self._lines:
+            try:
+                line.send(request)
+            except OSError:
+                return
+
+    def wait(self, deadline_s: float) -> bytes | None:
+        """What the first one says, when all have said something; None where that never comes, and
+        the world is over. Not for a caller who listens to the children's words.
+        """
+        self.world.begin_again(deadline_s)
+        while not all(self._said):
+            if self.world.over:
+                return None
+            self._pool.pump(0.05)
+            self.world.tick()
+        first, *_ = [said.popleft() for said in self._said]  # all of them
+        return first
+
+    def close(self) -> None:
+        end_now(self._pool, self.world)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Closes the channels, which processes take for the end."""
+        for line in self._lines:
+            line.close()
+
+
+def requests(fds: Descriptors, kind: Any) -> Iterator[Any]:
+    """In a kept process: what the front asks of it, until it hangs up."""
+    line = Line(socket.socket(fileno=fds[CHANNEL]), kind)
+    with contextlib.suppress(EOFError):
+        while True:
+            yield line.next()[0]
