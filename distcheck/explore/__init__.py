@@ -1,11 +1,12 @@
 """Searching for the smallest case in which a strategy fails.
 
-    space       the space of cases, as hypothesis strategies
-    search      draws cases, runs them, shrinks what fails
-    running     runs cases on ranks and a judge that stay from case to case; kept_rank is their side
-    messages    what they receive
-    failure_database  what is kept of a failure, and how it is shown
-    thorough_search  the search of `--thorough`
+    space             the space of cases, as hypothesis strategies
+    search            draws cases, runs them, shrinks failing ones
+    running           runs cases on ranks and a judge that are reused across cases
+    worker            the side of these ranks and of the judge
+    messages          the requests that they receive
+    failure_database  saved failing cases, and how they are shown
+    thorough_search   the search of `--thorough`
 
 For property tests of one's own: `cases`, `models`, `layers` and `delays` are hypothesis strategies,
 and `verify_case` runs one case. They are imported when they are asked for.

@@ -138,9 +138,10 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     apart, before = begin_apart(job, step), [one for one in job.steps if one < step]
     if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
         yield name_cause(
-            "missing-owner-broadcast",
+            "missing-broadcast",
             f"step {before[-1]}: only the optimizer of rank {', '.join(map(str, alone))} has "
             f"{apart}, and before step {step} the other ranks do not hold the updated values",
+            "job",
         )
         return
     owners: dict[int, int] = {}
@@ -155,8 +156,9 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if len(owners) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
         yield name_cause(
-            "missing-owner-broadcast",
+            "missing-broadcast",
             f"step {step}: only one rank updated each parameter ({counts})",
+            "job",
         )
 
 

@@ -2,7 +2,7 @@
 
 oracles/     what each rank should have computed, one file per layer or accepted deviation
 checks/      comparisons of a trace with an expectation
-parting/     two recordings of one training: where they part, and whether that is more than rounding
+divergence/  two recordings of one training: the first divergence, and whether it exceeds rounding
 diagnosis/   from failed checks to named causes
 fitting      factors and weights by least squares, which causes of any command are named by
 job          the job that judges some steps of a case, in a process of its own

@@ -84,17 +84,16 @@ _LONG_ENOUGH = {  # dtypes that round by no more than what a layer's bound is ma
     IN_FLOAT64: ("float64", "complex128"),
 }
 _LEAST_NORMALIZED = 4
-_MOST_OTHER_ROUNDINGS = (
-    9  # that the rounding bound counts in one backward pass besides one for each rank
-)
+# Roundings that the rounding bound counts in one backward pass, in addition to one for each rank.
+_MOST_OTHER_ROUNDINGS = 9
 _BY_OTHERS = "bitwise and rounding judge instead"
 _HARDLY_NORMALIZED = (
-    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full batch float32 and "
-    f"full batch float64 have no bound for them, and {_BY_OTHERS}"
+    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full "
+    f"batch float32 and float64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm gets rows that are not in the order of the samples, so full batch float32 and float64 cannot know "
-    f"which rows a rank normalizes together: {_BY_OTHERS}"
+    "BatchNorm gets rows that are not in the order of the samples, so full batch float32 and "
+    f"float64 cannot know which rows a rank normalizes together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
     "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which exchanges "
@@ -211,7 +210,8 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"compared with the {case.reference_device}, only full batch float32 would judge it. {why}"
+        only = f"compared with the {case.reference_device}, only full batch float32 would judge it"
+        return f"{only}. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by every rank's own steps, and {NOT_REPEATED}"

@@ -88,7 +88,7 @@ def exchanges_nothing(case: Case, contract: Contract) -> bool:
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "bitwise falls back to R: "  # begins a note on why an order could not be relied on
+FALLS_BACK = "bitwise falls back to rounding: "  # begins a note on why an order could not be relied on
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 
@@ -417,7 +417,7 @@ def _fallback_note(
         notes.append(f"{FALLS_BACK}{calibration_failure}")
     if facts.draws_random_numbers and set(case.layers) & set(FULL_BATCH_LAYERS):
         notes.append(
-            "the forward pass draws random numbers (dropout?), different ones on every rank: rounding "
-            "judges with every rank's own draws, because no full batch could repeat them"
+            "the forward pass draws random numbers (dropout?), different ones on every rank: "
+            "rounding judges with every rank's own draws, because no full batch could repeat them"
         )
     return "; ".join(notes)

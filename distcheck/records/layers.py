@@ -1,7 +1,7 @@
-"""The layers of expectation, by the names that a reader sees. No torch.
+"""The layers of expectation, by the names that JSON, screens and pages use. No torch.
 
-JSON uses the short aliases, code the constants below, screens and pages the names. No other module
-spells an alias out, but those of the cells (`tests/unit/test_layers.py`).
+Code uses the constants below. No other module spells a name out, except for that of the lattice,
+which is a workload as well (`tests/unit/test_layers.py`).
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float3
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One way to know what is expected: its alias, its name, what it compares with, and its file in
-    `judge/oracles/`. Cases in `dtypes` are judged by it; those of the lattice by its own alone.
-    `whole_batch`: it expects the whole batch's gradient and loss.
+    """A source of expected values: its name, its reference, and its file in `judge/oracles/`.
+
+    Cases in `dtypes` are judged by it; those of the lattice only by the lattice. `full_batch`: the
+    reference is the gradient and the loss of the full batch.
     """
 
-    alias: str
     name: str
     about: str
     oracle: str
@@ -33,46 +33,43 @@ class Layer(msgspec.Struct, frozen=True):
     full_batch: bool = False
 
 
-_WHOLE = "the whole batch in one process, in"
+_FULL = "the full batch in a single process, in"
 LAYERS = {
-    layer.alias: layer
+    layer.name: layer
     for layer in (
-        Layer(EXACT, "exact", "a closed form in whole numbers", "closed_form"),
-        Layer(BITWISE, "bitwise", "the promised order of summation", "bitwise", _ANY),
-        Layer(ROUNDING, "rounding bound", "rounding in any order of summation", "any_order", _ANY),
-        Layer(IN_FLOAT32, "float32 reference", f"{_WHOLE} float32", "whole_batch", _SINGLE, True),
-        Layer(IN_FLOAT64, "float64 reference", f"{_WHOLE} float64", "whole_batch", _DOUBLE, True),
+        Layer(EXACT, "a closed form in exact integer arithmetic", "closed_form"),
+        Layer(BITWISE, "the promised reduction order", "bitwise", _ANY),
+        Layer(ROUNDING, "rounding in any summation order", "rounding_bound", _ANY),
+        Layer(IN_FLOAT32, f"{_FULL} float32", "full_batch_bound", _SINGLE, True),
+        Layer(IN_FLOAT64, f"{_FULL} float64", "full_batch_bound", _DOUBLE, True),
     )
 }
-FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.full_batch)
+FULL_BATCH_LAYERS = tuple(name for name, layer in LAYERS.items() if layer.full_batch)
 _PLANNED_APART = (EXACT, BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
 
 
 def layers_of(dtype: str) -> tuple[str, ...]:
-    return tuple(alias for alias, layer in LAYERS.items() if dtype in layer.dtypes)
+    return tuple(name for name, layer in LAYERS.items() if dtype in layer.dtypes)
 
 
-def further_layers(aliases: Iterable[str]) -> list[str]:
-    """Those that need nothing of a case but its dtype: gradients are judged by each."""
-    return [alias for alias in aliases if alias not in _PLANNED_APART]
+def further_layers(names: Iterable[str]) -> list[str]:
+    """Layers that need only the dtype of a case: gradients are judged by each."""
+    return [name for name in names if name not in _PLANNED_APART]
 
 
-def layer_name(alias: str) -> str:
-    """The name of a layer; nothing for a check without one, and an unknown alias as it is."""
-    if alias == NO_LAYER:
-        return ""
-    return LAYERS[alias].name if alias in LAYERS else alias
+def shown_layer(layer: str) -> str:
+    """Return the name of a layer, or nothing for a check without one."""
+    return "" if layer == NO_LAYER else layer
 
 
-def named(check: str, alias: str) -> str:
-    """A check with its layer, as `gradients (rounding)`."""
-    name = layer_name(alias)
-    return f"{check} ({name})" if name else check
+def named(check: str, layer: str) -> str:
+    """Return a check with its layer, as `gradients (rounding)`."""
+    return check if layer == NO_LAYER else f"{check} ({layer})"
 
 
-def oracle_of(alias: str) -> str:
-    """The file in `judge/oracles/` that says what a check expects by a layer, or without one."""
-    return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle
+def oracle_of(layer: str) -> str:
+    """Return the file in `judge/oracles/` with the expected values of a layer, or of none."""
+    return "unlayered" if layer == NO_LAYER else LAYERS[layer].oracle
 
 
 # Begins what the check `outputs` says where no rank gave any.

@@ -150,8 +150,8 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     """What the checks have found equal, how close, and what they would have shown."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
-        ("exact", EXACT, "equal to the bit in whole numbers"),
-        ("bitwise", BITWISE, "equal to the bit in the promised order"),
+        (EXACT, EXACT, "equal to the bit in whole numbers"),
+        (BITWISE, BITWISE, "equal to the bit in the promised order"),
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
         if names:
@@ -159,7 +159,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     closest = _closest(results)
     if closest is not None:
         share, of = closest
-        lines.add("rounding", f"worst error {share:.2g} % of what rounding allows ({of})")
+        lines.add(ROUNDING, f"worst error {share:.2g} % of what rounding allows ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
         lines.add("repeat", _of_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)

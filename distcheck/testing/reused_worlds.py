@@ -2,7 +2,7 @@
 
 Ranks and process group stay; a test costs a message there and back. Ranks were forked when the
 first such test ran, after collection, so they know every test; fixtures that are not their own
-travel by pickle. What a test changes in its rank is put back (see kept_rank.py), a world in which
+travel by pickle. What a test changes in its rank is put back (see reused_rank.py), a world in which
 one failed is thrown away.
 """
 

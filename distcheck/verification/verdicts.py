@@ -163,7 +163,7 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
     """Failures against bits that were computed here become unknown where others recorded them.
 
-    So is every the bitwise layer, the first model, and The rounding bound: its bound is that of
+    So are the bitwise layer, the first model, and the rounding bound, which is that of
     adding up and dividing the ranks' own gradients, and the reference has those as this machine's
     kernels compute them. What ranks are compared with each other, the lattice's exact sums, and the
     full batch, whose bound is that of a computation in another order, stand.

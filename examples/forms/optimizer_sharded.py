@@ -6,7 +6,7 @@ PASS
 Updated parameters are never sent to the others:
 
 $ distcheck verify --strategy examples/forms/optimizer_sharded.py:KeepsItToItself --world 4
-FAIL missing-parameter-broadcast
+FAIL missing-broadcast
 """
 
 import torch

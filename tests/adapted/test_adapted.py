@@ -146,7 +146,12 @@ GIVEN = [
     Given(
         "classes:KeepsItToItself",
         "sharded-optimizer",
-        {"gradients full batch float32", "loss full batch float32", "parameters bitwise", "agreement -"},
+        {
+            "gradients full batch float32",
+            "loss full batch float32",
+            "parameters bitwise",
+            "agreement -",
+        },
         steps=2,
     ),
     Given("classes:mean_hook", "comm-hook", steps=2),
@@ -313,7 +318,7 @@ def test_a_form_that_is_found_hides_no_bug(name: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["missing-parameter-broadcast"])]
+    ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["missing-broadcast"])]
 )
 def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
     name: str, causes: list[str]
@@ -507,9 +512,9 @@ def test_a_refusal_is_two_sentences_and_a_file_that_works(
     for capitals, given in edits.items():
         assert capitals in source
         source = source.replace(capitals, given)
-    (tmp_path / "thorough_search.py").write_text(source)
+    (tmp_path / "beside.py").write_text(source)
     name = sentences.rpartition("FILE.py:")[2].rstrip(":")
-    place = f"{tmp_path / 'thorough_search.py'}:{name}"
+    place = f"{tmp_path / 'beside.py'}:{name}"
     (case,) = distcheck.verify(
         place, world=2, workload=SMALL, dtype="float32", batch=48, steps=1
     ).cases

@@ -183,7 +183,7 @@ CHANGES = (
     (other_scale, {("loss scaler", "-")}, "scaler-skips-differ"),
     (clipped_while_scaled, {("loss scaler", "-")}, "clip-before-unscale"),
     (drift, {("agreement", "-")}, "unexplained"),
-    (owned, {("agreement", "-")}, "missing-owner-broadcast"),
+    (owned, {("agreement", "-")}, "missing-broadcast"),
     (unsynced, {("gradients", R), ("agreement", "-")}, "missing-sync"),
     (vectors_unsynced, {("gradients", R), ("agreement", "-")}, "partial-sync"),
     (clipped_first, {("gradients", R), ("clipping", R)}, "clip-before-sync"),
@@ -469,7 +469,7 @@ def test_what_a_rank_stepped_to_and_did_not_hand_on_is_named(tmp_path: Path) -> 
 
     job = make(tmp_path, divides)
     found = causes.diagnose(job, judged(job, reference(job, tmp_path)), reference(job, tmp_path))
-    assert [one.cause for one in found] == ["missing-owner-broadcast"]
+    assert [one.cause for one in found] == ["missing-broadcast"]
     assert "only the optimizer of rank 0 has weight" in found[0].evidence
 
 

@@ -111,7 +111,7 @@ CAUSES: dict[str, set[str]] = {
     "FSDPThatDecays": {"wrong-update"},
     "OwnersDoNotDivide": {"missing-division"},
     "ReducesToTheNextRank": {"reduced-to-wrong-rank"},
-    "LastParameterNotSentOn": {"missing-parameter-broadcast"},
+    "LastParameterNotSentOn": {"missing-broadcast"},
     "ClipsByTheLocalNorm": {"clip-by-shard-norm"},
     # updates: which settings an optimizer stepped with is not recorded
     "KeepsItsFirstRate": {"wrong-update"},
@@ -210,7 +210,7 @@ CAUSES: dict[str, set[str]] = {
     # updates
     "EpsilonOfEveryRank": {"wrong-update"},
     "NormOverReplicas": {"wrong-update"},
-    "LastPartNeverSent": {"missing-parameter-broadcast"},
+    "LastPartNeverSent": {"missing-broadcast"},
     "TargetDrifts": {"wrong-update"},
     "zero_times_infinity": {"nonfinite"},
     "ClearsByItself": {"nonfinite"},

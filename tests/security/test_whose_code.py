@@ -309,7 +309,7 @@ SYNC = "import beside\ndef sync(model): ...\n"
 def tracked(checkout: Path) -> Path:
     """A file that git tracks, with a module next to it that it imports."""
     (checkout / "sync.py").write_text(SYNC)
-    (checkout / "thorough_search.py").write_text("x = 1\n")
+    (checkout / "beside.py").write_text("x = 1\n")
     commit(checkout)
     return checkout / "sync.py"
 
@@ -321,14 +321,14 @@ def test_a_tracked_and_unmodified_file_is_trusted(tracked: Path) -> None:
 
 @pytest.mark.parametrize("change", ["modified", "untracked", "shadowed", "compiled", "skipped"])
 def test_in_a_repository_no_other_file_is_trusted(tracked: Path, change: str) -> None:
-    beside = tracked.with_name("thorough_search.py")
+    beside = tracked.with_name("beside.py")
     if change in ("modified", "skipped"):
         beside.write_text("x = 2\n")
     if change == "skipped":  # git itself would call it unmodified
-        words = ["git", "update-index", "--assume-unchanged", "thorough_search.py"]
+        words = ["git", "update-index", "--assume-unchanged", "beside.py"]
         subprocess.run(words, check=True)
     if change == "untracked":
-        subprocess.run(["git", "rm", "-q", "--cached", "thorough_search.py"], check=True)
+        subprocess.run(["git", "rm", "-q", "--cached", "beside.py"], check=True)
     if change == "shadowed":
         beside.with_suffix("").mkdir()
         (beside.with_suffix("") / "__init__.py").write_text("x = 3\n")

@@ -63,5 +63,5 @@ def test_the_table_counts_and_shows_every_false_alarm(
     )
     text = "\n".join(detection.show(tmp_path))
     assert "2 cases (worlds [3], 1 seeds, 1 strategies): 1 passed, 1 false alarms" in text
-    assert "false alarm: ring-w3: gradients X\n    distcheck verify" in text
+    assert "false alarm: ring-w3: gradients bitwise\n    distcheck verify" in text
     assert "scaled, mlp: gradients rounding 2^-20" in text

@@ -139,14 +139,14 @@ def test_a_mismatch_is_shown_from_every_side() -> None:
     for words in (
         "mine.py:sync, world 4, cnn float32: partial-sync.",
         "distcheck replay cases/mine.json",
-        "Error over bound: gradients, rounding bound",
+        "Error over bound: gradients, rounding",
         f"2 cells over the bound. Largest share of a bound: 5.5, at {wrong}, step 2.",
         "Bits: gradients, bitwise",
         "2 cells of 24 differ. 22 of 24 are bit-identical.",
         f"{wrong} 1, 2 ",  # the mask's numbers
         "Loss of 4 ranks and of the reference (full batch float32)",
         "leaves its bound at step 0, and at 3 of 3 steps in all",
-        "Distance in ULP: gradients, rounding bound",
+        "Distance in ULP: gradients, rounding",
         "The gradients after step 1 differ first: rank 2 (marked ◂) holds other bits",
         "3b39ec1e 3b39ec12",
         "look at rank 2",
@@ -189,7 +189,7 @@ def test_of_very_many_cases_those_that_passed_are_not_drawn() -> None:
     cases = [documents.passing(f"s{at}") for at in range(30)]
     text = Page(html_report.render(documents.document(*cases, documents.mismatch()))).visible
     assert (
-        text.count("Error over bound: gradients, rounding bound") == 3
+        text.count("Error over bound: gradients, rounding") == 3
     )  # its title, its caption, its table's
     assert text.count("those that passed are not drawn") == 30
     assert "All 30 cases passed." in Page(html_report.render(documents.document(*cases))).visible
@@ -410,7 +410,7 @@ def test_worst_elements_are_those_of_the_cause() -> None:
 
 def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
     markup = html_report.render(documents.document(documents.passing()))
-    assert "<dt>rounding bound (R)</dt><dd>rounding in any order of summation</dd>" in markup
+    assert "<dt>rounding</dt><dd>rounding in any summation order</dd>" in markup
     assert "<dt>bitwise (X)</dt><dd>" in markup
     assert "<dt>full batch float64</dt>" not in markup, "no check of the page has it"
 

@@ -85,9 +85,9 @@ def test_only_what_the_strategy_leads_to_is_listed(tmp_path: Path) -> None:
         "def sync(model, step):\n"
         "    return helper(model), ORDER\n"
     )
-    (tmp_path / "thorough_search.py").write_text("def f(x):\n    return [y for y in set(x)]\n")
+    (tmp_path / "beside.py").write_text("def f(x):\n    return [y for y in set(x)]\n")
     assert [(line.file, line.line) for line in lines_of(file, 7)] == [
-        ("sync.py", 2), ("sync.py", 6), ("thorough_search.py", 2),
+        ("sync.py", 2), ("sync.py", 6), ("beside.py", 2),
     ]  # fmt: skip
     assert [line.line for line in lines_of(file)] == [2, 4, 6, 2]
 

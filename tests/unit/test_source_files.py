@@ -28,10 +28,10 @@ def test_what_uses_the_compiler(spec: str, uses: bool) -> None:
 
 def test_modules_beside_a_file_count(tmp_path: Path) -> None:
     (tmp_path / "sync.py").write_text("raise SystemExit('imported')\nfrom beside import wrap\n")
-    (tmp_path / "thorough_search.py").write_text("x = 1\n")
+    (tmp_path / "beside.py").write_text("x = 1\n")
     spec = f"{tmp_path / 'sync.py'}:wrap"
     assert not mentions(_USES_COMPILER, spec)
-    (tmp_path / "thorough_search.py").write_text(
+    (tmp_path / "beside.py").write_text(
         "from torch.nn.parallel import DistributedDataParallel\n"
     )
     assert mentions(_USES_COMPILER, spec)

@@ -23,7 +23,7 @@ def a_step(tensor: int, *, data: int = 1) -> Any:
         references=SimpleNamespace(mesh=Mesh((("data", data), ("tensor", tensor)))),
         full_batch=SimpleNamespace(positions=POSITIONS),
         shares=SimpleNamespace(samples=SAMPLES),
-        whole_batch_layer=IN_FLOAT32,
+        full_batch_layer=IN_FLOAT32,
         module_scales={"0": 3.0, "3": 0.5},
     )
 

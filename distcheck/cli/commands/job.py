@@ -66,8 +66,8 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               "gave.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
-              help="Keep the recording in a new folder, for compare and --resumed-from; the command "
-              "runs twice more, to measure how far two right runs may part.")  # fmt: skip
+              help="Keep the recording in a new folder, for compare and --resumed-from; the "
+              "command runs twice more, to measure how far two right runs may part.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Verdict lines only.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:

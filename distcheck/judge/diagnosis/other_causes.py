@@ -152,7 +152,7 @@ def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     if seen.owners and seen.unchanged:
         return [
             name_cause(
-                "missing-parameter-broadcast",
+                "missing-broadcast",
                 f"after step {seen.step}, {names} (of {len(seen.parameters)} in all) is "
                 "right on one rank alone, and on the other ranks as it was before the step: the "
                 "rank that updates it did not send it on",

@@ -4,14 +4,13 @@ A layer is one file, named by its line in `records/layers.py`. It has a function
 it can judge by (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
 (`forms.py`), which is all that the check is given:
 
-    closed_form.py  exact: integers in closed form (lattice.py)
-    bitwise.py      The bitwise layer: the shards reduced in the very order that the contract names
+    closed_form.py  lattice: integers in closed form (lattice.py)
+    bitwise.py      bitwise: the shards reduced in the order that the contract names
                     (order_exact.py)
-    rounding_bound.py    The rounding bound: their mean, and how far any order may be from it
-                         (rounding.py)
-    full_batch_bound.py  full batch float64, full batch float32: the whole batch in one process
+    rounding_bound.py    rounding: their mean, and the bound for any reduction order (rounding.py)
+    full_batch_bound.py  full batch float64 and float32: the full batch in a single process
                          (full_batch.py)
-    unlayered.py    what is expected without a layer
+    unlayered.py    expected values without a layer
 
 What they start from:
 

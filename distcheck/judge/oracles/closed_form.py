@@ -139,7 +139,7 @@ class ExactGradients(GradientForms):
         return exact if mean is None else Either(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """the rounding bound where sums are rounded on the way, and nothing but float64's rounding
+        """The rounding bound where sums are rounded on the way, and nothing but float64's rounding
         else.
         """
         if self.mean is not None:
