@@ -88,7 +88,9 @@ def exchanges_nothing(case: Case, contract: Contract) -> bool:
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "bitwise falls back to rounding: "  # begins a note on why an order could not be relied on
+FALLS_BACK = (
+    "bitwise falls back to rounding: "  # begins a note on why an order could not be relied on
+)
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 

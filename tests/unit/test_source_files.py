@@ -31,9 +31,7 @@ def test_modules_beside_a_file_count(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("x = 1\n")
     spec = f"{tmp_path / 'sync.py'}:wrap"
     assert not mentions(_USES_COMPILER, spec)
-    (tmp_path / "beside.py").write_text(
-        "from torch.nn.parallel import DistributedDataParallel\n"
-    )
+    (tmp_path / "beside.py").write_text("from torch.nn.parallel import DistributedDataParallel\n")
     assert mentions(_USES_COMPILER, spec)
 
 
