@@ -74,9 +74,9 @@ class Looking:
     """The thread beside the main one."""
 
     def __enter__(self):
-        from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, Look
+        from distcheck.worlds.waiting import LOOK_EVERY_S, OWN_THREADS, RankInspector
 
-        look, self._end = Look(Nowhere()), threading.Event()
+        look, self._end = RankInspector(Nowhere()), threading.Event()
 
         def run() -> None:
             while not self._end.wait(LOOK_EVERY_S):

@@ -52,21 +52,21 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         found = TraceComparison(why_not=missing)
         one = judged(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
         return one, known[1]
-    walk = compare_recordings(earlier, later, floors)
-    found = walk.result()
+    comparison = compare_recordings(earlier, later, floors)
+    found = comparison.result()
     one = judged(
         _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
-        remark=_remark(walk, found, earlier, later),
+        remark=_remark(comparison, found, earlier, later),
     )  # fmt: skip
-    modules = walk.by_module()
+    modules = comparison.by_module()
     causes = with_module(
-        _causes(walk, found, earlier, later, changed), modules,
+        _causes(comparison, found, earlier, later, changed), modules,
         lambda evidence: name_cause("module-differs", evidence, "compared"),
     )  # fmt: skip
-    if walk.parted is not None and walk.parted.what == "optimizer's settings":
-        reason = f"the {walk.parted.what} differ: later steps are not compared"
+    if comparison.diverged is not None and comparison.diverged.what == "optimizer's settings":
+        reason = f"the {comparison.diverged.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
-    op = walk.by_op()
+    op = comparison.by_op()
     if op and causes:
         evidence = f"{causes[0].evidence}; {op}"
         causes[0] = msgspec.structs.replace(causes[0], evidence=evidence)
@@ -112,16 +112,16 @@ def _known(report: dict[str, Any]) -> KnownCase:
 
 
 def _remark(
-    walk: JobComparison, found: TraceComparison, earlier: JobRecording, later: JobRecording
+    comparison: JobComparison, found: TraceComparison, earlier: JobRecording, later: JobRecording
 ) -> str:
     said = []
     steps = min(len(earlier.steps), len(later.steps))
-    if walk.unmeasured and found.first is not None:
-        said.append(f"the noise floor was not measured: {walk.unmeasured}")
-    if walk.blurred is not None:
+    if comparison.unmeasured and found.first is not None:
+        said.append(f"the noise floor was not measured: {comparison.unmeasured}")
+    if comparison.blurred is not None:
         said.append(
-            f"nothing is judged from step {earlier.steps[walk.blurred]} on, since there perturbed "
-            "runs have diverged as far as the gradients themselves"
+            f"nothing is judged from step {earlier.steps[comparison.blurred]} on, since there "
+            "perturbed runs have diverged as far as the gradients themselves"
         )
     if len(earlier.steps) != len(later.steps):
         said.append(f"only the {steps} common steps are compared")
@@ -137,14 +137,14 @@ def _remark(
 
 
 def _causes(
-    walk: JobComparison,
+    comparison: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,
     changed: list[Change],
 ) -> list[Diagnosis]:
     """What makes the second one another training."""
-    pair = walk.parted
+    pair = comparison.diverged
     if pair is not None and pair.what == "optimizer's settings":
         first = found.first
         if first is not None:
@@ -156,7 +156,7 @@ def _causes(
             cause = "learning-rate-differs" if rate else "optimizer-settings-differ"
             return [name_cause(cause, said, "compared")]
     if found.beyond is None:
-        return _of_bits(walk, found, earlier, later, changed)
+        return _of_bits(comparison, found, earlier, later, changed)
     step = found.beyond.step
     clips = [_allowed(job, step) for job in (earlier, later)]
     if found.beyond_kind == "gradients" and clips[0] != clips[1]:
@@ -177,7 +177,7 @@ def _allowed(job: JobRecording, step: int) -> list[float]:
 
 
 def _of_bits(
-    walk: JobComparison,
+    comparison: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
     later: JobRecording,
@@ -185,7 +185,7 @@ def _of_bits(
 ) -> list[Diagnosis]:
     """The same command here twice, with other bits."""
     alike = earlier.ranks[0].arguments == later.ranks[0].arguments and not changed
-    computed = found.first is not None and walk.parted is None and found.kind not in CHOSEN
+    computed = found.first is not None and comparison.diverged is None and found.kind not in CHOSEN
     if not alike or not computed or earlier.world != later.world or found.first is None:
         return []
     said = f"the same command run twice differs, first at step {found.first.step}: {found.kind}"

@@ -126,8 +126,10 @@ def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
     lines = [("module", of_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
     if case.found.noise_floor:
-        moved = ", ".join(f"{distance:.1e}" for distance in case.found.noise_floor)
-        lines.append(("one ULP", f"{moved} (noise floor: the drift of runs perturbed by one ULP)"))
+        perturbed = ", ".join(f"{distance:.1e}" for distance in case.found.noise_floor)
+        lines.append(
+            ("one ULP", f"{perturbed} (noise floor: the drift of runs perturbed by one ULP)")
+        )
     for one in case.diagnosis:
         lines += [("cause", f"{one.cause}: {one.evidence}"), ("try", one.suggestion)]
     return lines

@@ -19,7 +19,7 @@ from distcheck.reports.files import FORMATS, GITHUB, check_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.next_step import words_without
 from distcheck.store.origin import command_line
-from distcheck.verification.merging import Part, join, read_part, show_whole
+from distcheck.verification.merging import MatrixPart, join, read_part, show_whole
 from distcheck.worlds import scratch
 
 # The module that starts tasks, the library that it needs, and how to install that.
@@ -116,11 +116,11 @@ def _collected(
     planned: Planned,
     place: Path,
     progress: LiveProgress,
-) -> tuple[list[Part], dict[int, str], bool]:
+) -> tuple[list[MatrixPart], dict[int, str], bool]:
     """The reports, as files are read that others wrote; and by the part's number why one is not
     there. Ends what still runs on Ctrl-C.
     """
-    parts: list[Part] = []
+    parts: list[MatrixPart] = []
     lost: dict[int, str] = {}
     left = {one.number for one in work}
     interrupted = False
@@ -142,7 +142,7 @@ def _taken(
     end: Ended | Lost,
     planned: Planned,
     place: Path,
-    parts: list[Part],
+    parts: list[MatrixPart],
     lost: dict[int, str],
 ) -> str:
     if isinstance(end, Lost):

@@ -42,7 +42,7 @@ class WorkerRanks:
         self._waiting: deque[Case] = deque()  # with the judge, in order
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
-    def run(self, sittings: Iterable[JudgeCase]) -> Iterator[CaseReport]:
+    def run(self, judge_cases: Iterable[JudgeCase]) -> Iterator[CaseReport]:
         """The cases' reports, in order. While one is judged the next is trained, so that by the
         time a failure is known its ranks have gone on; they are ended then.
 
@@ -50,12 +50,12 @@ class WorkerRanks:
         """
         while self._waiting:  # from a caller that did not want the rest
             self._verdict()
-        for number, sitting in enumerate(sittings):
-            case, pair = sitting.case, number % PAIRS
+        for number, judge_case in enumerate(judge_cases):
+            case, pair = judge_case.case, number % PAIRS
             failed = self._record(case, pair)
             if not failed:
                 judge = self._judge = self._judge or self._start_judge()
-                judge.ask(msgspec.structs.replace(sitting, pair=pair))
+                judge.ask(msgspec.structs.replace(judge_case, pair=pair))
                 self._waiting.append(case)
             while len(self._waiting) > (0 if failed else PAIRS - 1):
                 yield self._verdict()
@@ -208,11 +208,11 @@ class Runner:
         if self.distrusts_kept:
             yield from map(self.run_fresh, cases)
             return
-        for report in self._kept.run(map(self._sitting, cases)):
+        for report in self._kept.run(map(self._judge_case, cases)):
             file = self._files[report.case.adaptation]
             yield msgspec.structs.replace(report, strategy_file=file)
 
-    def _sitting(self, case: Case) -> JudgeCase:
+    def _judge_case(self, case: Case) -> JudgeCase:
         if case.adaptation not in self._contracts:
             self.look_at([case])
         contract = self._contracts[case.adaptation]

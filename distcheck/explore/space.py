@@ -29,7 +29,7 @@ from distcheck.records.generated_words import (
     OPTIMIZERS,
     SAMPLES,
     SCHEDULE,
-    Layer,
+    ModelLayer,
     ModelWords,
     trains,
 )
@@ -61,7 +61,7 @@ _RARE = (False,) * 7 + (True,)
 
 
 @st.composite
-def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
+def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> ModelLayer:
     """One layer of a generated model; none of the kinds and marks that it is to be `without`.
 
     Whatever its kind, as much is drawn for it, and little: so one kind shrinks to another with all
@@ -74,7 +74,7 @@ def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> Layer:
     sizes = _SIZES.get(kind, (0,))
     marks = [mark for bit, mark in enumerate(MARKS) if chosen >> bit & 1 and mark not in without]
     kept = tuple(mark for mark in marks if mark in MARKS_OF[kind])
-    return Layer(kind, sizes[place % len(sizes)], kept, nested)
+    return ModelLayer(kind, sizes[place % len(sizes)], kept, nested)
 
 
 @st.composite
@@ -99,7 +99,7 @@ def models(
     if not any(trains(layer) for layer in ordered):
         ordered = [_unmarked(layer, "frozen") for layer in ordered]
     if not any(trains(layer) for layer in ordered):
-        ordered.append(Layer("linear", 1))  # after anything
+        ordered.append(ModelLayer("linear", 1))  # after anything
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
@@ -115,7 +115,7 @@ def models(
     return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
 
 
-def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
+def _with_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
     """At least one layer that trains is absent, if another one trains for all samples: a loss of
     nothing has no backward.
     """
@@ -130,11 +130,11 @@ def _with_absent(ordered: Sequence[Layer]) -> list[Layer]:
     return found
 
 
-def _unmarked(layer: Layer, mark: str) -> Layer:
+def _unmarked(layer: ModelLayer, mark: str) -> ModelLayer:
     return msgspec.structs.replace(layer, marks=tuple(m for m in layer.marks if m != mark))
 
 
-def _parameters(layers: Sequence[Layer]) -> int:
+def _parameters(layers: Sequence[ModelLayer]) -> int:
     """How many tensors layers have that may train."""
     two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
     return two + sum(layer.kind != "running" for layer in layers)

@@ -109,21 +109,21 @@ def judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
     """The kept judge: case after case, until the front hangs up."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
-    for number, sitting in enumerate(requests(fds, JudgeCase), 1):
-        reporter.progress(number, sitting.case.id)
+    for number, judge_case in enumerate(requests(fds, JudgeCase), 1):
+        reporter.progress(number, judge_case.case.id)
         torch.set_default_dtype(torch.float32)
-        runs = 2 if sitting.case.rerun else 1
-        reporter.say(_judged(sitting, traces[2 * sitting.pair :][:runs]))
+        runs = 2 if judge_case.case.rerun else 1
+        reporter.say(_judged(judge_case, traces[2 * judge_case.pair :][:runs]))
 
 
-def _judged(sitting: JudgeCase, fds: list[int]) -> bytes:
-    case = sitting.case
+def _judged(judge_case: JudgeCase, fds: list[int]) -> bytes:
+    case = judge_case.case
     ingredients = open_ingredients(case, b"", None)
     seeds.pin_default_dtype(case.dtype)
-    facts = msgspec.structs.replace(look_at(ingredients), contract=sitting.contract)
+    facts = msgspec.structs.replace(look_at(ingredients), contract=judge_case.contract)
     sizes, layout = _sizes(case, ingredients), _layout(ingredients, facts.model)
     planned = plan.plan_checks(
-        case, facts, sizes=sizes, calibration_failure=sitting.calibration_failure
+        case, facts, sizes=sizes, calibration_failure=judge_case.calibration_failure
     )
     request = JudgeRequest(
         case=case,

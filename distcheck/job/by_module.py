@@ -22,7 +22,7 @@ from distcheck.judge.divergence.modules import OF_REFERENCE, Both, first_wrong, 
 from distcheck.judge.divergence.noise_floor import chose_other
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import Seen, of_rank, unpacked
+from distcheck.recordings.jobs.watched import WatchedStep, of_rank, unpacked
 from distcheck.records import CaseReport
 from distcheck.records.by_module import ByModule
 from distcheck.records.causes import name_cause
@@ -52,7 +52,7 @@ def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, 
             yield step, rank, Both(own, other, moved, unit, fits=True)
 
 
-def _of_reference(reference: Reference, step: int, rank: int) -> Seen | None:
+def _of_reference(reference: Reference, step: int, rank: int) -> WatchedStep | None:
     try:
         return unpacked(reference.tensors(step), of_rank(rank))
     except (ValueError, msgspec.MsgspecError) as error:
@@ -64,7 +64,9 @@ def _of_reference(reference: Reference, step: int, rank: int) -> Seen | None:
 class _Moved:
     """How far tensors of a step move by one ULP: at that step, or as far as at one before."""
 
-    def __init__(self, seen: Seen, spread: torch.Tensor, shares: dict[tuple[str, bool], float]):
+    def __init__(
+        self, seen: WatchedStep, spread: torch.Tensor, shares: dict[tuple[str, bool], float]
+    ):
         self._norms: dict[tuple[str, bool], float] = {}
         self._shares = shares
         for name, place in seen.places().items():
@@ -83,7 +85,7 @@ class _Moved:
 
 
 def _moved(
-    seen: Seen, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
+    seen: WatchedStep, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
 ) -> _Moved:
     if spread is None or spread.shape != seen.sums.shape[:2]:
         spread = torch.full(seen.sums.shape[:2], math.nan)

@@ -192,7 +192,7 @@ def _replay(
     """The job as it is compared, and the reference, or why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:
         return job, None, "there is nothing to compare it with"
-    if any(len(unit) > 1 for unit in job.units) and any(
+    if any(len(replica) > 1 for replica in job.replicas) and any(
         one.draws and one.live for record in job.records.values() for one in record.passes
     ):
         missing = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from distcheck.job.checks.reference import bounds_of, losses_beside, reached
 from distcheck.job.replaying import Reference
 from distcheck.judge.diagnosis import layouts
-from distcheck.judge.diagnosis.layout_measuring import Held
+from distcheck.judge.diagnosis.layout_measuring import HeldGradients
 from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
 from distcheck.judge.divergence.noise_floor import norm_of
 from distcheck.judge.fitting import fit
@@ -53,7 +53,7 @@ def _of_norm(
     right = reached(reference.tensors(step), Kind.GRADIENT)
     allowed = math.hypot(*(norm_of(g) for g in right.values()))
     parts = [part for r in apart.at(step) for k, part in r.parts.items() if k.startswith("step/")]
-    group = max([*job.units, *(part.of for part in parts)], key=len)
+    group = max([*job.replicas, *(part.of for part in parts)], key=len)
     if not parts or len(group) < 2 or len(facts.parameters) < total or not allowed:
         return []
     norms = []
@@ -131,7 +131,7 @@ def _measured(
             continue
         rough = bool(times) or stem == "step"
         allowed = max(bounds.get(name, 0.0), rough * _SAME_NORM * norm_of(expected))
-        one = Held(held, expected, mesh, allowed, without).of(name)
+        one = HeldGradients(held, expected, mesh, allowed, without).of(name)
         wrong += [] if one is None else [one]
         right = [*right, name.rpartition(".")[0]] if one is None else []
     return wrong, [*dict.fromkeys(right)]
@@ -179,8 +179,8 @@ def _losses_apart(job: JobRecording, apart: JobRecording, step: int, bound: floa
     """Whether ranks that compute one loss together have another one each."""
     if any(axis.kind in ("sequence", "pipeline") for axis in job.ranks[0].axes):
         return False
-    for unit in job.units:
-        losses = [sum(p.loss or 0.0 for p in apart.records[rank, step].trained) for rank in unit]
+    for replica in job.replicas:
+        losses = [sum(p.loss or 0.0 for p in apart.records[rank, step].trained) for rank in replica]
         if not math.isclose(min(losses), max(losses), rel_tol=0.0, abs_tol=2 * bound):
             return True
     return False

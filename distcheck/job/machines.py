@@ -28,13 +28,13 @@ from distcheck.worlds.remote.handshake import Handshakes
 
 PATIENCE_S = 60.0  # chosen: torchrun gives its ranks 30 s to end, on each machine by itself
 _BEAT_S, _LOST_S = 5.0, 60.0
-_PIECE = 1 << 22  # bytes of a file in one message
+_CHUNK = 1 << 22  # bytes of a file in one message
 # What ranks write: of a rank in its folder, and notes beside it.
 _OF_A_RANK = re.compile(r"rank-(\d{4})/(rank|read|step-\d{6})\.(json|safetensors)")
 _NOTE = re.compile(r"raised-\d+|drawn-\d{4}-\w+-\w+")
 
 
-class Piece(msgspec.Struct, tag=True):
+class FileChunk(msgspec.Struct, tag=True):
     """A part of a file of the recording; parts of one file come one after the other."""
 
     name: str
@@ -47,7 +47,7 @@ class AllSent(msgspec.Struct, tag=True):
     code: int
 
 
-FromMachine = protocol.Joining | Piece | AllSent
+FromMachine = protocol.Joining | FileChunk | AllSent
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _take(
             for word in words:
                 if isinstance(word, AllSent):
                     return word.code
-                if not isinstance(word, Piece):
+                if not isinstance(word, FileChunk):
                     raise ValueError("it sent something that does not belong to a recording")
                 size += len(word.data)
                 if size > MOST_BYTES:
@@ -257,12 +257,12 @@ def _send(line: protocol.Connection, folder: Path, own: list[RankRecord], ran: R
             continue
         if file.name == "rank.json":
             data = msgspec.json.encode(for_others(read_rank(file)))
-            line.send(Piece(name=name, data=data))
+            line.send(FileChunk(name=name, data=data))
             continue
         with file.open("rb") as opened:
-            line.send(Piece(name=name, data=opened.read(_PIECE)))
-            while data := opened.read(_PIECE):
-                line.send(Piece(name=name, data=data))
+            line.send(FileChunk(name=name, data=opened.read(_CHUNK)))
+            while data := opened.read(_CHUNK):
+                line.send(FileChunk(name=name, data=data))
     line.send(AllSent(code=ran.code))
 
 

@@ -74,7 +74,7 @@ def measured(
     if copy.missing or not job.steps or job.divided_by:
         whole = job.divided_by and f"ranks hold shards of one model ({job.divided_by})"
         return NoiseFloor(why=copy.missing or whole or "no step was recorded")
-    moved = []
+    perturbed = []
     for draw in range(1, PERTURBED_RUNS + 1):
         own, moves = folder / str(draw), msgspec.structs.replace(asked, draw=draw)
         try:
@@ -84,5 +84,5 @@ def measured(
             return NoiseFloor(
                 why=f"the command could not run again in a copy of the folder: {error}"
             )
-        moved.append(dataclasses.replace(found, steps=found.steps[: len(job.steps)]))
-    return measure(job, moved)
+        perturbed.append(dataclasses.replace(found, steps=found.steps[: len(job.steps)]))
+    return measure(job, perturbed)

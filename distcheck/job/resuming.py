@@ -507,20 +507,20 @@ def _training(both: ResumedJob) -> CheckResult:
     if missing:
         tally.missing(f"training is not compared: {missing}")
         return tally.result()
-    walk = compare_recordings(one, two, [(both.floor, both.at)])
-    _name_parted(both, walk, tally)
-    found = walk.result()
+    comparison = compare_recordings(one, two, [(both.floor, both.at)])
+    _name_parted(both, comparison, tally)
+    found = comparison.result()
     for moment in found.moments:
         tally.count(parameter=moment.kind, rank=0, step=both.first, elements=moment.tensors)
     for later in range(len(found.drift)):
         tally.count(parameter="", rank=0, step=both.now.steps[later], elements=0)
     if found.beyond is not None:
         _fail(both, tally, found.beyond, found.beyond_kind)
-    elif found.first is not None and walk.parted is None:
-        if walk.unmeasured:
+    elif found.first is not None and comparison.diverged is None:
+        if comparison.unmeasured:
             tally.missing(
                 f"the jobs are not bit-identical ({_place(both, found.first, found.kind)}), and "
-                f"the noise floor is not known: {walk.unmeasured}"
+                f"the noise floor is not known: {comparison.unmeasured}"
             )
         else:
             tally.remark(
@@ -530,9 +530,9 @@ def _training(both: ResumedJob) -> CheckResult:
     return tally.result()
 
 
-def _name_parted(both: ResumedJob, walk: JobComparison, tally: Tally) -> None:
+def _name_parted(both: ResumedJob, comparison: JobComparison, tally: Tally) -> None:
     """A choice that was right at first, and is not later."""
-    pair = walk.parted
+    pair = comparison.diverged
     if pair is None:
         return
     before = len(both.found)

@@ -108,7 +108,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     spawns            in a replay: how many ranks the script starts itself; 0 where it does not
     project           in a replay: the copy of the project
     in_processes      in a replay: whether copies are processes of their own, and no forks
-    role, role_mode   in such a process: what it is, in which mode of the replay
+    task, task_mode   in such a process: what it is, in which mode of the replay
     weights           in a replay: what each rank counts for: samples, targets, equal, or as is seen
     mesh              the axes of the ranks' mesh, as a person gives them: data=2,tensor=2
     on_cpu            whether a script that asks for a GPU gets the CPU
@@ -133,8 +133,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_processes: bool = False
     spawns: int = 0
     project: str = ""
-    role: ReplayTask | None = None
-    role_mode: str = ""
+    task: ReplayTask | None = None
+    task_mode: str = ""
     weights: str = ""
     mesh: str = ""
     on_cpu: bool = False

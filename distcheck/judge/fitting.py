@@ -12,7 +12,7 @@ from distcheck.machine.numerics import wide
 _ROWS = 1 << 15  # that are factored at once, so that nothing is copied whole
 
 
-class Fit(NamedTuple):
+class LeastSquaresFit(NamedTuple):
     """What fits best, one factor for each base.
 
     left      the L2 norm of what the combination leaves over
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
         return self.left / self.size if self.size else 0.0
 
 
-def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
+def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
     """Fits the first tensor of each row by the others, with the same factors in all rows; None
     where a base is zero everywhere, or a number is not finite.
 
@@ -56,7 +56,7 @@ def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> Fit | None:
         return None
     inverse = torch.linalg.pinv(system)
     factors = inverse @ target
-    return Fit(
+    return LeastSquaresFit(
         factors=tuple(factors.tolist()),
         left=float((system @ factors - target).norm()),
         size=float(target.norm()),

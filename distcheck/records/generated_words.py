@@ -52,7 +52,7 @@ _NESTED = {f"{NESTED}{depth}": depth for depth in range(1, MOST_NESTED + 1)}
 _LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+\d*)*)", re.ASCII)
 
 
-class Layer(msgspec.Struct, frozen=True):
+class ModelLayer(msgspec.Struct, frozen=True):
     """One layer; `size` is 0 for a kind that has none. It lies within `nested` more modules."""
 
     kind: str
@@ -71,7 +71,7 @@ class ModelWords(msgspec.Struct, frozen=True):
     passes a step, in two groups of parameters or one, and with rates that change or do not.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
     optimizer: str = "sgd"
     samples: int = SAMPLES
     accumulate: int = 1
@@ -121,7 +121,7 @@ def parse(words: str) -> ModelWords:
     )
 
 
-def _layer(part: str, words: str) -> Layer:
+def _layer(part: str, words: str) -> ModelLayer:
     found = _LAYER.fullmatch(part)
     if found is None or found[1] not in KINDS:
         raise _refusal(words, f"{part!r} is not a layer; kinds are {', '.join(KINDS)}")
@@ -134,10 +134,10 @@ def _layer(part: str, words: str) -> Layer:
         known = ", ".join((*MARKS_OF[kind], f"{NESTED}1 to {NESTED}{MOST_NESTED}"))
         raise _refusal(words, f"{part!r}: {kind} does not take {strange[0]!r}; it takes {known}")
     nested = max((_NESTED[mark] for mark in marks if mark in _NESTED), default=0)
-    return Layer(kind, size, tuple(mark for mark in MARKS if mark in marks), nested)
+    return ModelLayer(kind, size, tuple(mark for mark in MARKS if mark in marks), nested)
 
 
-def _check_order(layers: tuple[Layer, ...], words: str) -> None:
+def _check_order(layers: tuple[ModelLayer, ...], words: str) -> None:
     convs = [n for n, layer in enumerate(layers) if layer.kind == "conv"]
     linears = [n for n, layer in enumerate(layers) if layer.kind == "linear"]
     if convs and linears and max(convs) > min(linears):
@@ -154,7 +154,7 @@ def _check_order(layers: tuple[Layer, ...], words: str) -> None:
         )
 
 
-def trains(layer: Layer) -> bool:
+def trains(layer: ModelLayer) -> bool:
     return layer.kind != "running" and "frozen" not in layer.marks
 
 

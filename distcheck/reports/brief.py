@@ -242,7 +242,7 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses
         if why := _why_not_run(case):
             not_run.setdefault(why, []).extend(alike[key])
             continue
-        causes, known = said.parted(case)
+        causes, known = said.new_and_known(case)
         if known and not causes:
             names = ", ".join(one.cause for one in known)
             lines.add("also in", f"{_cases(alike[key])}: {names}", most=2)

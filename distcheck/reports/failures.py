@@ -28,7 +28,7 @@ class PrintedCauses:
     causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
     cut: bool = False  # whether there is more of some line
 
-    def parted(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
+    def new_and_known(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
         """A case's causes, each once: those that are new, and those that were said of its strategy.
         What nothing explains is new each time.
         """

@@ -38,7 +38,7 @@ from distcheck.testing import (
 from distcheck.testing.failures import Ended
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RUN, RankReport, Seen, Subtest
+from distcheck.testing.messages import RUN, RankReport, RankWarning, Subtest
 from distcheck.testing.rank import Prepared
 from distcheck.testing.reused_rank import BODY
 from distcheck.testing.waiting import listen, ranks_of, wait
@@ -283,7 +283,7 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
         new = [pair for pair in report.properties if pair not in item.user_properties]
         item.user_properties += new
     examples.pass_on(report.said for _, report in sorted(ended.reports.items()))
-    seen: dict[Seen, Seen] = {}
+    seen: dict[RankWarning, RankWarning] = {}
     for _, report in sorted(ended.reports.items()):
         for warning in report.warnings:
             alike = re.sub(r"\b0x[0-9a-f]+", "", warning.text)  # but for an object's address
@@ -309,7 +309,7 @@ def _alike(texts: dict[int, str]) -> list[tuple[str, str]]:
     return [(", ".join(map(str, numbers)), text) for text, numbers in found.items()]
 
 
-def _warn_again(warning: Seen) -> None:
+def _warn_again(warning: RankWarning) -> None:
     category = failures.resolve(warning.category)
     if category is None or not issubclass(category, Warning):
         category = UserWarning

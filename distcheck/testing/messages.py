@@ -13,7 +13,7 @@ from distcheck.worlds.worker_pool import CHANNEL
 End = Literal["passed", "skipped", "rejected", "xfailed", "exit", "failed"]
 
 
-class Seen(msgspec.Struct, frozen=True):
+class RankWarning(msgspec.Struct, frozen=True):
     """A warning that a rank raised."""
 
     text: str
@@ -40,7 +40,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str = ""
     where: str = ""
     longrepr: dict[str, Any] | None = None
-    warnings: tuple[Seen, ...] = ()
+    warnings: tuple[RankWarning, ...] = ()
     log: str = ""
     left: tuple[str, ...] = ()
     left_stays: bool = False

@@ -20,7 +20,7 @@ from distcheck.errors.shown_text import shortened
 from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RUN, End, RankReport, Seen, encoded
+from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encoded
 from distcheck.testing.view import WorldView
 from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.local import late_compiler
@@ -287,9 +287,9 @@ def _seen_warnings(item: pytest.Function) -> Iterator[list[warnings.WarningMessa
         yield seen
 
 
-def _as_seen(warning: warnings.WarningMessage) -> Seen:
+def _as_seen(warning: warnings.WarningMessage) -> RankWarning:
     category = warning.category
-    return Seen(
+    return RankWarning(
         text=str(warning.message),
         category=f"{category.__module__}:{category.__qualname__}",
         filename=warning.filename,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stretch:
+class EpochSegment:
     """A step's part of the epoch: positions [first, first + count).
 
     Position p belongs to rank p mod W, as torch's DistributedSampler deals them out.
@@ -35,11 +35,11 @@ def steps_per_epoch(size: int, batch: int, world: int) -> int:
     return full + (rest >= world)
 
 
-def stretch_of(step: int, *, size: int, batch: int, world: int) -> Stretch:
+def stretch_of(step: int, *, size: int, batch: int, world: int) -> EpochSegment:
     """Where global step `step` lies."""
     epoch, within = divmod(step, steps_per_epoch(size, batch, world))
     first = within * batch
-    return Stretch(epoch, first, min(batch, size - first))
+    return EpochSegment(epoch, first, min(batch, size - first))
 
 
 def shard_sizes(steps: int, *, size: int, batch: int, world: int) -> list[list[int]]:

@@ -178,7 +178,7 @@ def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrate
     return adapt(_target_of(spec, adaptation), _find)
 
 
-class Look(NamedTuple):
+class CodeInspection(NamedTuple):
     """Of a strategy's code: whether its form is `guessed`, whether it names a collective
     (`exchanges`), the attributes that it looks for and torch has not (`marks`), and what it `uses`.
     """
@@ -189,14 +189,14 @@ class Look(NamedTuple):
     uses: tuple[Use, ...]
 
 
-def look_at(spec: str, adaptation: Adaptation) -> Look:
+def look_at(spec: str, adaptation: Adaptation) -> CodeInspection:
     """Look at a strategy's code, without calling it."""
     from distcheck.training.adapters import hypotheses, uses
 
     target = _target_of(spec, adaptation)
     sources, declared = target.everything, hypotheses.is_declared(target)
     exchanges, marks = uses.names_collectives(sources), uses.marks_in(sources)
-    return Look(not declared, exchanges, marks, uses.uses_of(sources))
+    return CodeInspection(not declared, exchanges, marks, uses.uses_of(sources))
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:

@@ -23,7 +23,7 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.building import Ingredients, restore, take_checkpoint
-from distcheck.training.epoch_positions import Stretch, stretch_of
+from distcheck.training.epoch_positions import EpochSegment, stretch_of
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload
 from distcheck.training.losses import LossOfShard, OwnBackward
 from distcheck.training.recorder import Observer
@@ -48,7 +48,7 @@ class Shards:
         self._seed = seeds.derive(seed, "data order") % 2**31
         self._epoch, self._order = -1, list[int]()
 
-    def read(self, step: int) -> tuple[Stretch, torch.Tensor]:
+    def read(self, step: int) -> tuple[EpochSegment, torch.Tensor]:
         """The step's stretch, and this rank's indices into the data set, int64 [n]."""
         stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
         if self._rank is None:

@@ -71,7 +71,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-class StandIn:
+class OptimizerProxy:
     """What the loop sees in place of an optimizer: that one's groups and state, unless a class
     derived from this says otherwise.
     """

@@ -142,7 +142,7 @@ class Guess:
     def settle(
         self,
         pool: Pool,
-        book: ReportBuilder,
+        builder: ReportBuilder,
         data: preparation.Data,
         session: Session,
         enter: OnFinished,
@@ -167,7 +167,7 @@ class Guess:
         runs = _planned(pool, cases, data)
         for run in runs:
             run.notes = (note_on(taken), *run.notes)
-        book.change(runs)
+        builder.change(runs)
         return runs
 
     def _ask(self, case: Case, decision: Decision) -> None:

@@ -36,7 +36,7 @@ from distcheck.training.building import (
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, CodeFacts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.loading import Look, load_strategy, other_ways
+from distcheck.training.loading import CodeInspection, load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.worlds.jobs import Descriptors
@@ -128,7 +128,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     if any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in job.cases):
         stand_alone()
     known: dict[tuple[str, str, str], CaseFacts] = {}
-    facts, looked_at = [], dict[str, Look]()
+    facts, looked_at = [], dict[str, CodeInspection]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
         with seeds.under(seeds.settings()):  # puts back what their file sets

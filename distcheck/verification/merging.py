@@ -32,7 +32,7 @@ _VERSIONS = ("distcheck", "torch", "python", "cpu")
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """A report, and the file that it came from."""
 
     file: str
@@ -47,12 +47,12 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
         return show_whole(join(parts), parts, files=files, quiet=quiet)
 
 
-def read_part(file: str) -> Part:
-    return Part(file, read_document(Path(file)))
+def read_part(file: str) -> MatrixPart:
+    return MatrixPart(file, read_document(Path(file)))
 
 
 def show_whole(
-    whole: dict[str, Any], parts: Sequence[Part], *, files: Mapping[str, str], quiet: bool
+    whole: dict[str, Any], parts: Sequence[MatrixPart], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Shows what was joined of parts, and writes its files; returns its exit code."""
     lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
@@ -65,7 +65,7 @@ def show_whole(
     return int(whole["exit_code"])
 
 
-def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
+def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
     """One document of all; `lost` says by a part's number why it is not there. Raises UsageError
     for parts of different plans, or at odds.
     """
@@ -79,7 +79,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     of_plan = [part for part in parts if part.document.get("plan")]
     plan = _common_plan(of_plan) if of_plan else None
     planned = {entry["id"]: entry for entry in plan["cases"]} if plan else {}
-    holders: dict[str, Part] = {}
+    holders: dict[str, MatrixPart] = {}
     cases: dict[str, dict[str, Any]] = {}
     explored = _explored(plan or {}, parts)
     added = {name for one in explored for name in one["found"]}
@@ -135,7 +135,7 @@ def join(parts: Sequence[Part], lost: Mapping[int, str] | None = None) -> dict[s
     return whole | {"verdict": verdict_of(document), "exit_code": code}
 
 
-def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[str, Any]]:
+def _without_plan(parts: Sequence[MatrixPart], taken: Collection[str]) -> list[dict[str, Any]]:
     """The cases of reports that have no plan. Every job calls its case alike, so a name that is
     taken gets a number.
     """
@@ -151,7 +151,7 @@ def _without_plan(parts: Sequence[Part], taken: Collection[str]) -> list[dict[st
     return found
 
 
-def _made(parts: Sequence[Part]) -> dict[str, Any]:
+def _made(parts: Sequence[MatrixPart]) -> dict[str, Any]:
     """Where the whole comes from: put together here and now; the commit is that of all parts."""
     commits = {
         (made["commit"], made["clean"])
@@ -164,7 +164,7 @@ def _made(parts: Sequence[Part]) -> dict[str, Any]:
     return made
 
 
-def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _explored(plan: Mapping[str, Any], parts: Sequence[MatrixPart]) -> list[dict[str, Any]]:
     """How far every planned search went; one that no report holds is unknown."""
     found = [one for part in parts for one in part.document.get("explored") or []]
     there = Counter(one["strategy"] for one in found)
@@ -182,7 +182,7 @@ def _explored(plan: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, 
     return found
 
 
-def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
+def _common_plan(parts: Sequence[MatrixPart]) -> dict[str, Any]:
     first = parts[0]
     plan: dict[str, Any] = first.document["plan"]
     for part in parts[1:]:
@@ -202,7 +202,7 @@ def _common_plan(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _check_alike(
-    name: str, one: Part, case: Mapping[str, Any], other: Part, again: Mapping[str, Any]
+    name: str, one: MatrixPart, case: Mapping[str, Any], other: MatrixPart, again: Mapping[str, Any]
 ) -> None:
     keys = [key for key in {**case, **again} if key not in _OF_THE_MOMENT]
     different = [key for key in keys if case.get(key) != again.get(key)]
@@ -227,7 +227,7 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
     return found
 
 
-def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
+def _exit_code(whole: Document, parts: Sequence[MatrixPart]) -> ExitCode:
     """As for one run; it could not be saved where a part could not."""
     code = code_of(whole)
     unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
@@ -235,7 +235,7 @@ def _exit_code(whole: Document, parts: Sequence[Part]) -> ExitCode:
     return ExitCode.CANNOT_RUN if unsaved and not stands else code
 
 
-def _differences(parts: Sequence[Part]) -> list[str]:
+def _differences(parts: Sequence[MatrixPart]) -> list[str]:
     """What the machines of the parts did not have in common: no verdict changes by it."""
     found = []
     for name in _VERSIONS:

@@ -260,14 +260,14 @@ class GivenUpError(HelperError):
 
 
 @contextlib.contextmanager
-def reported(book: ReportBuilder) -> Iterator[None]:
+def reported(builder: ReportBuilder) -> Iterator[None]:
     """Around the running of cases: whatever ends it takes along the report on what there is."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(book.report(interrupted=True)) from None
+        raise Interrupted(builder.report(interrupted=True)) from None
     except (HelperError, RankLostError) as error:
-        raise GivenUpError(book.report(given_up=error)) from error
+        raise GivenUpError(builder.report(given_up=error)) from error
 
 
 def nothing_judged(

@@ -166,37 +166,37 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         for run in runs:
             if run.case.id in made:
                 run.notes += _since(made[run.case.id], here[run.case.id], run.case)
-        book = ReportBuilder(pool, runs, here, environment, keep, earlier)
+        builder = ReportBuilder(pool, runs, here, environment, keep, earlier)
         out = {**options.left_out, **out}
-        book.plan, book.left_out, book.settles = options.whole, out, options.follow_up
+        builder.plan, builder.left_out, builder.settles = options.whole, out, options.follow_up
         if extras.required:
-            book.left_out, book.unknown = {}, _unknown(left, out, origin)
-        book.made = origin
+            builder.left_out, builder.unknown = {}, _unknown(left, out, origin)
+        builder.made = origin
         session = Session(pool, listener, description=data.description, data_fd=data.fd)
         session.after_hang = extras.after_hang
-        with reported(book):
-            _run_all(runs, pool, book, data, session, options)
+        with reported(builder):
+            _run_all(runs, pool, builder, data, session, options)
             if options.follow_up:
-                _follow_up(pool, book, data, session, listener)
-            _search_schedules(pool, book, data, listener)
+                _follow_up(pool, builder, data, session, listener)
+            _search_schedules(pool, builder, data, listener)
             if extras.searches:
                 assert options.explore is not None
                 options.explore(
                     pool,
                     extras.searches,
-                    book.finished,
-                    book.not_counted,
+                    builder.finished,
+                    builder.not_counted,
                     keep=keep is not None,
                     show=listener.preparing,
-                    enter=book.enter_search,
+                    enter=builder.enter_search,
                 )
-    return book.report()
+    return builder.report()
 
 
 def _run_all(
     runs: Sequence[CaseRun],
     pool: Pool,
-    book: "ReportBuilder",
+    builder: "ReportBuilder",
     data: preparation.Data,
     session: Session,
     options: RunOptions,
@@ -208,12 +208,12 @@ def _run_all(
     failed: list[Case] = []
 
     def enter(run: CaseRun) -> str | None:
-        if options.follow_up and guesses.keep(run, book.report_of, session.set_aside):
+        if options.follow_up and guesses.keep(run, builder.report_of, session.set_aside):
             if options.extras.fail_fast:
                 later.extend(session.set_aside())
             return None
-        verdict = book.enter(run)
-        if options.extras.fail_fast and book.stands(run.case):
+        verdict = builder.enter(run)
+        if options.extras.fail_fast and builder.stands(run.case):
             failed.append(run.case)
         if failed and not guesses.open():
             session.end_after(failed[0])
@@ -224,15 +224,15 @@ def _run_all(
         while left:
             session.run(left, on_finished=enter)
             for guess in guesses.open():
-                left = guess.settle(pool, book, data, session, enter)
+                left = guess.settle(pool, builder, data, session, enter)
                 session.run(left, on_finished=enter)
             left, later[:] = [*later], []
 
 
 def _search_schedules(
-    pool: Pool, book: "ReportBuilder", data: preparation.Data, listener: Listener
+    pool: Pool, builder: "ReportBuilder", data: preparation.Data, listener: Listener
 ) -> None:
-    for report in book.finished:
+    for report in builder.finished:
         if followups.schedules_are_due(report):
             found = followups.with_schedules(
                 pool,
@@ -241,7 +241,7 @@ def _search_schedules(
                 data_fd=data.fd,
                 show=listener.preparing,
             )
-            book.amend(found)
+            builder.amend(found)
 
 
 def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> list[CaseReport]:
@@ -262,9 +262,13 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
 
 
 def _follow_up(
-    pool: Pool, book: "ReportBuilder", data: preparation.Data, session: Session, listener: Listener
+    pool: Pool,
+    builder: "ReportBuilder",
+    data: preparation.Data,
+    session: Session,
+    listener: Listener,
 ) -> None:
-    wanted = followups.follow_ups(book.finished)
+    wanted = followups.follow_ups(builder.finished)
     done: list[tuple[FollowUp, CaseReport]] = []
     for each in wanted:
         try:
@@ -277,12 +281,12 @@ def _follow_up(
             report = verdicts.report_of(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
-                book.replace(run)
+                builder.replace(run)
             return report.verdict
 
         listener.progress(each.case, "once more, after a failure")
         session.run([run], on_finished=enter)
-    book.take_in(done)
+    builder.take_in(done)
 
 
 def _since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:

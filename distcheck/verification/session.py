@@ -93,9 +93,9 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
     return [group for group in (whole, [p for p in planned if p not in whole]) if group]
 
 
-def start_judging(pool: Pool, judging: JudgeTask, description: bytes, data_fd: int | None) -> World:
+def start_judging(pool: Pool, task: JudgeTask, description: bytes, data_fd: int | None) -> World:
     """Starts the process that judges; `description` and `data_fd` are of the data set."""
-    run = judging.run
+    run = task.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
     about: dict[str, Any] = {
@@ -105,7 +105,7 @@ def start_judging(pool: Pool, judging: JudgeTask, description: bytes, data_fd: i
         "description": description,
         "draws_random_numbers": run.facts.draws_random_numbers,
     }
-    if judging.diagnoses:
+    if task.diagnoses:
         look = ObserveRequest(
             **about,
             steps=diagnosis.steps_to_look_at(run.results),
@@ -114,15 +114,15 @@ def start_judging(pool: Pool, judging: JudgeTask, description: bytes, data_fd: i
             update_step=diagnosis.step_of_update(run.results),
         )
         return start(OBSERVE, look, fds)
-    other: WorldName = "further" if judging.what == "further" else "rerun"
-    if (judging.whole_run or judging.what == "rerun") and other in run.traces:
+    other: WorldName = "further" if task.what == "further" else "rerun"
+    if (task.whole_run or task.what == "rerun") and other in run.traces:
         fds["rerun"] = run.traces[other]
     request = JudgeRequest(
         **about,
-        steps=judging.steps,
-        planned=judging.planned,
-        of_rerun=judging.what == "rerun",
-        of_run=judging.of_run,
+        steps=task.steps,
+        planned=task.planned,
+        of_rerun=task.what == "rerun",
+        of_run=task.of_run,
     )
     return start(JUDGE, request, fds)
 
@@ -135,7 +135,7 @@ def what_was_seen(world: World, run: CaseRun) -> Measurements:
         return Measurements(world=run.case.world, trouble=str(error))
 
 
-def judged_results(world: World, judging: JudgeTask) -> list[CheckResult]:
+def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
     """A judge's results; unknown, where it failed."""
     try:
         return JUDGE.decode(job_result(world))
@@ -145,7 +145,7 @@ def judged_results(world: World, judging: JudgeTask) -> list[CheckResult]:
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
         CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
-        for check, layer in (*judging.planned, *judging.of_run)
+        for check, layer in (*task.planned, *task.of_run)
     ]
 
 
@@ -225,7 +225,7 @@ class Session:
         self._pool, self._listener = pool, listener
         self._description, self._data_fd = description, data_fd
         self._worlds: deque[_Awaited] = deque()
-        self._judgings: deque[JudgeTask] = deque()
+        self._tasks: deque[JudgeTask] = deque()
         self._world: tuple[World, _Awaited] | None = None
         self._judges: list[tuple[World, JudgeTask]] = []
         self._looks = DiagnosisQueue()
@@ -283,15 +283,15 @@ class Session:
         return [run for run, _ in found]
 
     def _start_what_fits(self) -> None:
-        if self._world is None and len(self._judgings) < self._most_judges:
+        if self._world is None and len(self._tasks) < self._most_judges:
             awaited = next((one for one in self._worlds if self._may_start(*one)), None)
             if awaited is not None:
                 self._worlds.remove(awaited)
                 self._world = (self._start_ranks(*awaited), awaited)
-        while self._judgings and self._has_room_for(self._judgings[0]):
-            judging = self._judgings.popleft()
-            world = start_judging(self._pool, judging, self._description, self._data_fd)
-            self._judges.append((world, judging))
+        while self._tasks and self._has_room_for(self._tasks[0]):
+            task = self._tasks.popleft()
+            world = start_judging(self._pool, task, self._description, self._data_fd)
+            self._judges.append((world, task))
 
     def _may_start(self, run: CaseRun, what: WorldName) -> bool:
         """Whether the interpreters are ready that a rerun's ranks are to be forked from, or it is
@@ -301,13 +301,13 @@ class Session:
             return True
         return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
 
-    def _has_room_for(self, judging: JudgeTask) -> bool:
+    def _has_room_for(self, task: JudgeTask) -> bool:
         """Whether another judge may start: there are processes and, as far as known, memory."""
         if not self._judges:
             return True
-        if judging.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
+        if task.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
-        needed = limits.reference_bytes(judging.run.case, judging.run.facts, judging.run.layout)
+        needed = limits.reference_bytes(task.run.case, task.run.facts, task.run.layout)
         return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
 
     def _start_ranks(self, run: CaseRun, what: WorldName) -> World:
@@ -429,7 +429,7 @@ class Session:
         """Ends every case that is not finished, with what runs for it."""
         self._end_everything()
         self._worlds.clear()
-        self._judgings.clear()
+        self._tasks.clear()
         self._judges.clear()
         self._world = None
         for run in runs:
@@ -444,49 +444,49 @@ class Session:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._judgings.append(JudgeTask(run, steps, tuple(group), whole_run=False))
+                self._tasks.append(JudgeTask(run, steps, tuple(group), whole_run=False))
                 run.judges_left += 1
 
     def _judge_whole_run_if_due(self, run: CaseRun) -> None:
         if run.worlds_left:
             return
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
-        last = self._judgings[-1] if self._judgings else None
+        last = self._tasks[-1] if self._tasks else None
         if last is not None and last.run is run and "rerun" not in run.traces:
             # A process of its own costs more than what is left to compare.
-            self._judgings[-1] = replace(last, of_run=planned)
+            self._tasks[-1] = replace(last, of_run=planned)
             return
-        self._judgings.append(JudgeTask(run, (), planned, whole_run=True))
+        self._tasks.append(JudgeTask(run, (), planned, whole_run=True))
         run.judges_left += 1
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
-            world, judging = entry
+            world, task = entry
             world.tick()
             if not world.over:
                 continue
             self._judges.remove(entry)
-            run = judging.run
+            run = task.run
             spent = time.monotonic() - world.begun
-            what = "closer look" if judging.diagnoses else "judge"
+            what = "closer look" if task.diagnoses else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
-            if judging.diagnoses:
+            if task.diagnoses:
                 run.seen = what_was_seen(world, run)
             else:
-                self._take_results(judging, judged_results(world, judging))
+                self._take_results(task, judged_results(world, task))
             world.close()
             run.judges_left -= 1
             self._go_on(run)
-            for other in self._looks.taken_up(run) if judging.diagnoses else ():
+            for other in self._looks.taken_up(run) if task.diagnoses else ():
                 other.judges_left -= 1
                 self._go_on(other)
 
-    def _take_results(self, judging: JudgeTask, results: list[CheckResult]) -> None:
-        run = judging.run
-        if judging.what == "world":
+    def _take_results(self, task: JudgeTask, results: list[CheckResult]) -> None:
+        run = task.run
+        if task.what == "world":
             run.results += results
-            self._listener.progress(run.case, f"judged {steps_in_words(judging.steps)}")
-        elif judging.what == "rerun":
+            self._listener.progress(run.case, f"judged {steps_in_words(task.steps)}")
+        elif task.what == "rerun":
             run.of_rerun = results
         else:
             assert run.taking_apart is not None
@@ -525,8 +525,8 @@ class Session:
         if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
             planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
-            judging = JudgeTask(run, steps, planned, whole_run=False, what="rerun")
-            self._judgings.append(judging)
+            task = JudgeTask(run, steps, planned, whole_run=False, what="rerun")
+            self._tasks.append(task)
             run.judges_left += 1
             return True
         run.conclude(found)
@@ -539,7 +539,7 @@ class Session:
             self._go_on(run)
             return
         planned = (("rerun", "-"),)
-        self._judgings.append(JudgeTask(run, (), planned, whole_run=True, what="further"))
+        self._tasks.append(JudgeTask(run, (), planned, whole_run=True, what="further"))
         run.judges_left += 1
 
     def _looks_closer(self, run: CaseRun) -> bool:
@@ -551,7 +551,7 @@ class Session:
         if not self._looks.explained(run):
             run.judges_left += 1
             if not self._looks.waits(run):
-                self._judgings.append(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
+                self._tasks.append(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
         return run.like is None
 
     def _end_everything(self) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Training
 from distcheck.records import ModelLayout, TensorSpec
-from distcheck.records.generated_words import PREFIX, SHAPE, Layer, ModelWords, parse
+from distcheck.records.generated_words import PREFIX, SHAPE, ModelLayer, ModelWords, parse
 from distcheck.workloads.datasets.synthetic import hash24
 
 LEARNING_RATE = 2.0**-10
@@ -50,7 +50,7 @@ def _weight(*shape: int, fan_in: int) -> torch.Tensor:
 class Dense(nn.Module):
     """[n, features] -> tanh of [n, size], or with `tied` back to [n, features]."""
 
-    def __init__(self, features: int, layer: Layer) -> None:
+    def __init__(self, features: int, layer: ModelLayer) -> None:
         super().__init__()
         weight = _weight(layer.size, features, fan_in=features)
         if "strided" in layer.marks:
@@ -73,7 +73,7 @@ class Dense(nn.Module):
 class Conv(nn.Module):
     """[n, channels, height, width] -> tanh of [n, size, height - 1, width - 1]."""
 
-    def __init__(self, channels: int, layer: Layer) -> None:
+    def __init__(self, channels: int, layer: ModelLayer) -> None:
         super().__init__()
         fan_in = channels * _KERNEL**2
         weight = _weight(layer.size, channels, _KERNEL, _KERNEL, fan_in=fan_in)
@@ -232,7 +232,7 @@ class Generated:
         return within[0]
 
     @staticmethod
-    def _small(layer: Layer) -> nn.Module:
+    def _small(layer: ModelLayer) -> nn.Module:
         if layer.kind == "table":
             return Table(layer.size)
         if layer.kind == "norm":

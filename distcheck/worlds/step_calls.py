@@ -31,7 +31,7 @@ class _Heard:
 
 
 @dataclass(frozen=True)
-class Ways:
+class CallLines:
     """What is known of tensors by name: the lines of the calls that were given any of their memory,
     and of those that may have carried copies of them. Where none was given any, the only line that
     was given copies of all counts as one that was given each. `reducing` are the lines that only
@@ -76,7 +76,7 @@ class StepCalls:
         tensors: Mapping[str, Sequence[Memory | None]],
         sizes: Mapping[str, int],
         others: Callable[[], Iterable[Memory | None]],
-    ) -> Ways | None:
+    ) -> CallLines | None:
         """Which way tensors went, each of which may have lain in several memories; None where too
         much was called. `others` gives the memories that are known to hold something else.
         """
@@ -113,7 +113,7 @@ class StepCalls:
             given = dict.fromkeys(given, frozenset({line}))
         once = {call.line for call in heard if not reduces(call.kind)}
         lines = frozenset(call.line for call in heard if reduces(call.kind)) - once
-        return Ways(given, perhaps, lines)
+        return CallLines(given, perhaps, lines)
 
 
 def _of_all(

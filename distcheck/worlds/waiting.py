@@ -34,7 +34,7 @@ _DTYPES = {
 _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
-class Look:
+class RankInspector:
     """Looks at this rank, and tells the front."""
 
     def __init__(self, reporter: Reporter) -> None:

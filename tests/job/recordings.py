@@ -25,7 +25,7 @@ from distcheck.recordings.jobs.records import (
     RankRecord,
 )
 from distcheck.recordings.jobs.sketches import SLOTS
-from distcheck.recordings.jobs.watched import ModuleCall, Seen, Watched, WatchedTensor
+from distcheck.recordings.jobs.watched import ModuleCall, WatchedCalls, WatchedStep, WatchedTensor
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult
 
@@ -60,7 +60,7 @@ class Facts:
         self.of_batch: dict[str, Any] = {}  # what else its Batch and its StepRecord have
         self.of_record: dict[str, Any] = {}
         self.skipped = False
-        self.seen: Seen | None = None  # of its modules
+        self.seen: WatchedStep | None = None  # of its modules
         self.ops: Ops | None = None
 
     def a_pass(self, number: int, **about: Any) -> Pass:
@@ -129,7 +129,7 @@ def make(
                 backend="gloo", device="cpu", torch="2",
             ),
         )  # fmt: skip
-        records.write_json(mine / "read.json", records.Samples(()))
+        records.write_json(mine / "read.json", records.RereadSamples(()))
         held = gradients(7, 0)
         for step in range(steps):
             facts = Facts(rank, step, world, held)
@@ -187,7 +187,7 @@ def _sums(value: float) -> torch.Tensor:
     return torch.full((SLOTS,), value, dtype=torch.float64)
 
 
-def chain(*values: tuple[float, float], trains: bool = True) -> Seen:
+def chain(*values: tuple[float, float], trains: bool = True) -> WatchedStep:
     """A chain of modules `a`, `b`, ...: the tensors before, between and after them, each with its
     gradient.
     """
@@ -197,5 +197,5 @@ def chain(*values: tuple[float, float], trains: bool = True) -> Seen:
         for place, name in zip(range(len(values) - 1), "abcdefgh", strict=False)
     )
     backward = tuple(reversed(range(len(values))))
-    watched = Watched(calls=calls, tensors=tensors, backward=backward)
-    return Seen(watched, torch.stack([torch.stack([_sums(v), _sums(g)]) for v, g in values]))
+    watched = WatchedCalls(calls=calls, tensors=tensors, backward=backward)
+    return WatchedStep(watched, torch.stack([torch.stack([_sums(v), _sums(g)]) for v, g in values]))

@@ -171,21 +171,23 @@ def test_the_factor_before_a_mean_is_read_off_the_graph(
 
 
 @pytest.fixture
-def folding(tmp_path: Path) -> MergedBatch:
+def merged_batch(tmp_path: Path) -> MergedBatch:
     job = make(tmp_path, passes_of(lambda s: 2))
     return MergedBatch(job, BatchSource(job))
 
 
-def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: MergedBatch) -> None:
+def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(
+    merged_batch: MergedBatch,
+) -> None:
     model, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
     targets = torch.tensor([0, 1, -100, 1])
     parameters = dict(model.named_parameters())
 
     def taken(reduction: str, of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        folding._heard.clear()
+        merged_batch._heard.clear()
         value = F.cross_entropy(model(inputs), targets, reduction=reduction)
-        folding.heard(("cross_entropy", reduction, value, 3))
-        return folding.take(ReplayTask(ALL), of(value), parameters)
+        merged_batch.heard(("cross_entropy", reduction, value, 3))
+        return merged_batch.take(ReplayTask(ALL), of(value), parameters)
 
     plain = taken("mean", lambda v: v)
     scaled = taken("mean", lambda v: v / 12)
@@ -196,37 +198,37 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(folding: Merg
     assert torch.allclose(sums["weight"], 3 * plain["weight"])
     other = taken("mean", lambda v: v * model.weight.square().sum())
     assert float(other["kind"]) == 0
-    folding._heard.clear()
-    own = folding.take(ReplayTask(ALL), (model(inputs) ** 2).mean() / 12, parameters)
+    merged_batch._heard.clear()
+    own = merged_batch.take(ReplayTask(ALL), (model(inputs) ** 2).mean() / 12, parameters)
     right = torch.autograd.grad((model(inputs) ** 2).mean(), model.weight)[0]
     assert float(own["kind"]) == 1
     assert torch.allclose(own["weight"], right)
 
 
 def test_samples_that_interact_are_seen_and_not_judged(
-    folding: MergedBatch, monkeypatch: pytest.MonkeyPatch
+    merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BatchSource, "inputs", lambda *_: [torch.zeros(1)])
-    roles = folding.roles(0, 2)
+    tasks = merged_batch.tasks(0, 2)
     pairs = ((0, 0), (1, 0), (0, 1), (1, 1))
-    assert [(r.rank, r.draw) for r in roles[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
-    assert roles[0].pairs == pairs
-    assert [r.pairs for r in roles[3:]] == [pairs[:2], pairs[:1], pairs[1:2]]
+    assert [(r.rank, r.draw) for r in tasks[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
+    assert tasks[0].pairs == pairs
+    assert [r.pairs for r in tasks[3:]] == [pairs[:2], pairs[:1], pairs[1:2]]
 
     def wrote(value: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((2,), value), "kind": torch.tensor(1.0)}
 
-    found: dict[ReplayTask, Any] = {role: wrote(1.0) for role in roles}
-    assert sorted(folding.results(found, 0)) == ["folded/weight", "spread-folded/weight"]
-    assert (folding.kind, folding.why) == ("mean", "")
-    found[roles[3]] = wrote(1.1)
-    assert folding.results(found, 0) == {}
-    assert folding.why == "the loss of a larger batch is not the mean of its parts' losses"
-    assert folding.roles(1, 2) == []
+    found: dict[ReplayTask, Any] = {task: wrote(1.0) for task in tasks}
+    assert sorted(merged_batch.results(found, 0)) == ["folded/weight", "spread-folded/weight"]
+    assert (merged_batch.kind, merged_batch.why) == ("mean", "")
+    found[tasks[3]] = wrote(1.1)
+    assert merged_batch.results(found, 0) == {}
+    assert merged_batch.why == "the loss of a larger batch is not the mean of its parts' losses"
+    assert merged_batch.tasks(1, 2) == []
 
 
 def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
-    folding: MergedBatch, monkeypatch: pytest.MonkeyPatch
+    merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copy is forked too late for it. Inputs of one shape are put in all the same."""
     monkeypatch.setattr(BatchSource, "begins_at", lambda _, step: max(0, step - 1))
@@ -235,9 +237,9 @@ def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
         ([None], "at step 1 a batch, padded to its own length, is loaded before the step"),
     ):
         monkeypatch.setattr(BatchSource, "inputs", lambda *_, given=given: given)
-        assert folding.roles(0, 0)
-        assert bool(folding.roles(1, 0)) is not bool(why)
-        assert folding.why == why
+        assert merged_batch.tasks(0, 0)
+        assert bool(merged_batch.tasks(1, 0)) is not bool(why)
+        assert merged_batch.why == why
 
 
 @pytest.mark.parametrize(
@@ -252,13 +254,13 @@ def test_it_is_said_why_passes_cannot_be_made_as_one(
     tmp_path: Path, about: dict[str, Any], why: str
 ) -> None:
     job = make(tmp_path, passes_of(lambda s: 2, **about))
-    folding = MergedBatch(job, BatchSource(job))
-    assert folding.roles(0, 2) == []
-    assert folding.why == why
+    merged_batch = MergedBatch(job, BatchSource(job))
+    assert merged_batch.tasks(0, 2) == []
+    assert merged_batch.why == why
 
 
 def test_a_job_that_does_not_accumulate_pays_nothing(tmp_path: Path) -> None:
     job = make(tmp_path)
-    folding = MergedBatch(job, BatchSource(job))
-    assert folding.roles(0, 2) == []
-    assert folding.why == ""
+    merged_batch = MergedBatch(job, BatchSource(job))
+    assert merged_batch.tasks(0, 2) == []
+    assert merged_batch.why == ""

@@ -14,7 +14,7 @@ from distcheck.judge.divergence.modules import OF_REFERENCE, OF_TWO, Both, first
 from distcheck.judge.divergence.noise_floor import measure
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import Seen, Watched
+from distcheck.recordings.jobs.watched import WatchedCalls, WatchedStep
 from distcheck.records.by_module import ByModule
 from tests.job.recordings import chain
 from tests.job.worlds import record
@@ -90,7 +90,9 @@ def test_no_module_is_named_where_the_loss_is_another(tmp_path: Path) -> None:
 # -- made up -------------------------------------------------------------------------------------
 
 
-def compared(one: Seen, two: Seen, *, fits: bool = False, spread: float = 1e-6) -> ByModule:
+def compared(
+    one: WatchedStep, two: WatchedStep, *, fits: bool = False, spread: float = 1e-6
+) -> ByModule:
     both = Both(one, two, lambda name, gradient: spread, 2**-24, fits=fits)
     found = first_wrong([(0, 0, both)], OF_REFERENCE if fits else OF_TWO)
     assert found is not None
@@ -141,7 +143,7 @@ def test_modules_that_one_alone_has_are_not_compared() -> None:
     assert [m.state for m in found.modules] == ["same", "same", "unseen"]
 
 
-HARMS: dict[str, Callable[[Watched], Watched]] = {
+HARMS: dict[str, Callable[[WatchedCalls], WatchedCalls]] = {
     "a place that is not there": lambda one: msgspec.structs.replace(one, backward=(99,)),
     "another number of tensors": lambda one: msgspec.structs.replace(one, tensors=one.tensors[:1]),
 }

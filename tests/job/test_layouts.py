@@ -128,7 +128,7 @@ def test_parts_are_put_together(tmp_path: Path) -> None:
     whole = as_it_was.tensors(0, 0)["raw/weight"]
     in_parts(folder)
     job = unsharded(reading.read(folder), tmp_path / "whole")
-    assert (job.world, job.processes, job.units) == (2, 2, ((0,), (1,)))
+    assert (job.world, job.processes, job.replicas) == (2, 2, ((0,), (1,)))
     for rank in range(2):
         found = job.gradient(Kind.EXCHANGED, rank, 0, "weight")
         assert found is not None
@@ -171,7 +171,7 @@ def test_parts_of_a_damaged_recording_are_refused(harm: dict[str, Any], tmp_path
 
 def test_ranks_of_one_model_are_one_rank(tmp_path: Path) -> None:
     job = shared(tmp_path)
-    assert (job.world, job.processes, job.units) == (1, 2, ((0, 1),))
+    assert (job.world, job.processes, job.replicas) == (1, 2, ((0, 1),))
     folder = tmp_path / "reference"
     folder.mkdir()
     found = reference(job, folder)
@@ -275,8 +275,10 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
         ((DATA, Axis(name="ep", kind="expert", size=2)), ((0,), (1,), (2,), (3,))),
     ],
 )
-def test_who_trains_one_model(axes: tuple[Axis, ...], units: tuple[tuple[int, ...], ...]) -> None:
-    assert replicas_of(axes, 4) == units
+def test_who_trains_one_model(
+    axes: tuple[Axis, ...], replicas: tuple[tuple[int, ...], ...]
+) -> None:
+    assert replicas_of(axes, 4) == replicas
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distcheck.errors import CannotRunError
 from distcheck.job import machines
 from distcheck.job.inside import ending
-from distcheck.job.inside.ending import Elsewhere
-from distcheck.job.machines import AllSent, JudgedThereError, Piece
+from distcheck.job.inside.ending import RankStatuses
+from distcheck.job.machines import AllSent, FileChunk, JudgedThereError
 from distcheck.job.running import Ran
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
 from distcheck.worlds.remote import bootstrap, protocol, secret
@@ -36,7 +36,7 @@ def recorded(folder: Path, ranks: tuple[int, ...], port: int) -> Path:
             variables=variables,
         )  # fmt: skip
         write_json(mine / "rank.json", record)
-        (mine / "step-000000.safetensors").write_bytes(bytes([rank]) * (machines._PIECE + 5))
+        (mine / "step-000000.safetensors").write_bytes(bytes([rank]) * (machines._CHUNK + 5))
         (mine / "ended").touch()
     (folder / "raised-17").write_text(f"{ranks[0]}\nValueError\n")
     (folder / f"drawn-{ranks[0]:04d}-torch-ab12").touch()
@@ -166,7 +166,7 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
         connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=10)
         line = protocol.Connection(connection, protocol.FromFront, patience_s=10)
         line.send(protocol.Joining(protocol=protocol.PROTOCOL, ranks=THERE, world=4, host="evil"))
-        line.send(Piece(name=name, data=b"x"))
+        line.send(FileChunk(name=name, data=b"x"))
         line.send(AllSent(code=0))
         said.append(line.next()[0])
 
@@ -190,9 +190,9 @@ def test_ranks_elsewhere_say_that_they_have_ended(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(master.port))
     monkeypatch.setattr(ending, "_ASK_S", 0.0)
-    one = Elsewhere(0, 2)
+    one = RankStatuses(0, 2)
     assert not one.have_ended()
-    other = Elsewhere(1, 2)
+    other = RankStatuses(1, 2)
     assert one.have_ended()
     assert other.have_ended()
     other.goes_on()
@@ -200,9 +200,9 @@ def test_ranks_elsewhere_say_that_they_have_ended(monkeypatch: pytest.MonkeyPatc
     del master
     assert one.have_ended(), "the master leaves when all have ended"
     other.goes_on()  # which nobody hears
-    assert Elsewhere(0, 2).have_ended()
+    assert RankStatuses(0, 2).have_ended()
     monkeypatch.delenv("MASTER_PORT")
-    assert Elsewhere(0, 2).have_ended(), "without a store nothing is waited for"
+    assert RankStatuses(0, 2).have_ended(), "without a store nothing is waited for"
 
 
 # Writes down all that comes over a network, until its input ends.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import Seen
+from distcheck.recordings.jobs.watched import WatchedStep
 from tests.job.scripts import recorded, run
 
 TELL = """
@@ -103,13 +103,13 @@ def test_a_job_whose_modules_are_watched_has_the_same_bits(name: str, tmp_path: 
     assert json.loads(run(script, tmp_path, modules=True)) == json.loads(alone)
 
 
-def seen(job: JobRecording, step: int = 1) -> Seen:
+def seen(job: JobRecording, step: int = 1) -> WatchedStep:
     found = job.modules(0, step)
     assert found is not None
     return found
 
 
-def calls(one: Seen) -> list[tuple[str, int]]:
+def calls(one: WatchedStep) -> list[tuple[str, int]]:
     return [(call.name, call.call) for call in one.watched.calls]
 
 

@@ -86,29 +86,29 @@ def test_micro_batches_become_one_pass(job: JobRecording) -> None:
 
 
 def test_batches_of_one_rank_and_of_all(job: JobRecording) -> None:
-    feeding = BatchSource(job)
-    own = feeding.batch([(1, (0, 1, 5))])
+    batch_source = BatchSource(job)
+    own = batch_source.batch([(1, (0, 1, 5))])
     assert own is not None
     assert [list(leaf.shape) for leaf in own] == [[3, 4], [3]]
-    everything = feeding.batch([(0, (0, 1, 5)), (1, (0, 1, 5))])
+    everything = batch_source.batch([(0, (0, 1, 5)), (1, (0, 1, 5))])
     assert everything is not None
     assert everything[1].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.batch([(0, (0, 1, 6))]) is None
-    assert feeding.lengths == {0: 7}
+    assert batch_source.batch([(0, (0, 1, 6))]) is None
+    assert batch_source.lengths == {0: 7}
 
 
 def test_inputs_targets_and_random_states(job: JobRecording) -> None:
-    feeding = BatchSource(job)
-    inputs = feeding.inputs(0, feeding.pairs(0, ALL))
+    batch_source = BatchSource(job)
+    inputs = batch_source.inputs(0, batch_source.pairs(0, ALL))
     assert inputs[0] is not None
     assert inputs[0][:, 0].tolist() == [0, 0, 1, 1, 1]
-    assert feeding.has(0, feeding.pairs(0, ALL))
-    assert not feeding.has(0, feeding.pairs(1, 0))
-    target = feeding.target(0, [(1, 0)], 0)
+    assert batch_source.has(0, batch_source.pairs(0, ALL))
+    assert not batch_source.has(0, batch_source.pairs(1, 0))
+    target = batch_source.target(0, [(1, 0)], 0)
     assert target is not None
     assert target.tolist() == [1, 1, 1]
-    assert feeding.target(0, [(1, 0)], 1) is None
-    assert feeding.random(0, (1, 0)).tolist() == [1] * 8
+    assert batch_source.target(0, [(1, 0)], 1) is None
+    assert batch_source.random(0, (1, 0)).tolist() == [1] * 8
 
 
 def test_tensors_that_do_not_fit_are_padded_or_refused() -> None:
@@ -176,15 +176,15 @@ def test_copies_write_what_they_compute_and_one_that_fails_leaves_nothing(tmp_pa
 
 def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> None:
     """As where a loader hands out a batch ahead of its step."""
-    feeding = BatchSource(job)
-    assert feeding.begins_at(0) == 0
+    batch_source = BatchSource(job)
+    assert batch_source.begins_at(0) == 0
     for rank in (0, 1):
         one = job.records[rank, 0]
         ahead = (msgspec.structs.replace(one.passes[0], batches=((0, 1, 5),)),)
         job.records[rank, 1] = msgspec.structs.replace(one, step=1, passes=ahead, batches=())
-    assert feeding.begins_at(1) == 0
+    assert batch_source.begins_at(1) == 0
     job.records[1, 1] = msgspec.structs.replace(job.records[1, 1], earlier=((0, 0),), passes=())
-    assert feeding.begins_at(1) == 0
+    assert batch_source.begins_at(1) == 0
 
 
 FORKS_AFTER_FAKE_TENSORS = """

@@ -60,11 +60,11 @@ class Whole(NamedTuple):
 def recorded(script: str, folder: Path, *edits: tuple[str, str], draws: int = 0) -> Whole:
     text, words = text_of(script, *edits), ("--save-at", str(SAVED_AT))
     job = recorded_file(text, folder / "whole", folder / "there", *words)
-    moved = [
+    perturbed = [
         recorded_file(text, folder / f"moved-{draw}", folder / f"copy-{draw}", *words, draw=draw)
         for draw in range(1, draws + 1)
     ]
-    floor = noise_floor.measure(job, moved) if draws else NoiseFloor(why="it was not asked for")
+    floor = noise_floor.measure(job, perturbed) if draws else NoiseFloor(why="it was not asked for")
     return Whole(Earlier(folder / "whole", job, floor), folder / "there")
 
 

@@ -276,8 +276,8 @@ def test_a_sum_over_samples_may_be_that_of_all_ranks(
 def test_a_sum_is_divided_by_what_ranks_have_unlike_numbers_of(tmp_path: Path) -> None:
     """As Trainer's: a number of its own, which is neither that of targets nor of samples."""
     found = _copies([gradients(0, 0), gradients(1, 0)], sums=float(choosing.SUMS.index("sum")))
-    for number, role in enumerate(found):
-        found[role]["count"] = torch.tensor(5.0 + number)  # type: ignore[index]
+    for number, task in enumerate(found):
+        found[task]["count"] = torch.tensor(5.0 + number)  # type: ignore[index]
     job = make(tmp_path, lambda facts: None)
     choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
     assert choice.scales == (1.0,)

@@ -304,24 +304,24 @@ def folding_of(found: tuple[Term, ...], folder: Path) -> MergedBatch:
 
 
 def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
-    folding = folding_of((term("ce", 1 / 2), term("mse", 1 / 2, 0.1)), tmp_path)
+    merged_batch = folding_of((term("ce", 1 / 2), term("mse", 1 / 2, 0.1)), tmp_path)
     model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
     parameters = dict(model.named_parameters())
     probe = ReplayTask(ALL, 0, 0, ((0, 0), (1, 0)))
-    folding._probes = [probe]
+    merged_batch._probes = [probe]
     ce = F.cross_entropy(model(inputs), torch.tensor([0, 1, 0, 1]))
     mse = F.mse_loss(model(inputs), torch.zeros(4, 2))
-    folding.heard(("ce", "mean", ce, 4))
-    folding.heard(("mse", "mean", mse, 4))
+    merged_batch.heard(("ce", "mean", ce, 4))
+    merged_batch.heard(("mse", "mean", mse, 4))
     loss = (ce + 0.1 * mse + 1e-3 * model.weight.square().sum()) / 2
-    left = folding.take(probe, loss, parameters)
+    left = merged_batch.take(probe, loss, parameters)
     assert left["weights"].tolist() == pytest.approx([0.5, 0.05, 0.0005])
     for number, value in enumerate((ce, mse, model.weight.square().sum())):
         expected = torch.autograd.grad(value, model.weight, retain_graph=True)[0]
         assert torch.equal(left[f"term/{number}/weight"], expected)
     whole_loss = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
     assert torch.equal(left["weight"], whole_loss)
-    other = folding.take(ReplayTask(ALL, 0, 1, ((0, 0), (1, 0))), loss, parameters)
+    other = merged_batch.take(ReplayTask(ALL, 0, 1, ((0, 0), (1, 0))), loss, parameters)
     assert not [name for name in other if name.startswith("term/")]
 
 
@@ -339,19 +339,19 @@ def test_terms_that_interact_are_seen_and_not_judged(
 ) -> None:
     monkeypatch.setattr(BatchSource, "inputs", lambda *_: [torch.zeros(1)])
     own = {"call": -1}
-    folding = folding_of((term("ce", 1 / 2, **own), term("mse", 1 / 2, 0.1, **own)), tmp_path)
-    roles = folding.roles(0, 2)
+    merged_batch = folding_of((term("ce", 1 / 2, **own), term("mse", 1 / 2, 0.1, **own)), tmp_path)
+    tasks = merged_batch.tasks(0, 2)
     weights = torch.tensor(harm.get("weights", [0.25, 0.025]), dtype=torch.float64)
 
     def wrote() -> dict[str, torch.Tensor]:
         found = {name: torch.ones(2) for name in ("weight", "term/0/weight", "term/1/weight")}
         return {**found, "kind": torch.tensor(3.0), "weights": weights}
 
-    found: dict[ReplayTask, Any] = {role: wrote() for role in roles}
-    found[roles[3]]["term/1/weight"] *= harm.get("part", 1.0)
-    left = folding.results(found, 0)
-    assert why in folding.why
-    assert bool(folding.why) == bool(why)
+    found: dict[ReplayTask, Any] = {task: wrote() for task in tasks}
+    found[tasks[3]]["term/1/weight"] *= harm.get("part", 1.0)
+    left = merged_batch.results(found, 0)
+    assert why in merged_batch.why
+    assert bool(merged_batch.why) == bool(why)
     assert sorted(left) == ([] if why else ["folded/weight", "spread-folded/weight"])
 
 

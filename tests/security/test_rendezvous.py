@@ -29,11 +29,11 @@ COMING = protocol.Joining(protocol.PROTOCOL, (1,), 2, "host")
 @contextmanager
 def door(server: socket.socket | None = None) -> Iterator[tuple[Handshakes, int]]:
     server = server or bootstrap.listen("127.0.0.1", 0)
-    greetings = Handshakes(server, SECRET)
+    handshakes = Handshakes(server, SECRET)
     try:
-        yield greetings, server.getsockname()[1]
+        yield handshakes, server.getsockname()[1]
     finally:
-        greetings.close()
+        handshakes.close()
         server.close()
 
 
@@ -53,19 +53,19 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
     return thread
 
 
-def those_who_come(greetings: Handshakes, *, within_s: float) -> list[list[Any]]:
+def those_who_come(handshakes: Handshakes, *, within_s: float) -> list[list[Any]]:
     until, found = time.monotonic() + within_s, []
     while not found and time.monotonic() < until:
-        found += greetings.come(0.05)
+        found += handshakes.come(0.05)
     for line, _ in found:
         line.close()
     return [words for _, words in found]
 
 
 def test_one_with_the_secret_is_let_in() -> None:
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         thread = host(("127.0.0.1", port))
-        assert those_who_come(greetings, within_s=10) == [[COMING]]
+        assert those_who_come(handshakes, within_s=10) == [[COMING]]
         thread.join()
 
 
@@ -84,16 +84,18 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
     does: Callable[[socket.socket], None],
 ) -> None:
     """Six silent ones took 30 s, the whole of the time in which ranks may come."""
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
         for _ in range(10):
-            assert greetings.come(0.01) == []
+            assert handshakes.come(0.01) == []
         for stranger in strangers:
             does(stranger)
         for _ in range(10):
-            assert greetings.come(0.01) == []
+            assert handshakes.come(0.01) == []
         thread = host(("127.0.0.1", port))
-        assert those_who_come(greetings, within_s=4) == [[COMING]], "sooner than they are sent away"
+        assert those_who_come(handshakes, within_s=4) == [[COMING]], (
+            "sooner than they are sent away"
+        )
         thread.join()
         for stranger in strangers:
             stranger.close()
@@ -102,14 +104,14 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
 def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcheck.worlds.remote.handshake.GREETING_S", 0.1)
     monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
         for _ in range(10):
-            greetings.come(0.01)
-        assert len(greetings._waiting) <= 3
+            handshakes.come(0.01)
+        assert len(handshakes._waiting) <= 3
         time.sleep(0.2)
-        greetings.come(0.01)
-        assert greetings._waiting == []
+        handshakes.come(0.01)
+        assert handshakes._waiting == []
         for stranger in strangers:
             stranger.close()
 
@@ -117,34 +119,34 @@ def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that has proven who it is, and not one of another address that still may."""
     monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
         proving = Thread(target=secret.prove, args=(known, SECRET))
         proving.start()
-        while not any(one.line is not None for one in greetings._waiting):
-            greetings.come(0.01)
+        while not any(one.line is not None for one in handshakes._waiting):
+            handshakes.come(0.01)
         proving.join()
         elsewhere = socket.create_connection(
             ("127.0.0.1", port), 10, source_address=("127.0.0.9", 0)
         )
-        greetings.come(0.01)
+        handshakes.come(0.01)
         strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(30)]
         for _ in range(30):
-            assert greetings.come(0.01) == []
-        addresses = [one.address for one in greetings._waiting if one.line is None]
+            assert handshakes.come(0.01) == []
+        addresses = [one.address for one in handshakes._waiting if one.line is None]
         assert len(addresses) == 3
         assert sum("127.0.0.9" in address for address in addresses) == 1
         known.sendall(frame(COMING))
-        assert those_who_come(greetings, within_s=4) == [[COMING]]
+        assert those_who_come(handshakes, within_s=4) == [[COMING]]
         for one in (known, elsewhere, *strangers):
             one.close()
 
 
 def test_another_secret_is_refused_and_counted() -> None:
-    with door() as (greetings, port):
+    with door() as (handshakes, port):
         thread = host(("127.0.0.1", port), b"another secret, as long")
-        assert those_who_come(greetings, within_s=1) == []
-        assert greetings.refused > 0
+        assert those_who_come(handshakes, within_s=1) == []
+        assert handshakes.refused > 0
         thread.join()
 
 
@@ -227,10 +229,10 @@ def other_user(what: str, name: str) -> "subprocess.Popen[str]":
 def test_another_user_who_connects_hears_nothing() -> None:
     """Even with the secret: nothing is said to a process of another user's."""
     name = f"distcheck-test-{os.getpid()}-connect"
-    with door(bootstrap.listen_here(name)) as (greetings, _):
+    with door(bootstrap.listen_here(name)) as (handshakes, _):
         child = other_user("connect", name)
         while child.poll() is None:
-            assert greetings.come(0.05) == []
+            assert handshakes.come(0.05) == []
         assert child.communicate()[0] == "0\n"
 
 

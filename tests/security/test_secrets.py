@@ -197,6 +197,6 @@ def test_what_another_machine_is_sent_is_masked(tmp_path: Path) -> None:
     sent: list[object] = []
     line = SimpleNamespace(send=sent.append)
     machines._send(line, tmp_path, [own], SimpleNamespace(code=0))  # type: ignore[arg-type]
-    data = b"".join(one.data for one in sent if isinstance(one, machines.Piece))
+    data = b"".join(one.data for one in sent if isinstance(one, machines.FileChunk))
     assert b"train.py" in data
     assert TOKEN.encode() not in data

@@ -33,7 +33,7 @@ from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     PREFIX,
     SHAPE,
-    Layer,
+    ModelLayer,
     ModelWords,
     parse,
     trains,
@@ -131,7 +131,7 @@ def _batch(inputs: torch.Tensor, labels: torch.Tensor) -> Batch:
 
 def test_backward_passes_are_words() -> None:
     words = parse("linear3;adam;accumulate=3;samples=20")
-    assert words == ModelWords((Layer("linear", 3),), "adam", 20, 3)
+    assert words == ModelWords((ModelLayer("linear", 3),), "adam", 20, 3)
     assert words.words == "linear3;adam;samples=20;accumulate=3"
     assert described(words.words).training == Training(accumulate=3)
     assert described("linear3").training == Training()
@@ -177,7 +177,7 @@ def test_what_is_absent_has_no_gradient_without_its_samples(model: ModelWords) -
     torch.manual_seed(0)
     marked = [msgspec.structs.replace(layer, marks=("absent",)) for layer in model.layers]
     marked = [layer for layer in marked if layer.kind != "running"]
-    workload = described(ModelWords((*marked, Layer("scale"))).words)
+    workload = described(ModelWords((*marked, ModelLayer("scale"))).words)
     built = workload.model(sample_shape=SHAPE, classes=1).double()
     inputs, labels = workload.samples().read(torch.arange(6), train=True, dtype=torch.float64)
     chosen = inputs[:, 0, 0, 0] < 1.0

@@ -44,9 +44,9 @@ def serve(
     server = bootstrap.listen_here(secret.private_name(name, own_secret))
 
     def front() -> None:
-        greetings, came = Handshakes(server, own_secret), []
+        handshakes, came = Handshakes(server, own_secret), []
         while not came:
-            came = greetings.come(1.0)
+            came = handshakes.come(1.0)
         line, said = came[0]
         line.be_patient(30)
         while not any(isinstance(word, protocol.Hello) for word in said):

@@ -16,7 +16,7 @@ from distcheck.records import CaseReport, Report, RunPlan
 from distcheck.reports import github, junit
 from distcheck.reports.json_report import as_document
 from distcheck.reports.terminal import render_text
-from distcheck.verification.merging import Part, join
+from distcheck.verification.merging import MatrixPart, join
 from tests.unit.gate_documents import (
     ALL,
     CRASHED,
@@ -29,9 +29,9 @@ from tests.unit.gate_documents import (
 )
 
 
-def parts(*shared: CaseReport, shards: int = 2, **options: Any) -> list[Part]:
+def parts(*shared: CaseReport, shards: int = 2, **options: Any) -> list[MatrixPart]:
     return [
-        Part(
+        MatrixPart(
             f"{n + 1}.json",
             document_of(
                 *shared[n::shards], shard=n + 1, shards=shards, plan=tuple(shared), **options
@@ -46,7 +46,7 @@ def test_parts_make_the_whole_in_the_order_of_the_plan() -> None:
     assert [case["id"] for case in whole["cases"]] == [c.case.id for c in ALL]
     assert (whole["verdict"], whole["exit_code"]) == ("fail", ExitCode.MISMATCH)
     assert [part["shard"] for part in whole["parts"]] == [2, 1]
-    assert join([Part("whole.json", whole)])["cases"] == whole["cases"]
+    assert join([MatrixPart("whole.json", whole)])["cases"] == whole["cases"]
     junit.render(whole)
 
 
@@ -98,7 +98,7 @@ def test_a_missing_cell_has_the_keys_of_any_other_and_knows_of_no_part_where_the
     whole = join(parts(PASSED, FAILED)[:1])
     assert set(whole["cases"][1]) == set(whole["cases"][0])
     alone = document_of(PASSED, plan=(PASSED, FAILED))
-    (_, missing) = join([Part("a.json", alone)])["cases"]
+    (_, missing) = join([MatrixPart("a.json", alone)])["cases"]
     assert missing["notes"] == ["planned, but in no report"]
     assert join(parts(PASSED, FAILED))["plan"]["shard"] == 0
 
@@ -106,7 +106,7 @@ def test_a_missing_cell_has_the_keys_of_any_other_and_knows_of_no_part_where_the
 def test_what_was_left_out_is_not_missing() -> None:
     out = case_report("ddp", "pass", name="ddp-w2-lattice")
     document = document_of(PASSED, plan=(PASSED, out), left_out={"ddp-w2-lattice": "no float16"})
-    whole = join([Part("a.json", document)])
+    whole = join([MatrixPart("a.json", document)])
     assert (whole["verdict"], len(whole["cases"])) == ("pass", 1)
     assert whole["left_out"] == {"ddp-w2-lattice": "no float16"}
 
@@ -116,10 +116,10 @@ def test_parts_that_were_interrupted_are_unknown() -> None:
     assert join([one, two])["exit_code"] == ExitCode.UNKNOWN
 
 
-def edited(part: Part, **changes: Any) -> Part:
+def edited(part: MatrixPart, **changes: Any) -> MatrixPart:
     document = copy.deepcopy(part.document)
     document["cases"][0] |= changes
-    return Part("edited.json", document)
+    return MatrixPart("edited.json", document)
 
 
 def test_the_same_case_twice() -> None:
@@ -146,7 +146,7 @@ def test_parts_of_other_plans_are_refused() -> None:
     with pytest.raises(UsageError, match="holds case stray, which is not in its own plan"):
         join([stray])
     with pytest.raises(UsageError, match="has neither a plan nor the command"):
-        join([Part("r.json", as_document(Report(environment={}, cases=ALL)))])
+        join([MatrixPart("r.json", as_document(Report(environment={}, cases=ALL)))])
 
 
 def merge(*words: str) -> tuple[int, str]:

@@ -55,7 +55,7 @@ def order_under(text: str, turns: int = 6, *, asks: int | None = None) -> list[i
     def stop(*_: object) -> None:
         raise AssertionError
 
-    baton = Scheduler(
+    scheduler = Scheduler(
         3, switch=lambda before, after: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
         choose=chooser.choose,
     )  # fmt: skip
@@ -64,13 +64,13 @@ def order_under(text: str, turns: int = 6, *, asks: int | None = None) -> list[i
     def live(rank: int) -> None:
         if rank == asks:
             while len(over) < 2:
-                baton.give_way()
+                scheduler.give_way()
         for _ in range(turns):
             seen.append(rank)
-            baton.offer()
+            scheduler.offer()
         over.add(rank)
 
-    baton.run(live)
+    scheduler.run(live)
     return seen
 
 
@@ -223,7 +223,7 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
     def run_one(schedule: Schedule) -> tuple[ScheduleRun, tuple[int, ...]]:
         chooser = SchedulePolicy(schedule, len(turns), keeps=4096)
         order: list[int] = []
-        baton = Scheduler(
+        scheduler = Scheduler(
             len(turns), switch=lambda *_: None, stuck=stop, overslept=stop, most_sleep_s=1.0,
             choose=chooser.choose,
         )  # fmt: skip
@@ -231,9 +231,9 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
         def live(rank: int) -> None:
             for _ in range(turns[rank]):
                 order.append(rank)
-                baton.offer()
+                scheduler.offer()
 
-        baton.run(live)
+        scheduler.run(live)
         assert tuple(chooser.preemptions) == schedule.preemptions
         run = ScheduleRun(
             str(schedule), "finished", choices=tuple(chooser.choices),

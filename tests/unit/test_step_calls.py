@@ -9,13 +9,13 @@ import torch
 from distcheck.judge.diagnosis.measurements import (
     LineMeasurements,
     Measurements,
-    NotFinite,
+    NonFiniteGradient,
     StepFacts,
 )
 from distcheck.judge.diagnosis.source_lines import culprit
 from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
 from distcheck.worlds import step_calls
-from distcheck.worlds.step_calls import StepCalls, Ways, memory_of
+from distcheck.worlds.step_calls import CallLines, StepCalls, memory_of
 
 HERE = __file__
 
@@ -38,7 +38,7 @@ def other(kind: str, *tensors: torch.Tensor) -> str:
     return f"{HERE}:{other.__code__.co_firstlineno + 2}"
 
 
-def ways(calls: StepCalls, **tensors: torch.Tensor) -> Ways:
+def ways(calls: StepCalls, **tensors: torch.Tensor) -> CallLines:
     lie = {name: (memory_of(one),) for name, one in tensors.items()}
     found = calls.ways(lie, {name: one.numel() for name, one in tensors.items()}, lambda: ())
     assert found is not None
@@ -121,7 +121,10 @@ def way(
 
 
 def site(
-    *causes: str, found: LineMeasurements, left: float | None = 1.0, bad: NotFinite | None = None
+    *causes: str,
+    found: LineMeasurements,
+    left: float | None = 1.0,
+    bad: NonFiniteGradient | None = None,
 ) -> CallSite | None:
     step = StepFacts(
         step=1, shares=(0.5, 0.5), gamma=0.0, unit=0.0, parameters=(), total=1, fits=(),
@@ -172,7 +175,7 @@ def test_a_factor_that_backward_left_is_of_no_call() -> None:
 
 def test_infinities_that_backward_left_are_of_no_call() -> None:
     found = way("/a.py:3", "", "/a.py:3")
-    made = NotFinite(rank=0, parameter="w", count=1, before=())
+    made = NonFiniteGradient(rank=0, parameter="w", count=1, before=())
     assert site("nonfinite", found=found, bad=made) == A
     assert site("nonfinite", found=found, bad=msgspec.structs.replace(made, before=(1,))) is None
     assert site("nonfinite", found=found, bad=msgspec.structs.replace(made, hidden=True)) is None

@@ -24,7 +24,7 @@ from distcheck.records.searches import Explored
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.document import decoded
 from distcheck.reports.wording import describe_search
-from distcheck.verification.merging import Part, join
+from distcheck.verification.merging import MatrixPart, join
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.pool import Pool
 from tests.unit.gate_documents import FAILED, PASSED, case_report, document_of
@@ -252,10 +252,10 @@ def searched(verdict: str, *found: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_merging_takes_searches(document: dict[str, Any], verdict: str, code: int) -> None:
-    whole = join([Part("part.json", document)])
+    whole = join([MatrixPart("part.json", document)])
     assert (whole["verdict"], whole["exit_code"]) == (verdict, code)
     assert len(whole["explored"]) == 1
-    assert join([Part("whole.json", whole)])["explored"] == whole["explored"]
+    assert join([MatrixPart("whole.json", whole)])["explored"] == whole["explored"]
     if document["explored"] == []:
         assert whole["explored"][0]["reason"] == "planned in part 1, but in no report"
 
@@ -264,7 +264,7 @@ def test_a_case_that_no_search_has_found_is_still_refused() -> None:
     document = searched("fail", "found-w2", cases=9)
     document["explored"][0] |= {"verdict": "pass", "passed": 9, "found": []}
     with pytest.raises(DistcheckError, match="which is not in its own plan"):
-        join([Part("part.json", document)])
+        join([MatrixPart("part.json", document)])
 
 
 def test_how_far_a_search_went_is_one_line() -> None:

@@ -14,7 +14,7 @@ from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.diagnosis import diagnose
 from distcheck.judge.diagnosis.gradients import explain, explain_step
-from distcheck.judge.diagnosis.measurements import Match, Measurements, NotFinite, StepFacts
+from distcheck.judge.diagnosis.measurements import Match, Measurements, NonFiniteGradient, StepFacts
 from distcheck.plan.case_remarks import notes_on
 from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
@@ -142,7 +142,7 @@ THIRD = [1 / 3] * 3
 MIXED = Match(
     kind="mixed", rank=0, parameter="p0", distance=0.0, bound=1.0, other="p2", ranks=(0, 2)
 )  # fmt: skip
-NOT_FINITE = NotFinite(rank=0, parameter="p0", count=2, before=(0, 2))
+NOT_FINITE = NonFiniteGradient(rank=0, parameter="p0", count=2, before=(0, 2))
 ALIKE = ((0, 2), (1,))
 
 

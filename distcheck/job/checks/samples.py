@@ -80,14 +80,14 @@ def _shared(job: JobRecording, tally: Tally) -> None:
     if job.apart is None or any(a.kind == "pipeline" for a in job.ranks[0].axes):
         return  # of a pipeline the first stage alone needs them
     for step in job.steps:
-        for unit in job.units:
-            read = [job.apart.records[rank, step].batches for rank in unit]
+        for replica in job.replicas:
+            read = [job.apart.records[rank, step].batches for rank in replica]
             ids = [[(b.loader, b.indices or b.rows) for b in batches] for batches in read]
-            other = next((r for r, own in zip(unit, ids, strict=True) if own != ids[0]), None)
+            other = next((r for r, own in zip(replica, ids, strict=True) if own != ids[0]), None)
             if other is not None and all(ids):
                 tally.fail(
-                    f"step {step}: ranks {unit[0]} and {other} share a model, but read different "
-                    "samples",
+                    f"step {step}: ranks {replica[0]} and {other} share a model, but read "
+                    "different samples",
                     kind=FindingKind.READ_APART, parameter="samples", rank=other, step=step,
                 )  # fmt: skip
                 return

@@ -22,9 +22,9 @@ class BatchInjector:
         self, job: JobRecording, settings: JobSettings, fails: Callable[[str], NoReturn]
     ) -> None:
         self._job, self._fails = job, fails
-        self.feeding = BatchSource(job)
+        self.batch_source = BatchSource(job)
         self._loaders = Loaders()
-        self.copy, self.mode = settings.role, settings.role_mode
+        self.copy, self.mode = settings.task, settings.task_mode
         self.reads: list[Read] = []
         self.step = 0
         self.begin_step()
@@ -54,25 +54,25 @@ class BatchInjector:
         if self.makes_one and self.copy is not None:
             return self.copy.pairs
         if self.mode == IN_TURN:
-            each = len(self.feeding.passes(self.step, 0))
+            each = len(self.batch_source.passes(self.step, 0))
             return [(number // each, number % each)]
         if self.copy is not None:
-            return self.feeding.pairs(number, self.copy.rank)
-        return self.feeding.pairs(number, 0 if self.mode == BY_RANK else ALL)
+            return self.batch_source.pairs(number, self.copy.rank)
+        return self.batch_source.pairs(number, 0 if self.mode == BY_RANK else ALL)
 
     def iterates(self, loader: Any, iterator: Any) -> None:
         self._loaders.iterates(loader, iterator)
 
     def length(self, loader: Any) -> int | None:
-        return self.feeding.lengths.get(self._loaders.number(loader))
+        return self.batch_source.lengths.get(self._loaders.number(loader))
 
     def is_over(self, iterator: Any) -> bool:
         """Whether a rank's epoch ended here."""
         place = self._loaders.place_of(iterator)
-        if place is None or place[0] not in self.feeding.lengths:
+        if place is None or place[0] not in self.batch_source.lengths:
             return False
         times = self._job.world if self.mode == IN_TURN else 1
-        return place[2] >= self.feeding.lengths[place[0]] * times
+        return place[2] >= self.batch_source.lengths[place[0]] * times
 
     def batch(self, iterator: Any, batch: Any) -> None:
         """Puts the recorded batch into the script's own, and the random streams after it."""
@@ -85,27 +85,27 @@ class BatchInjector:
         pairs = self.source(self.passes)
         loader, epoch, number = place
         if self.makes_one:
-            places = [(pair[0], self.feeding.place(loader, self.step, pair)) for pair in pairs]
+            places = [(pair[0], self.batch_source.place(loader, self.step, pair)) for pair in pairs]
         elif self.mode == IN_TURN:
-            each, world = len(self.feeding.passes(self.step, 0)), self._job.world
+            each, world = len(self.batch_source.passes(self.step, 0)), self._job.world
             rank = (number // each) % world
             places = [(rank, (loader, epoch, number // (each * world) * each + number % each))]
         else:
             places = [(rank, place) for rank, _ in pairs]
         longer = self.copy is not None and self.copy.longer
         known = [(rank, there) for rank, there in places if there is not None]
-        leaves = self._together(self.feeding.batch, known, longer=longer)
+        leaves = self._together(self.batch_source.batch, known, longer=longer)
         if leaves is not None and len(known) == len(places):
             self._put("a batch", tensors.leaves(batch), leaves)
         self.set_random_streams(origin=True)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
         """Puts in the recorded inputs of the pass that begins, and the random streams before it."""
-        found = self._together(self.feeding.inputs, self.step, self.source(self.passes))
+        found = self._together(self.batch_source.inputs, self.step, self.source(self.passes))
         self.set_random_streams(origin=False)
         own = tensors.inputs_of((args, kwargs))
         for place, tensor in enumerate(own):
-            pieces = self.feeding.pieces(self.step, self.source(self.passes), place)
+            pieces = self.batch_source.pieces(self.step, self.source(self.passes), place)
             if pieces and not _are_of(pieces, tensor):
                 self._fails(
                     f"step {self.step}: the pieces of a sequence that the ranks had are not those "
@@ -121,10 +121,10 @@ class BatchInjector:
             return
         pairs, call = self.source(self.passes - 1), self._calls
         if self.mode != IN_TURN and not self.makes_one:
-            noted = self.feeding.noted_with(self.step, self._passes_before, self.passes - 1)
+            noted = self.batch_source.noted_with(self.step, self._passes_before, self.passes - 1)
             if noted is not None:
                 pairs, call = [(rank, noted) for rank, _ in pairs], self._before_backward
-        found = self._together(self.feeding.target, self.step, pairs, call)
+        found = self._together(self.batch_source.target, self.step, pairs, call)
         if found is None or found.dtype != target.dtype:
             return
         if found.shape == target.shape or found.shape[:1] == computed.shape[:1]:
@@ -133,8 +133,8 @@ class BatchInjector:
     def set_random_streams(self, *, origin: bool) -> None:
         """Those of the forward pass that comes next, in the process of one rank."""
         pairs = self.source(self.passes)
-        if len(pairs) == 1 and self.feeding.has(self.step, pairs):
-            tensors.set_random_state(self.feeding.random(self.step, pairs[0], origin=origin))
+        if len(pairs) == 1 and self.batch_source.has(self.step, pairs):
+            tensors.set_random_state(self.batch_source.random(self.step, pairs[0], origin=origin))
 
     def _together(self, take: Any, *given: Any, **named: Any) -> Any:
         try:

@@ -21,7 +21,7 @@ Copies = dict[ReplayTask, state.Tensors | None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReferenceChoice:
     """How the ranks' batches are handed out; or `failure`, why they cannot be. A right job has the
     reference's gradients times one of `scales`: a sum over samples is often scaled by the world.
     """
@@ -34,90 +34,94 @@ class Choice:
     interacts: bool = False  # one batch of all has another gradient than the mean of the ranks'
 
 
-def tries(job: JobRecording, feeding: BatchSource, apart: str) -> list[ReplayTask]:
+def tries(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
     """The copies of the first step by which it is chosen; `apart`: why batches stay as they are."""
     first = job.steps[0]
-    roles = [ReplayTask(rank, first) for rank in range(job.world)]
+    tasks = [ReplayTask(rank, first) for rank in range(job.world)]
     if not apart and not interacts(job.at(first)):
-        roles.append(ReplayTask(ALL, first))
-        if feeding.varies():
-            feeding.pads = True
-            roles.append(ReplayTask(0, first, longer=True))
+        tasks.append(ReplayTask(ALL, first))
+        if batch_source.varies():
+            batch_source.pads = True
+            tasks.append(ReplayTask(0, first, longer=True))
     if _before_backward(job) is not None:
-        roles.append(ReplayTask(0, first, doubles=True))
-    return roles
+        tasks.append(ReplayTask(0, first, doubles=True))
+    return tasks
 
 
-def choose(job: JobRecording, feeding: BatchSource, found: Copies, said: str, apart: str) -> Choice:
+def choose(
+    job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str
+) -> ReferenceChoice:
     """The choice, by what the copies of `tries` have computed; `said` is why the first failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
-        return Choice(failure=f"as one process the script fails in its first step: {said}")
+        return ReferenceChoice(failure=f"as one process the script fails in its first step: {said}")
     if "more" in base:
         why = "the script makes more backward passes where there are fewer ranks"
-        return Choice(IN_TURN, why)
+        return ReferenceChoice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
-        return Choice(
+        return ReferenceChoice(
             joins=int(base["passes"]) == 1 and can_join(job),
             failure=f"as one process the script makes {int(base['passes'])} forward passes before "
             f"its first step, and {len(record.passes)} as {job.world} ranks",
         )
     exchanges = any(call.after_backward for call in record.calls)
     if exchanges and job.world > 1 and abs(float(base["own"]) * job.world - 1) <= 1e-6:
-        return Choice(
+        return ReferenceChoice(
             failure=f"as one process the script's own exchange still divides by {job.world}, which "
             "it has from elsewhere than its process group; give the command that trains as one "
             "process, --reference COMMAND"
         )
     why = apart or interacts(job.at(first))
     together = found.get(ReplayTask(ALL, first))
-    if not why and feeding.pads:
+    if not why and batch_source.pads:
         longer = found.get(ReplayTask(0, first, longer=True))
-        feeding.pads = longer is not None and state.distance(longer, base) <= SAME
-        why = "" if feeding.pads else "padding would change gradients"
+        batch_source.pads = longer is not None and state.distance(longer, base) <= SAME
+        why = "" if batch_source.pads else "padding would change gradients"
     if not why and together is not None:
         choice = _of_together(job, alone, together)
         if choice.mode == TOGETHER:
             return choice
         why = choice.why
-    feeding.pads = False
+    batch_source.pads = False
     doubled = found.get(ReplayTask(0, first, doubles=True))
     # What ranks exchange before backward goes into no gradient, as where losses are logged.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
     call = None if is_unused else _before_backward(job)
     why = why or "the ranks' batches do not fit into one"
     if call is not None:
-        return Choice(
+        return ReferenceChoice(
             failure=f"ranks exchange tensors before backward ({call.name} at {call.place}), which "
             f"cannot be had where they are replayed one by one, as they are since {why}"
         )
-    return Choice(BY_RANK, why, scales=_scales(job, alone))
+    return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
 
 
 def _of_together(
     job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
-) -> Choice:
+) -> ReferenceChoice:
     """All samples in one batch, where the script's loss means the same by that."""
     mean = state.mean(alone, [1 / job.world] * job.world)
     if mean is None:
-        return Choice(TOGETHER)
+        return ReferenceChoice(TOGETHER)
     factor = state.factor_of(together, mean)
     is_multiple = bool(factor) and state.distance(together, mean, factor) <= SAME
     if is_multiple and abs(factor - 1) <= SAME:
-        return Choice(TOGETHER)
+        return ReferenceChoice(TOGETHER)
     if is_multiple and abs(factor / job.world - 1) <= SAME:
         scales = _scales(job, alone)
         if scales == (1.0,):
-            return Choice(
+            return ReferenceChoice(
                 BY_RANK, "the loss is divided by a number of samples that is written down"
             )
-        return Choice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
+        return ReferenceChoice(TOGETHER, scales=tuple(scale / job.world for scale in scales))
     if any(one.drew for record in job.at(job.steps[0]) for one in record.passes):
-        return Choice(BY_RANK, "the script draws random numbers between a batch and its loss")
+        return ReferenceChoice(
+            BY_RANK, "the script draws random numbers between a batch and its loss"
+        )
     # Samples interact, or ranks have unlike numbers of them.
-    return Choice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
+    return ReferenceChoice(TOGETHER, interacts=len(set(map(_shape, job.at(job.steps[0])))) == 1)
 
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:

@@ -44,7 +44,7 @@ def _finalize_mpi() -> None:
     remove(segments)
 
 
-class Elsewhere:
+class RankStatuses:
     """What ranks say of themselves in the job's store; without one, nothing is waited for."""
 
     def __init__(self, rank: int, world: int) -> None:

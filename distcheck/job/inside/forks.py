@@ -38,31 +38,31 @@ class Forks:
         self.why: dict[ReplayTask, str] = {}  # of copies that failed
         self._spare: tuple[int, int] | None = None  # its process, and a pipe that it waits at
 
-    def _file(self, role: ReplayTask) -> Path:
-        of = f"-{len(role.pairs)}-{role.pairs[0][0]}" if role.pairs else ""
-        of += "-longer" if role.longer else "-doubles" if role.doubles else ""
-        return self._folder / f"copy-{role.step}-{role.rank}-{role.draw}{of}.safetensors"
+    def _file(self, task: ReplayTask) -> Path:
+        of = f"-{len(task.pairs)}-{task.pairs[0][0]}" if task.pairs else ""
+        of += "-longer" if task.longer else "-doubles" if task.doubles else ""
+        return self._folder / f"copy-{task.step}-{task.rank}-{task.draw}{of}.safetensors"
 
     def run(
-        self, roles: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
+        self, tasks: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
     ) -> "ReplayTask | Written":
         """In the parent: what each copy wrote, None of one that failed; without `reads`, it is left
         to be read. In a copy, which knows step and mode: its role.
         """
-        waiting, running = list(roles), dict[int, ReplayTask]()
+        waiting, running = list(tasks), dict[int, ReplayTask]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         while waiting or running:
             if waiting and len(running) < cores():
-                role = waiting.pop(0)
+                task = waiting.pop(0)
                 child = os.fork()
                 if child == 0:
                     linux.die_with_parent(parent)
-                    _become_a_copy(self._reasons(role))
-                    return role
-                running[child], begun[child] = role, time.monotonic()
+                    _become_a_copy(self._reasons(task))
+                    return task
+                running[child], begun[child] = task, time.monotonic()
                 continue
             for child in list(running):
                 ended, status = os.waitpid(child, os.WNOHANG)
@@ -71,10 +71,10 @@ class Forks:
                 elif time.monotonic() - begun[child] > _PATIENCE_S:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
-        return self.read(roles) if reads else {}
+        return self.read(tasks) if reads else {}
 
-    def read(self, roles: Sequence[ReplayTask]) -> "Written":
-        return {role: tensors.taken_from(self._file(role)) for role in roles}
+    def read(self, tasks: Sequence[ReplayTask]) -> "Written":
+        return {task: tensors.taken_from(self._file(task)) for task in tasks}
 
     def keep_spare(self) -> bool:
         """Forks a copy that waits; True in it, when it is asked to go on."""
@@ -106,23 +106,23 @@ class Forks:
             os.close(writes)
             os.waitpid(child, 0)
 
-    def _reasons(self, role: ReplayTask) -> Path:
-        return self._file(role).with_suffix(".raised")
+    def _reasons(self, task: ReplayTask) -> Path:
+        return self._file(task).with_suffix(".raised")
 
-    def _note(self, role: ReplayTask, status: int) -> None:
+    def _note(self, task: ReplayTask, status: int) -> None:
         """Keeps why a copy failed: what it raised, or how it ended."""
-        self.why.pop(role, None)
+        self.why.pop(task, None)
         code = os.waitstatus_to_exitcode(status)
-        said = self._reasons(role)
+        said = self._reasons(task)
         if said.exists():
-            self.why[role] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
+            self.why[task] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
             said.unlink()
         elif code:
-            self.why[role] = how_ended(code)
+            self.why[task] = how_ended(code)
 
-    def leave(self, role: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
+    def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed, and ends it."""
-        tensors.write(found, self._file(role))
+        tensors.write(found, self._file(task))
         os._exit(0)
 
 

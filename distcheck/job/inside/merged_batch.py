@@ -44,8 +44,8 @@ def interacts(records: Sequence[StepRecord]) -> str:
 class MergedBatch:
     """Whether passes can be made as one; the copies for that, and what comes of them."""
 
-    def __init__(self, job: JobRecording, feeding: BatchSource, apart: str = "") -> None:
-        self._job, self._feeding = job, feeding
+    def __init__(self, job: JobRecording, batch_source: BatchSource, apart: str = "") -> None:
+        self._job, self._feeding = job, batch_source
         self.kind: Kind = ""
         self._heard: list[terms.Heard] = []
         self._probes: list[ReplayTask] = []
@@ -54,7 +54,7 @@ class MergedBatch:
         self._accumulates = any(len(record.trained) > 1 for record in job.records.values())
         self.why = apart if self._accumulates else ""  # they could not be made as one
 
-    def roles(self, step: int, draws: int) -> list[ReplayTask]:
+    def tasks(self, step: int, draws: int) -> list[ReplayTask]:
         """The copies of a step; at the first one also those that show whether samples interact."""
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
         if not self._accumulates or self.why:
@@ -105,7 +105,7 @@ class MergedBatch:
         self._heard.append(one)
 
     def take(
-        self, role: ReplayTask, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+        self, task: ReplayTask, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The gradient of the mean loss, or of the sum, that the script's loss is a multiple of; of
         a loss with several terms its own, and in a copy that tries them that of each.
@@ -124,7 +124,7 @@ class MergedBatch:
             return {**whole, "kind": _code("")}
         out = {**whole, "kind": _code("terms")}
         out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
-        if role in self._probes:
+        if task in self._probes:
             for number, (_, end) in enumerate(ends):
                 found = terms.gradient_of(end, list(trained.values()))
                 out |= {f"{_TERM}{number}/{n}": g for n, g in _dense(trained, found).items()}
@@ -136,7 +136,7 @@ class MergedBatch:
         """The gradient of all micro-batches as one batch, and how far it moves with one ULP."""
         if not self._draws:
             return {}
-        plain, *moved = (found.get(role) for role in self._draws)
+        plain, *perturbed = (found.get(task) for task in self._draws)
         if plain is None:
             self.why = "with all micro-batches in one batch the script fails (or has no memory)"
             return {}
@@ -152,7 +152,7 @@ class MergedBatch:
         self.kind = kind
         out = {}
         for name, gradient in _plain(plain).items():
-            there = [one[name] for one in moved if one is not None]
+            there = [one[name] for one in perturbed if one is not None]
             out[f"folded/{name}"] = gradient
             spread = state.spread_of(gradient, there, name, self._moves)
             out[f"spread-folded/{name}"] = torch.tensor(spread)
@@ -160,12 +160,12 @@ class MergedBatch:
 
     def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
         """Whether the loss of several passes in one batch is that of each, weighted by targets."""
-        together, *each = (found.get(role) for role in self._probes)
+        together, *each = (found.get(task) for task in self._probes)
         if together is None or any(one is None for one in each):
             return False
         weights = [1.0] * len(each)
         if kind == "mean":
-            pairs = [role.pairs[0] for role in self._probes[1:]]
+            pairs = [task.pairs[0] for task in self._probes[1:]]
             counts = [targets_of_pass(self._job.records[rank, step], n) for rank, n in pairs]
             weights = [count / sum(counts) for count in counts]
         added = state.mean(each, weights)
@@ -182,10 +182,10 @@ class MergedBatch:
             return "the terms of the loss are weighted differently in a larger batch"
         if not self._probes:
             return ""
-        together, *each = (found.get(role) for role in self._probes)
+        together, *each = (found.get(task) for task in self._probes)
         if together is None or any(one is None for one in each):
             return _ONE_BY_ONE
-        pairs = [role.pairs[0] for role in self._probes[1:]]
+        pairs = [task.pairs[0] for task in self._probes[1:]]
         for number, term in enumerate(recorded):
             if term.call >= 0 and term.reduction != "mean":
                 return f"its term {term.name} is a sum"

@@ -23,9 +23,9 @@ from distcheck.recordings.jobs.watched import (
     MOST_CALLS,
     MOST_TENSORS,
     ModuleCall,
-    Seen,
     Shape,
-    Watched,
+    WatchedCalls,
+    WatchedStep,
     WatchedTensor,
 )
 
@@ -36,7 +36,7 @@ Pairs = Sequence[tuple[int, int]]  # rank, forward pass
 _NONE = torch.full((SLOTS,), math.nan, dtype=torch.float64)
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """Which part of a tensor is a rank's: `length` from `start` on along `axis`; all of it, without
     an axis.
     """
@@ -155,10 +155,10 @@ class Modules:
         if self._ops is not None:
             self._ops.module = self._open[-1] if self._open else ""
 
-    def taken(self) -> dict[int, Seen]:
+    def taken(self) -> dict[int, WatchedStep]:
         return {
-            rank: Seen(
-                Watched(
+            rank: WatchedStep(
+                WatchedCalls(
                     calls=tuple(table.calls),
                     tensors=tuple(table.tensors),
                     backward=tuple(table.backward),
@@ -203,30 +203,32 @@ class Modules:
             tensor.register_hook(functools.partial(_hear_gradient, to))
         return places
 
-    def _part(self, name: str, tensor: torch.Tensor | None, pair: tuple[int, int]) -> Part | None:
+    def _part(
+        self, name: str, tensor: torch.Tensor | None, pair: tuple[int, int]
+    ) -> TensorSlice | None:
         """Which part of a tensor belongs to a pair; None where that is not known."""
         if tensor is None:
             return None
         if self._shapes is None or len(self._pairs) == 1:
-            return Part()
+            return TensorSlice()
         shapes = [self._shapes(rank).get(f"{number}/{name}") for rank, number in self._pairs]
         at, whole = self._pairs.index(pair), tuple(tensor.shape)
         if all(shape == whole for shape in shapes):
-            return Part()
+            return TensorSlice()
         known = [one for one in shapes if one is not None and len(one) == len(whole)]
         for axis in range(len(whole) if len(known) == len(shapes) else 0):
             sizes = [one[axis] for one in known]
             together = {(*one[:axis], sum(sizes), *one[axis + 1 :]) for one in known}
             if together == {whole}:
-                return Part(axis, sum(sizes[:at]), sizes[at])
+                return TensorSlice(axis, sum(sizes[:at]), sizes[at])
         return None
 
 
-def _hear_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:
+def _hear_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Tensor) -> None:
     hooks.guarded(_note_gradient, to, gradient)
 
 
-def _note_gradient(to: list[tuple[_Table, int, Part]], gradient: torch.Tensor) -> None:
+def _note_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Tensor) -> None:
     plain = plain_of(gradient)
     if plain is not None:
         for table, place, part in to:

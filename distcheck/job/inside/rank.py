@@ -15,7 +15,7 @@ from distcheck import private
 from distcheck.errors.masking import masked_words
 from distcheck.job.inside import ending, tensors
 from distcheck.job.inside.contents import read_alike
-from distcheck.job.inside.ending import Elsewhere
+from distcheck.job.inside.ending import RankStatuses
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine.compat import BatchNorm, ddp_times
@@ -107,12 +107,12 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
     """
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
-        records.write_json(read, records.Samples(tuple(read_alike(loaders))))
+        records.write_json(read, records.RereadSamples(tuple(read_alike(loaders))))
     private.write(mine, b"")
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]
     here = [one for one in others if one.exists()]
-    elsewhere = Elsewhere(rank, world) if len(here) < world else None
+    elsewhere = RankStatuses(rank, world) if len(here) < world else None
     while time.monotonic() < until:
         if all((one / "ended").exists() for one in here) and (
             elsewhere is None or elsewhere.have_ended()

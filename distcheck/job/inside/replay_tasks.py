@@ -80,16 +80,16 @@ class Processes:
         self._here = Path.cwd().relative_to(self._project)
         self._copies: dict[Key, _Copy] = {}
         self.why: dict[ReplayTask, str] = {}  # of copies that failed
-        if asked.role is None:  # before the script writes anything
+        if asked.task is None:  # before the script writes anything
             shutil.copytree(self._project, folder / "clean", symlinks=True)
 
     def run(
-        self, roles: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
+        self, tasks: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
     ) -> "ReplayTask | Written":
         """What each copy wrote of a step, None of one that failed. Others are ended. What a rank's
         own copy does, it does in every mode.
         """
-        keys = [(msgspec.structs.replace(r, step=-1), mode if r.rank < 0 else "") for r in roles]
+        keys = [(msgspec.structs.replace(r, step=-1), mode if r.rank < 0 else "") for r in tasks]
         for key in [key for key in self._copies if key not in keys]:
             self._copies.pop(key).end()
         for key in keys:
@@ -107,7 +107,7 @@ class Processes:
                 elif copy.runs and time.monotonic() - max(begun, copy.begun) > _PATIENCE_S:
                     copy.end()
             time.sleep(0.01)
-        return {role: self._read(key, step) for role, key in zip(roles, keys, strict=True)}
+        return {task: self._read(key, step) for task, key in zip(tasks, keys, strict=True)}
 
     @cached_property
     def _most(self) -> int:
@@ -123,7 +123,7 @@ class Processes:
     def end_spare(self) -> None:
         """There is none."""
 
-    def read(self, roles: Sequence[ReplayTask]) -> Written:
+    def read(self, tasks: Sequence[ReplayTask]) -> Written:
         return {}
 
     def _has(self, key: Key, step: int) -> bool:
@@ -131,10 +131,10 @@ class Processes:
         return copy.is_over or copy.result(step).exists()
 
     def _start(self, key: Key) -> None:
-        copy, (role, mode) = self._copies[key], key
+        copy, (task, mode) = self._copies[key], key
         place = copy.folder / "folder"
         shutil.copytree(self._folder / "clean", place, symlinks=True)
-        asked = msgspec.structs.replace(self._asked, role=role, role_mode=mode, project=str(place))
+        asked = msgspec.structs.replace(self._asked, task=task, task_mode=mode, project=str(place))
         file = settings.write(asked, copy.folder)
         words = Copy(self._project, place).words(sys.orig_argv)
         nothing = subprocess.DEVNULL
@@ -145,16 +145,16 @@ class Processes:
         copy.begun = time.monotonic()
 
     def _read(self, key: Key, step: int) -> dict[str, torch.Tensor] | None:
-        copy, role = self._copies[key], msgspec.structs.replace(key[0], step=step)
-        self.why.pop(role, None)
+        copy, task = self._copies[key], msgspec.structs.replace(key[0], step=step)
+        self.why.pop(task, None)
         found = tensors.taken_from(copy.result(step))
         if found is None:
             raised = running.raised_in(copy.folder)
             code = copy.process.returncode if copy.process is not None else 0
-            self.why[role] = raised[0][1] if raised else how_ended(code)
+            self.why[task] = raised[0][1] if raised else how_ended(code)
         return found
 
-    def leave(self, role: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
+    def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
         """In a copy: writes what it has computed at a step."""
         tensors.write(found, _Copy(self._folder).result(step))
 
@@ -178,8 +178,8 @@ class ReplayTasks:
         if settings.in_processes:
             taken = max(record.gpu_bytes for record in job.records.values())
             self.forks = Processes(folder, settings, taken)
-        self.folding = MergedBatch(job, hands.feeding, self._apart)
-        self.choice = choosing.Choice()
+        self.merged_batch = MergedBatch(job, hands.batch_source, self._apart)
+        self.choice = choosing.ReferenceChoice()
         self.watched = WatchedCopies(PERTURBED_RUNS, job.world)
         self.times: float | None = None  # one of the scales that a right job may have
         self.draws = 0  # by which the step's spreads are measured
@@ -194,28 +194,30 @@ class ReplayTasks:
         first = self._job.steps[0]
         self._job.tensors(0, step)  # read once, for all copies that are forked
         if step == first:
-            roles = choosing.tries(self._job, self._hands.feeding, self._apart)
+            tasks = choosing.tries(self._job, self._hands.batch_source, self._apart)
             if self._apart:  # these will be needed as well, and each takes long to begin
                 several = product(range(self._job.world), range(1, PERTURBED_RUNS + 1))
-                roles += [ReplayTask(rank, first, draw) for rank, draw in several]
-            if self._becomes_a_copy(first, roles):
+                tasks += [ReplayTask(rank, first, draw) for rank, draw in several]
+            if self._becomes_a_copy(first, tasks):
                 return
             said = self.forks.why.get(ReplayTask(0, first), "nothing was said")
             found = self._found[first]
-            self.choice = choosing.choose(self._job, self._hands.feeding, found, said, self._apart)
+            self.choice = choosing.choose(
+                self._job, self._hands.batch_source, found, said, self._apart
+            )
             self._hands.mode = self.choice.mode
             if self.choice.failure:
                 self._fails(self.choice.failure)
         for one in (step,) if self._apart else (step, *self._ahead(step)):
             is_whole = one in (first, *self._trained_on_earlier)
             draws = range(PERTURBED_RUNS + 1) if is_whole or self._apart else (0,)
-            roles = self._roles(one, draws)
-            roles += (
-                self.folding.roles(one, PERTURBED_RUNS if one == first else 0)
+            tasks = self._roles(one, draws)
+            tasks += (
+                self.merged_batch.tasks(one, PERTURBED_RUNS if one == first else 0)
                 if one == step
                 else []
             )
-            if self._becomes_a_copy(one, roles):
+            if self._becomes_a_copy(one, tasks):
                 return
         if step != first and self.forks.keep_spare():
             copy = self.forks.run(self._moved(step), step, self.choice.mode, reads=False)
@@ -235,29 +237,29 @@ class ReplayTasks:
         by_rank = self.choice.mode == BY_RANK
         later = [one for one in self._job.steps if one > step]
         later = [one for one in later if by_rank or one in self._trained_on_earlier]
-        return [one for one in later if self._hands.feeding.begins_at(one) <= step]
+        return [one for one in later if self._hands.batch_source.begins_at(one) <= step]
 
     def _roles(self, step: int, draws: "range | tuple[int, ...]") -> list[ReplayTask]:
         """The copies that compute the gradients of a step, and are not done."""
         if self.choice.mode == BY_RANK:  # this process computes the gradients of rank 0
             several = [(rank, draw) for rank in range(self._job.world) for draw in draws]
-            roles = [ReplayTask(rank, step, draw) for rank, draw in several if rank or draw]
+            tasks = [ReplayTask(rank, step, draw) for rank, draw in several if rank or draw]
         else:
-            roles = [ReplayTask(ALL, step, draw) for draw in draws if draw]
-        return roles
+            tasks = [ReplayTask(ALL, step, draw) for draw in draws if draw]
+        return tasks
 
     def _moved(self, step: int) -> list[ReplayTask]:
         """The copies that measure the tolerance of a step after the first one."""
-        roles = [
+        tasks = [
             *self._roles(step, range(1, PERTURBED_RUNS + 1)),
-            *self.folding.roles(step, PERTURBED_RUNS),
+            *self.merged_batch.tasks(step, PERTURBED_RUNS),
         ]
-        return [role for role in roles if role not in self._found.get(step, {})]
+        return [task for task in tasks if task not in self._found.get(step, {})]
 
-    def _becomes_a_copy(self, step: int, roles: list[ReplayTask]) -> bool:
+    def _becomes_a_copy(self, step: int, tasks: list[ReplayTask]) -> bool:
         """Runs copies that were not run; in each of them, True."""
         known = self._found.setdefault(step, {})
-        waiting = [role for role in roles if role not in known]
+        waiting = [task for task in tasks if task not in known]
         found = self.forks.run(waiting, step, self.choice.mode) if waiting else {}
         if not isinstance(found, ReplayTask):
             known.update(self.watched.without(found))
@@ -287,12 +289,12 @@ class ReplayTasks:
         if self.times != 1.0:
             raw = {n: g * self.times for n, g in own.items()}
         self._measure(step, {**raw, "loss": loss})
-        out = self.folding.results(self._found.setdefault(step, {}), step)
+        out = self.merged_batch.results(self._found.setdefault(step, {}), step)
         if step != self._job.steps[0]:
             if self._says_too_little(raw, recorded, out) and self.forks.release_spare():
                 self._found[step].update(self.watched.without(self.forks.read(self._moved(step))))
                 self._measure(step, {**raw, "loss": loss})
-                out = self.folding.results(self._found[step], step)
+                out = self.merged_batch.results(self._found[step], step)
             self.forks.end_spare()
         return raw, {**out, "loss": loss}
 
@@ -309,8 +311,8 @@ class ReplayTasks:
 
     def _measure(self, step: int, found: Tensors) -> None:
         """How far gradients move with one ULP: measured here, or as far as at the first step."""
-        moved = [self._combined(step, draw) for draw in range(1, PERTURBED_RUNS + 1)]
-        draws = [one for one in moved if one is not None]
+        perturbed = [self._combined(step, draw) for draw in range(1, PERTURBED_RUNS + 1)]
+        draws = [one for one in perturbed if one is not None]
         self.draws = len(draws)
         for name, gradient in found.items():
             there = [one[name] * (self.times or 1.0) for one in draws if name in one]

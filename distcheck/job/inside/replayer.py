@@ -115,7 +115,7 @@ class Replayer(NullListener):
         copies, times = self._copies, self._copies.times
         replayed = Replayed(
             mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
-            unfolded=copies.folding.why, pads=self._hands.feeding.pads,
+            unfolded=copies.merged_batch.why, pads=self._hands.batch_source.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
             reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
             joins=copies.choice.joins,
@@ -149,7 +149,7 @@ class Replayer(NullListener):
         """Puts the recorded state in at the first pass of a step, and the recorded inputs."""
         self._begin_step()
         pairs = self._hands.source(self._hands.passes)
-        if not self._hands.feeding.has(self._step, pairs):
+        if not self._hands.batch_source.has(self._step, pairs):
             if self._copy is not None:
                 self._copies.forks.leave(self._copy, {"more": torch.ones(1)}, self._step)
             self._fail(f"step {self._step}: as one process the script makes more forward passes")
@@ -192,7 +192,7 @@ class Replayer(NullListener):
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
         self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
-        self._copies.folding.heard(self._heard[-1])
+        self._copies.merged_batch.heard(self._heard[-1])
 
     # -- backward passes -------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Replayer(NullListener):
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
         if self._is_target and self._copy is not None and self._copy.pairs:
-            taken = self._copies.folding.take(self._copy, loss, self._parameters.by_name)
+            taken = self._copies.merged_batch.take(self._copy, loss, self._parameters.by_name)
             self._copies.forks.leave(self._copy, taken, self._step)
         self._backwards += 1
         self._hands.begins_backward()
@@ -379,7 +379,7 @@ class Replayer(NullListener):
                 losses=tuple(loss for loss in losses if abs(loss) < float("inf")),
                 draws=self._copies.draws,
                 skipped=skipped,
-                folded=self._copies.folding.kind,
+                folded=self._copies.merged_batch.kind,
                 changes=self._changes,
                 clips=tuple(one for one in self._clips if math.isfinite(sum(one))),
             )

@@ -13,7 +13,7 @@ from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
 from distcheck.recordings.jobs.records import Ops, Shard, StepRecord
-from distcheck.recordings.jobs.watched import SUMS, Seen, Watched
+from distcheck.recordings.jobs.watched import SUMS, WatchedCalls, WatchedStep
 
 _STATE = ("before/", "buffer/")
 
@@ -41,7 +41,7 @@ class StepFile:
         self._digests: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
         self._parts: dict[str, Shard] = {}
-        self._modules: Watched | None = None
+        self._modules: WatchedCalls | None = None
         self.ops: Ops | None = None
         self.has_restarted = False
 
@@ -150,7 +150,7 @@ class StepFile:
                 continue  # nothing was clipped: the reader takes raw
             self._gradients[f"{kind}/{name}"] = plain
 
-    def add_modules(self, seen: Seen | None) -> None:
+    def add_modules(self, seen: WatchedStep | None) -> None:
         """Keeps what modules were given and returned, if they were watched."""
         if seen is not None:
             self._modules, self._kept[SUMS] = seen

@@ -12,8 +12,8 @@ from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import (
     OF_RANKS,
-    Seen,
     Shape,
+    WatchedStep,
     of_rank,
     packed,
     shapes_of,
@@ -28,50 +28,50 @@ class WatchedCopies:
 
     def __init__(self, draws: int, world: int) -> None:
         self._draws, self._world = draws, world
-        self._found: dict[ReplayTask, dict[int, Seen]] = {}
+        self._found: dict[ReplayTask, dict[int, WatchedStep]] = {}
 
     def without(self, found: Written) -> Written:
         """What copies wrote, without what they have seen of modules, which is kept here."""
         left: Written = {}
-        for role, one in found.items():
-            left[role] = one
+        for task, one in found.items():
+            left[task] = one
             if one is not None and any(name.startswith(OF_RANKS) for name in one):
-                left[role] = {n: t for n, t in one.items() if not n.startswith(OF_RANKS)}
+                left[task] = {n: t for n, t in one.items() if not n.startswith(OF_RANKS)}
                 several = {rank: unpacked(one, of_rank(rank)) for rank in range(self._world)}
-                self._found[role] = {r: seen for r, seen in several.items() if seen is not None}
+                self._found[task] = {r: seen for r, seen in several.items() if seen is not None}
         return left
 
-    def results(self, step: int, own: dict[int, Seen]) -> Tensors:
+    def results(self, step: int, own: dict[int, WatchedStep]) -> Tensors:
         """For the reference's file: what was seen of each rank, and its spreads."""
         out: Tensors = {}
         for rank in range(self._world):
             seen = own.get(rank) or self._of(rank, step, 0).get(rank)
             if seen is None:
                 continue
-            moved = [self._of(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)]
-            spread = spreads(seen, [one for one in moved if one is not None])
+            perturbed = [self._of(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)]
+            spread = spreads(seen, [one for one in perturbed if one is not None])
             out |= {**packed(seen, of_rank(rank)), f"{of_rank(rank)}spread": spread}
-        self._found = {role: one for role, one in self._found.items() if role.step != step}
+        self._found = {task: one for task, one in self._found.items() if task.step != step}
         return out
 
-    def _of(self, rank: int, step: int, draw: int) -> dict[int, Seen]:
+    def _of(self, rank: int, step: int, draw: int) -> dict[int, WatchedStep]:
         found = self._found
         return (
             found.get(ReplayTask(rank, step, draw)) or found.get(ReplayTask(ALL, step, draw)) or {}
         )
 
 
-def packed_all(seen: dict[int, Seen]) -> Tensors:
+def packed_all(seen: dict[int, WatchedStep]) -> Tensors:
     return {n: t for rank, one in seen.items() for n, t in packed(one, of_rank(rank)).items()}
 
 
-def spreads(seen: Seen, moved: list[Seen]) -> torch.Tensor:
+def spreads(seen: WatchedStep, perturbed: list[WatchedStep]) -> torch.Tensor:
     """How far each tensor, and its gradient, is from the farthest of moved ones; NaN where there is
     none.
     """
     found = torch.full(seen.sums.shape[:2], math.nan, dtype=torch.float64)
     places = seen.places()
-    for one in moved:
+    for one in perturbed:
         others = one.places()
         for name in places.keys() & others.keys():
             place, other = places[name], others[name]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distcheck.contract import Contract, Training
-from distcheck.judge.oracles.averaging import Averages
+from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
@@ -48,7 +48,7 @@ class Evidence:
     draws_random_numbers: bool = False
     training: Training = field(default_factory=Training)
     must_happen: tuple[Happening, ...] = ()
-    averages: Averages | None = None
+    averages: ParameterAverages | None = None
     holding: tuple[int, ...] = ()
     mesh: Mesh | None = None
 

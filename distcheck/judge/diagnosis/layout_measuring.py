@@ -98,7 +98,7 @@ def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutp
     )
 
 
-class Held:
+class HeldGradients:
     """What ranks hold of one gradient, next to the right one. None of a rank that has not got one;
     `without` are those that have not got the parameter either.
     """
@@ -191,7 +191,7 @@ class Held:
         return ""
 
 
-class _Measuring(Held):
+class _Measuring(HeldGradients):
     """One parameter at one step."""
 
     def __init__(self, at: AtStep, mesh: Mesh, index: int) -> None:

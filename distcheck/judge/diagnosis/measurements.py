@@ -97,7 +97,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     identified: bool
 
 
-class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
+class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
     """The first gradient with an infinity or a NaN; `before` are the ranks whose own shard's
     gradient has one already. `hidden`: it has none, where the mean of those gradients has.
     """
@@ -177,7 +177,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unchanged: tuple[int, ...]
     missing: tuple[tuple[str, int], ...]
     missing_elsewhere: bool = False
-    not_finite: NotFinite | None
+    not_finite: NonFiniteGradient | None
     undeclared: bool = True
 
     def number(self, position: int) -> int:
@@ -229,7 +229,7 @@ class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[tuple[Vector, ...], ...]
 
 
-class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
+class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
     """A gradient that is right on rank `holder`, and wrong or absent on `owner`, whose optimizer
     updates the parameter.
     """
@@ -376,7 +376,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     average: StepFacts | None = None
     passes: PassFacts | None = None
     scaled_projection: float | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[MisplacedGradient, ...] = ()
     layout: LayoutFacts | None = None
     forward_twice: bool = False
     ways: tuple[LineMeasurements, ...] = ()

@@ -16,7 +16,7 @@ from distcheck.judge.diagnosis.measurements import (
     Fit,
     Match,
     Measurements,
-    NotFinite,
+    NonFiniteGradient,
     ParameterFacts,
     StepFacts,
 )
@@ -360,7 +360,7 @@ class StepMeasuring:
         self.shares = [w / len(self._ranks) for w in view.weights]
         self._missing: list[tuple[str, int]] = []
         self._own_elsewhere = True
-        self._not_finite: NotFinite | None = None
+        self._not_finite: NonFiniteGradient | None = None
         own = [unit_roundoff(view.wire)] if view.wire else []
         self._least_units: list[float] = [unit_roundoff("float64"), *own]
         count = sum(spec.elements for spec in view.specs)
@@ -447,7 +447,7 @@ class StepMeasuring:
                 (result.isfinite() & ~interval.mean.isfinite(), True),
             ):
                 if bool(places.any()) and self._not_finite is None:
-                    self._not_finite = NotFinite(
+                    self._not_finite = NonFiniteGradient(
                         rank=rank,
                         parameter=spec.name,
                         count=int(places.sum()),

@@ -25,7 +25,12 @@ from distcheck.judge.checks.data import drew_alike
 from distcheck.judge.diagnosis.backward import measured_passes
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
-from distcheck.judge.diagnosis.measurements import MOST_EARLIER, Elsewhere, Measurements, Overlap
+from distcheck.judge.diagnosis.measurements import (
+    MOST_EARLIER,
+    Measurements,
+    MisplacedGradient,
+    Overlap,
+)
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
@@ -289,11 +294,11 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     return found if fits and positive and differs else ()
 
 
-def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
+def _owned_elsewhere(expectation: StepExpectation) -> tuple[MisplacedGradient, ...]:
     """The parameters whose owner has another gradient than the mean, or none, where another rank
     has the mean. A mean of zero is on no rank more than on another.
     """
-    trace, step, found = expectation.trace, expectation.step, list[Elsewhere]()
+    trace, step, found = expectation.trace, expectation.step, list[MisplacedGradient]()
     if trace.ranks != tuple(range(trace.layout.world)):
         return ()  # owners are counted among all ranks, and some are without data
     for index, spec in enumerate(trace.layout.model.parameters):
@@ -309,7 +314,7 @@ def _owned_elsewhere(expectation: StepExpectation) -> tuple[Elsewhere, ...]:
         others = [rank for rank in range(trace.layout.world) if rank != owner]
         holder = None if is_right(owner) else next(filter(is_right, others), None)
         if holder is not None:
-            found.append(Elsewhere(step=step, name=spec.name, owner=owner, holder=holder))
+            found.append(MisplacedGradient(step=step, name=spec.name, owner=owner, holder=holder))
     return tuple(found)
 
 

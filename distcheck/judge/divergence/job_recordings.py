@@ -215,7 +215,7 @@ class JobComparison(LockstepComparison):
         super().__init__(then, now)
         self._sides, self._floors = (then, now), floors
         self._large = max(one.records[0, one.steps[0]].world for one in self._sides)
-        self.parted: Pair | None = None
+        self.diverged: Pair | None = None
         self.blurred: int | None = None
         self.unmeasured = self._beyond_kind = ""
         self._measured: list[float] = []
@@ -223,12 +223,12 @@ class JobComparison(LockstepComparison):
     @property
     def is_over(self) -> bool:
         """Whether what follows may follow from what was found."""
-        return self.parted is not None or self._beyond is not None
+        return self.diverged is not None or self._beyond is not None
 
     def result(self) -> TraceComparison:
         """What both have in common, with the noise floor of their drift."""
         found = super().result()
-        cast = found.kind == INITIAL and self.parted is None
+        cast = found.kind == INITIAL and self.diverged is None
         return msgspec.structs.replace(
             found, noise_floor=tuple(self._measured), beyond_kind=self._beyond_kind,
             kind=f"{INITIAL}, in another dtype" if cast else found.kind,
@@ -239,7 +239,7 @@ class JobComparison(LockstepComparison):
         self._measured += [max(known)] if (known := [d for d in drifts if d is not None]) else []
         chosen = [p for p in changed if p.what in CHOSEN and not self._is_cast(p)]
         if chosen:
-            self.parted = chosen[0]
+            self.diverged = chosen[0]
             return
         changed = [p for p in changed if p.what not in CHOSEN and p.kind is not Kind.OPTIMIZER]
         if not changed or self.blurred is not None:
@@ -282,7 +282,7 @@ class JobComparison(LockstepComparison):
         """The first module that parts: by more than rounding if the jobs do, or else by a bit. None
         where modules were not watched in both.
         """
-        if self._first is None or self.parted is not None or self._sides[0].as_one:
+        if self._first is None or self.diverged is not None or self._sides[0].as_one:
             return None
         found = None
         if self._beyond is not None:
@@ -294,7 +294,7 @@ class JobComparison(LockstepComparison):
 
     def by_op(self) -> str:
         """The first operator that parts, where operators were heard in both."""
-        if self._first is None or self.parted is not None or self._sides[0].as_one:
+        if self._first is None or self.diverged is not None or self._sides[0].as_one:
             return ""
         return first_op(self._ops_until(self._first.step))
 
@@ -435,9 +435,9 @@ def compare_recordings(
 ) -> JobComparison:
     """Walks as far as both go."""
     one, two = sides(then, now)
-    walk = JobComparison(one, two, floors)
+    comparison = JobComparison(one, two, floors)
     for step in range(min(len(one.steps), len(two.steps))):
-        walk.compare_step(step)
-        if walk.is_over:
+        comparison.compare_step(step)
+        if comparison.is_over:
             break
-    return walk
+    return comparison

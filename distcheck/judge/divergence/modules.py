@@ -27,7 +27,7 @@ import msgspec
 
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR
 from distcheck.machine.numerics import gamma
-from distcheck.recordings.jobs.watched import ModuleCall, Seen
+from distcheck.recordings.jobs.watched import ModuleCall, WatchedStep
 from distcheck.records import Diagnosis
 from distcheck.records.by_module import ByModule, ModuleSeen, ModuleState
 
@@ -64,8 +64,8 @@ class Both:
     differ.
     """
 
-    own: Seen
-    other: Seen
+    own: WatchedStep
+    other: WatchedStep
     spread: Spread
     unit: float
     fits: bool = False
@@ -188,8 +188,8 @@ class Both:
         norm = max(float(mine.norm()), float(other.norm()))
         # A tensor that goes on has one name in a run, and two where the other run has another one.
         names = (self._names.get(one), self._others.get(two))
-        moved = [self.spread(name, bool(kind)) for name in names if name is not None]
-        spreads = [spread for spread in moved if spread is not None]
+        perturbed = [self.spread(name, bool(kind)) for name in names if name is not None]
+        spreads = [spread for spread in perturbed if spread is not None]
         if not spreads:
             return _Is.OTHER, 0.0, 0.0
         bound = NOISE_FACTOR * abs(factor) * max(spreads) + gamma(16, self.unit) * norm
@@ -256,7 +256,7 @@ def _share(several: Sequence[tuple[_Is, float, float]]) -> float:
     return max((error / bound for _, error, bound in several if bound), default=0.0)
 
 
-def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "Words") -> ByModule | None:
+def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "ModuleWording") -> ByModule | None:
     """The first wrong module over (step, rank) in order; None where nothing was compared."""
     compared, last = 0, None
     for step, rank, both in steps:
@@ -280,7 +280,7 @@ def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "Words") -> ByMod
 
 
 @dataclass(frozen=True)
-class Words:
+class ModuleWording:
     """How a report says it: of a job against its reference, or of two jobs that part."""
 
     head: str
@@ -313,9 +313,9 @@ class Words:
 
 
 _OF_MODEL = "the output of the model"
-OF_REFERENCE = Words("first wrong module", "are right", "is not")
-OF_TWO = Words("first divergent module", "agree", "does not")
-OF_BITS = Words("first divergent module", "are bit-identical", "is not")
+OF_REFERENCE = ModuleWording("first wrong module", "are right", "is not")
+OF_TWO = ModuleWording("first divergent module", "agree", "does not")
+OF_BITS = ModuleWording("first divergent module", "are bit-identical", "is not")
 
 
 def label(call: ModuleCall) -> str:

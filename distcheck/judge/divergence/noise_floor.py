@@ -30,7 +30,7 @@ from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
 from distcheck.recordings.jobs.records import read_own
 from distcheck.recordings.jobs.sketches import SLOTS, sketch
-from distcheck.recordings.jobs.watched import Seen
+from distcheck.recordings.jobs.watched import WatchedStep
 from distcheck.recordings.recording import Kind
 
 FILE = "noise_floor.json"
@@ -82,15 +82,15 @@ def tolerance(spread: float, norm: float, whole_norm: float, *, world: int, unit
     return measured + gamma(world + 1, unit) * norm + unit * whole_norm
 
 
-def measure(job: JobRecording, moved: Sequence[JobRecording]) -> NoiseFloor:
+def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
     """The distance of moved runs from the job, as long as they choose what it chose."""
     steps: list[dict[str, Perturbation]] = []
     for place, step in enumerate(job.steps):
-        why = next(filter(None, (chose_other(job, one, place) for one in moved)), "")
+        why = next(filter(None, (chose_other(job, one, place) for one in perturbed)), "")
         if why:
             return NoiseFloor(steps=tuple(steps), why=why)
         found: dict[str, Perturbation] = {}
-        for one in moved:
+        for one in perturbed:
             for name, distance, size in _distances(job, one, step):
                 if math.isfinite(distance) and math.isfinite(size):
                     before = found.get(name, Perturbation(0.0, size))
@@ -99,13 +99,13 @@ def measure(job: JobRecording, moved: Sequence[JobRecording]) -> NoiseFloor:
     return NoiseFloor(steps=tuple(steps))
 
 
-def chose_other(job: JobRecording, moved: JobRecording, place: int) -> str:
+def chose_other(job: JobRecording, perturbed: JobRecording, place: int) -> str:
     """Why a run of the same command is not the job any more; empty where it is."""
     step = job.steps[place]
-    if step not in moved.steps or moved.world != job.world:
+    if step not in perturbed.steps or perturbed.world != job.world:
         return f"the moved run made no step {step}"
     for rank in range(job.world):
-        own, other = job.header(rank, place), moved.header(rank, moved.steps.index(step))
+        own, other = job.header(rank, place), perturbed.header(rank, perturbed.steps.index(step))
         if own.ids != other.ids or own.rng_digest != other.rng_digest:
             return (
                 f"at step {step} the same command has other samples or random numbers when it runs "
@@ -113,31 +113,31 @@ def chose_other(job: JobRecording, moved: JobRecording, place: int) -> str:
             )
         if own.optimizer != other.optimizer:
             return f"at step {step} the same command has other settings when it runs again"
-        if job.records[rank, step].skipped != moved.records[rank, step].skipped:
+        if job.records[rank, step].skipped != perturbed.records[rank, step].skipped:
             return f"step {step} is skipped by one of two runs of the same command"
     return ""
 
 
 def _distances(
-    job: JobRecording, moved: JobRecording, step: int
+    job: JobRecording, perturbed: JobRecording, step: int
 ) -> Iterator[tuple[str, float, float]]:
     for rank in range(job.world):
-        pair = [loss_of(one, rank, step) for one in (job, moved)]
+        pair = [loss_of(one, rank, step) for one in (job, perturbed)]
         yield "loss", abs(pair[0] - pair[1]), abs(pair[0])
     for kind, stem in STEM_OF.items():
         ranks = range(job.world) if kind is Kind.LOCAL_GRADIENT else range(1)
         for rank in ranks:
             for name in job.names(kind):
-                one, two = (held(side, kind, rank, step, name) for side in (job, moved))
+                one, two = (held(side, kind, rank, step, name) for side in (job, perturbed))
                 if one is not None and two is not None:
                     yield f"{stem}/{name}", distance_between(one, two), norm_of(one)
     for rank in range(job.world):
-        seen = [side.modules(rank, step) for side in (job, moved)]
+        seen = [side.modules(rank, step) for side in (job, perturbed)]
         if seen[0] is not None and seen[1] is not None:
             yield from _of_modules(seen[0], seen[1])
 
 
-def _of_modules(one: Seen, two: Seen) -> Iterator[tuple[str, float, float]]:
+def _of_modules(one: WatchedStep, two: WatchedStep) -> Iterator[tuple[str, float, float]]:
     """Of what modules were given and have returned, and of the gradients of that."""
     places, others = one.places(), two.places()
     for name in (name for name in places if name in others):

@@ -29,7 +29,7 @@ from distcheck.recordings.traces.reader import TraceReader
 
 
 @dataclass(frozen=True)
-class Averages:
+class ParameterAverages:
     """The steps after which the ranks of a trace must hold the mean of their parameters. `seen`:
     whether they agreed after one of the first `period` steps; `first` is that, or the last of them.
     """
@@ -39,7 +39,7 @@ class Averages:
     seen: bool
 
     @classmethod
-    def seen_in(cls, trace: TraceReader, period: int) -> "Averages":
+    def seen_in(cls, trace: TraceReader, period: int) -> "ParameterAverages":
         written = trace.steps_written()
         telling = sorted(
             next((step for step in range(phase, written, period) if _moved(trace, step)), phase)

@@ -93,7 +93,7 @@ from typing import Any
 import torch
 
 from distcheck.contract import Batch
-from distcheck.judge.oracles.ghost_batch import GhostBatch, Stretch
+from distcheck.judge.oracles.ghost_batch import GhostBatch, GhostSegment
 from distcheck.judge.oracles.longest_sum import LongestSum
 from distcheck.judge.oracles.shards import StepReference, load_state, stretch_sizes
 from distcheck.machine import seeds
@@ -194,10 +194,10 @@ class FullBatchReference(StepReference):
         """The stretches that BatchNorm sees by themselves: shards, or their micro-batches."""
         return [stretch.samples for stretch in self._stretches(shards)]
 
-    def _stretches(self, shards: Sequence[int]) -> list[Stretch]:
+    def _stretches(self, shards: Sequence[int]) -> list[GhostSegment]:
         count = self._contract.micro_batches * self._ingredients.training.accumulate
         return [
-            Stretch(size, rank)
+            GhostSegment(size, rank)
             for rank, samples in enumerate(shards)
             for size in stretch_sizes(samples, count)
         ]
@@ -219,7 +219,7 @@ class FullBatchReference(StepReference):
         batch, shards = self._prepare(step)
         if moved is not None:
             self._move(moved)
-        stretches = self._stretches(shards) if ghost else [Stretch(sum(shards), 0)]
+        stretches = self._stretches(shards) if ghost else [GhostSegment(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
         outer = within or contextlib.nullcontext()
@@ -278,7 +278,7 @@ class FullBatchReference(StepReference):
                 parts.copy_(torch.nextafter(parts, to))
 
     def _ghost(
-        self, step: int, stretches: Sequence[Stretch], *, keep_outputs: bool = False
+        self, step: int, stretches: Sequence[GhostSegment], *, keep_outputs: bool = False
     ) -> GhostBatch:
         trace, of_rank_0 = self._trace, self._contract.buffers == "rank 0"
         places = {spec.name: index for index, spec in enumerate(trace.layout.model.buffers)}

@@ -24,7 +24,7 @@ from distcheck.machine.compat import BatchNorm
 
 
 @dataclass(frozen=True)
-class Stretch:
+class GhostSegment:
     """`samples` of the batch that a layer sees by themselves, on the rank with that position."""
 
     samples: int
@@ -44,7 +44,7 @@ class GhostBatch:
     def __init__(
         self,
         model: nn.Module,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[GhostSegment],
         buffers_of: BuffersOf,
         *,
         keep_outputs: bool = False,

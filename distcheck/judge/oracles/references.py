@@ -18,7 +18,7 @@ from torch import nn
 
 from distcheck.contract import Contract
 from distcheck.judge.acceptance import Accepted, read
-from distcheck.judge.oracles.averaging import Averages
+from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
 from distcheck.judge.oracles.own_rounding import OwnRounding
@@ -241,12 +241,12 @@ class References(_Keeping):
         return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
-    def averages(self) -> Averages | None:
+    def averages(self) -> ParameterAverages | None:
         """When parameters are averaged, where local SGD is accepted."""
         accepted = read(self.ingredients.case.accept)
         if accepted is None or accepted.family != "local-sgd":
             return None
-        return Averages.seen_in(self.trace, accepted.amount)
+        return ParameterAverages.seen_in(self.trace, accepted.amount)
 
 
 class AtStep(_Keeping):

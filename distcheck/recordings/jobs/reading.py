@@ -30,7 +30,7 @@ from distcheck.recordings.jobs.records import (
     write_json,
 )
 from distcheck.recordings.jobs.sketches import sketch
-from distcheck.recordings.jobs.watched import SUMS, Seen
+from distcheck.recordings.jobs.watched import SUMS, WatchedStep
 from distcheck.recordings.recording import Entry, EntryState, Kind
 
 MOST_RANKS, MOST_NOTES = 1024, 1 << 16
@@ -94,7 +94,7 @@ class JobRecording:
     alike: dict[tuple[int, int, int], tuple[str, ...]] = field(default_factory=dict)  # what ranks
     # read with streams that are alike, by rank, loader and index: parts, the largest first
     apart: "JobRecording | None" = None  # as its ranks wrote it, where this is put together of that
-    units: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
+    replicas: tuple[tuple[int, ...], ...] = ()  # those ranks that are one here, each
     joined: dict[int, int] = field(default_factory=dict)  # the micro-batches of each step that are
     # one forward pass here
     _kept: TensorCache = field(default_factory=TensorCache)
@@ -110,7 +110,7 @@ class JobRecording:
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
-        return self.units[rank][0] if self.units else rank
+        return self.replicas[rank][0] if self.replicas else rank
 
     @property
     def divided_by(self) -> str:
@@ -172,7 +172,7 @@ class JobRecording:
         kept = self.tensors(rank, step)
         return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
 
-    def modules(self, rank: int, step: int) -> Seen | None:
+    def modules(self, rank: int, step: int) -> WatchedStep | None:
         """What the modules of a rank were given and returned at a step; None where they were not
         watched. Raises UsageError where that is damaged.
         """
@@ -185,7 +185,7 @@ class JobRecording:
             raise UsageError(
                 f"{file} is damaged: its modules have other tensors; run distcheck job again"
             )
-        return Seen(watched, sums)
+        return WatchedStep(watched, sums)
 
     # -- as every recording ----------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import xxhash
 from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.errors.masking import masked_words
-from distcheck.recordings.jobs.watched import Watched
+from distcheck.recordings.jobs.watched import WatchedCalls
 from distcheck.records.decoding import World, decode_json, read_bounded
 
 MOST_OPS = 20_000  # of one step
@@ -95,7 +95,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[str, ...]
 
 
-class Samples(msgspec.Struct, frozen=True):
+class RereadSamples(msgspec.Struct, frozen=True):
     """Those that a rank has read once more, after its last step."""
 
     samples: tuple[Sample, ...]
@@ -289,7 +289,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     computed: str = ""
     counters: dict[str, float] = {}
     parts: dict[str, Shard] = {}
-    modules: Watched | None = None
+    modules: WatchedCalls | None = None
     ops: Ops | None = None
     gpu_bytes: int = 0
     checksum: str = ""
@@ -372,7 +372,7 @@ def for_others(record: RankRecord) -> RankRecord:
 
 def read_samples(file: Path) -> tuple[Sample, ...]:
     """What a rank has read once more, if it has. Raises UsageError for a file that is damaged."""
-    return read_own(file, Samples).samples if file.exists() else ()
+    return read_own(file, RereadSamples).samples if file.exists() else ()
 
 
 def read_manifest(file: Path) -> KeptRecording:

@@ -40,25 +40,25 @@ def unsharded(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> Job
     divided = any(record.parts for record in job.records.values())
     if not divided and not any(axis.kind in (*SHARING, "expert") for axis in axes):
         return job
-    units = replicas_of(axes, job.world)
+    replicas = replicas_of(axes, job.world)
     steps = tuple(step for step in job.steps if all(record.whole for record in job.at(step)))
     private.folder(folder, is_new=True)
     for note in job.folder.glob("python-*"):
         shutil.copy(note, folder / note.name)
-    for number, unit in enumerate(units):
+    for number, replica in enumerate(replicas):
         own = rank_folder(folder, number)
         private.folder(own, is_new=True)
-        mine = _replace(job.ranks[unit[0]], rank=number, world=len(units), axes=tuple(axes))
+        mine = _replace(job.ranks[replica[0]], rank=number, world=len(replicas), axes=tuple(axes))
         records.write_json(own / "rank.json", mine)
-        read = rank_folder(job.folder, unit[0]) / "read.json"
+        read = rank_folder(job.folder, replica[0]) / "read.json"
         if read.exists():
             shutil.copy(read, own / "read.json")
         for step in steps:
-            _Replica(job, unit, step, axes).write(own, number, len(units))
+            _Replica(job, replica, step, axes).write(own, number, len(replicas))
     found = reading.read(folder)
-    drawn = {n: job.drawn[u[0]] for n, u in enumerate(units) if u[0] in job.drawn}
+    drawn = {n: job.drawn[u[0]] for n, u in enumerate(replicas) if u[0] in job.drawn}
     return dataclasses.replace(
-        found, apart=job, units=units, drawn=drawn, uneven=job.uneven, steps=steps
+        found, apart=job, replicas=replicas, drawn=drawn, uneven=job.uneven, steps=steps
     )
 
 
@@ -72,7 +72,7 @@ def replicas_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]
     for rank in range(world):
         place = tuple(mesh.coordinate(rank, name) for name in names)
         found.setdefault(place, []).append(rank)
-    return tuple(tuple(unit) for unit in found.values())
+    return tuple(tuple(replica) for replica in found.values())
 
 
 def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
@@ -88,8 +88,8 @@ def whole_of(
     record = job.records[rank, step]
     if key not in record.digests:
         return None
-    unit = _Replica(job, (rank,), step, (), times)
-    return unit.together(rank, key) if key in record.parts else unit.own(rank, key)
+    replica = _Replica(job, (rank,), step, (), times)
+    return replica.together(rank, key) if key in record.parts else replica.own(rank, key)
 
 
 class _Replica:

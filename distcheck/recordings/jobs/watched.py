@@ -50,7 +50,7 @@ class ModuleCall(msgspec.Struct, frozen=True):
         return self.name, self.number, self.call
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedCalls(msgspec.Struct, frozen=True, kw_only=True):
     """All of a step. Calls are in the order in which they were over, so a module comes after those
     within it; `backward` are the tensors in the order in which gradients came. `left_out` counts
     calls beyond the most that are kept; `compiled` are modules within which nothing is seen.
@@ -70,10 +70,10 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
         return inside and (sums.shape, sums.dtype) == (shape, torch.float64)
 
 
-class Seen(NamedTuple):
+class WatchedStep(NamedTuple):
     """What was watched, with its sums."""
 
-    watched: Watched
+    watched: WatchedCalls
     sums: torch.Tensor
 
     def places(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ def named_places(call: ModuleCall) -> Iterator[tuple[str, int]]:
             yield f"{of}/{kind} {number}", place
 
 
-def shapes_of(watched: Watched) -> dict[str, Shape | None]:
+def shapes_of(watched: WatchedCalls) -> dict[str, Shape | None]:
     return {
         name: watched.tensors[place].shape
         for call in watched.calls
@@ -106,18 +106,18 @@ def of_rank(rank: int) -> str:
     return f"{OF_RANKS}{rank}/"
 
 
-def packed(seen: Seen, of: str) -> dict[str, torch.Tensor]:
+def packed(seen: WatchedStep, of: str) -> dict[str, torch.Tensor]:
     """What was seen as tensors, for a file of these alone; their names begin with `of`."""
     text = bytearray(msgspec.json.encode(seen.watched))
     return {f"{of}record": torch.frombuffer(text, dtype=torch.uint8), f"{of}sums": seen.sums}
 
 
-def unpacked(found: Mapping[str, torch.Tensor], of: str) -> Seen | None:
+def unpacked(found: Mapping[str, torch.Tensor], of: str) -> WatchedStep | None:
     """The same again; None where there is none. Raises ValueError for what does not fit."""
     if f"{of}record" not in found:
         return None
-    watched = decode_json(bytes(found[f"{of}record"].tolist()), Watched)
-    seen = Seen(watched, found.get(f"{of}sums", torch.empty(0)))
+    watched = decode_json(bytes(found[f"{of}record"].tolist()), WatchedCalls)
+    seen = WatchedStep(watched, found.get(f"{of}sums", torch.empty(0)))
     if not watched.fits(seen.sums):
         raise ValueError("modules have other tensors than their sums")
     return seen

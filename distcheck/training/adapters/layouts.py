@@ -24,7 +24,7 @@ from distcheck.errors import UsageError
 from distcheck.records.mesh import Mesh
 from distcheck.training.adapters.sharded_parameters import OptimizerOverShards, ShardedParameters
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.optimizers import StandIn
+from distcheck.training.optimizers import OptimizerProxy
 from distcheck.training.whole_tensors import is_distributed
 
 Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
@@ -244,7 +244,7 @@ class _Accessed:
         )
 
 
-class _OverBoth(StandIn):
+class _OverBoth(OptimizerProxy):
     """The optimizer of what a rank holds, and the workload's own over the whole model."""
 
     def __init__(

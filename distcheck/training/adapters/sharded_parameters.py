@@ -18,7 +18,7 @@ from torch import nn
 
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import spacing
-from distcheck.training.optimizers import StandIn
+from distcheck.training.optimizers import OptimizerProxy
 
 
 class LostElementsError(Exception):
@@ -243,7 +243,7 @@ def _integers(dtype: torch.dtype) -> int:
     return int(2 / spacing(dtype))
 
 
-class OptimizerOverShards(StandIn):
+class OptimizerOverShards(OptimizerProxy):
     """The workload's optimizer over a rank's pieces; after a step the whole model is as it is."""
 
     def __init__(self, inner: torch.optim.Optimizer, pieces: ShardedParameters) -> None:

@@ -29,7 +29,7 @@ from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.mpi import segments
 from distcheck.worlds.reporter import Reporter, flush, leave
-from distcheck.worlds.waiting import LOOK_EVERY_S, Look
+from distcheck.worlds.waiting import LOOK_EVERY_S, RankInspector
 
 # The descriptors that come with a Spawn, in this order; the job's own come after them.
 EVENTS, OUTPUT, STACKS, RELEASE, DUMP, FIRST_OF_JOB = range(6)
@@ -48,7 +48,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     inherited = len(sys.modules)
     try:
         _settle(request, fds)
-        look = Look(reporter)
+        look = RankInspector(reporter)
         asked = (fds[DUMP], reporter, look)
         threading.Thread(
             target=_dump_when_asked, args=asked, name=linux.LOOK_THREAD, daemon=True
@@ -197,7 +197,7 @@ def as_event(error: BaseException) -> messages.Raised:
     )
 
 
-def _dump_when_asked(dump_fd: int, reporter: Reporter, look: Look) -> None:
+def _dump_when_asked(dump_fd: int, reporter: Reporter, look: RankInspector) -> None:
     """A thread that waits for the front to close the pipe, then tells what everybody is doing.
     Until then it looks whether the rank waits, where that is noted.
 

@@ -23,7 +23,7 @@ _BRINGS = ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
 _loading = threading.RLock()
 
 
-class StandIn(ModuleType):
+class LateModule(ModuleType):
     """What is in `sys.modules` until the compiler is needed."""
 
     def __init__(self, file: str | None) -> None:
@@ -69,13 +69,13 @@ def install() -> None:
     if NAME in sys.modules:
         return
     found = importlib.util.find_spec(NAME)
-    stand_in = StandIn(None if found is None else found.origin)
+    stand_in = LateModule(None if found is None else found.origin)
     sys.modules[NAME] = torch.__dict__["_dynamo"] = stand_in
 
 
 def is_loaded() -> bool:
     found = sys.modules.get(NAME)
-    return found is not None and not isinstance(found, StandIn)
+    return found is not None and not isinstance(found, LateModule)
 
 
 def to_share() -> list[str]:
@@ -85,7 +85,7 @@ def to_share() -> list[str]:
 
 def load() -> None:
     found = sys.modules.get(NAME)
-    if isinstance(found, StandIn):
+    if isinstance(found, LateModule):
         found._compiler()
     else:
         importlib.import_module(NAME)

@@ -433,13 +433,13 @@ class Coordinator(Pool):
         """Until every rank has a place, or the deadline has passed."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
-        greetings = Handshakes(server, self._secret)
+        handshakes = Handshakes(server, self._secret)
         try:
-            self._wait_for_all(greetings, deadline, patience_s)
+            self._wait_for_all(handshakes, deadline, patience_s)
         finally:
-            greetings.close()
+            handshakes.close()
 
-    def _wait_for_all(self, greetings: Handshakes, deadline: float, patience_s: float) -> None:
+    def _wait_for_all(self, handshakes: Handshakes, deadline: float, patience_s: float) -> None:
         while missing := self._missing():
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing))
@@ -447,10 +447,10 @@ class Coordinator(Pool):
                     f"{'ranks' if len(missing) > 1 else 'rank'} {ranks} of {self._launch.world} "
                     f"did not come within {patience_s:g} s; were their processes started, "
                     "and can they reach this machine? --deadline gives them longer"
-                    + _about_refused(greetings.refused)
+                    + _about_refused(handshakes.refused)
                 )
             self.pump(0)
-            for line, words in greetings.come(0.1):
+            for line, words in handshakes.come(0.1):
                 self._greet(line, words)
 
     def _greet(self, line: protocol.Connection, words: list[Any]) -> None:

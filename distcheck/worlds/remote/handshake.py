@@ -51,30 +51,30 @@ class Handshakes:
         """Those that have said who they are: their line, and their words, `Joining` first."""
         watched = select.poll()
         watched.register(self._server, select.POLLIN)
-        for greeting in self._waiting:
-            watched.register(greeting, select.POLLIN)
+        for handshake in self._waiting:
+            watched.register(handshake, select.POLLIN)
         ready = {fd for fd, _ in watched.poll(timeout_s * 1000)}
         here = []
-        for greeting in [one for one in self._waiting if one.fileno() in ready]:
-            if self._goes_on(greeting):
-                if greeting.words:
-                    self._waiting.remove(greeting)
-                    assert greeting.line is not None
-                    here.append((greeting.line, greeting.words))
+        for handshake in [one for one in self._waiting if one.fileno() in ready]:
+            if self._goes_on(handshake):
+                if handshake.words:
+                    self._waiting.remove(handshake)
+                    assert handshake.line is not None
+                    here.append((handshake.line, handshake.words))
             else:
-                self._send_away(greeting)
+                self._send_away(handshake)
         for _ in range(_MOST_WAITING if self._server.fileno() in ready else 0):
             if not self._let_in():
                 break
         now = time.monotonic()
-        for greeting in [one for one in self._waiting if one.until < now]:
-            self._send_away(greeting)
+        for handshake in [one for one in self._waiting if one.until < now]:
+            self._send_away(handshake)
         return here
 
     def close(self) -> None:
         """Sends away those that are still waiting."""
-        for greeting in list(self._waiting):
-            self._send_away(greeting)
+        for handshake in list(self._waiting):
+            self._send_away(handshake)
 
     def _let_in(self) -> bool:
         """Takes one connection; False where there is none."""
@@ -82,46 +82,48 @@ class Handshakes:
             connection, place = self._server.accept()
         except OSError:  # or it has left already, or there are too many
             return False
-        greeting = _Handshake(
+        handshake = _Handshake(
             connection, secret.challenge(), time.monotonic() + HANDSHAKE_S, str(place[:1])
         )
-        self._waiting.append(greeting)
+        self._waiting.append(handshake)
         try:
             if not secret.is_own_peer(connection):
                 raise ConnectionError
             connection.setblocking(False)
-            connection.sendall(greeting.sent)
+            connection.sendall(handshake.sent)
         except OSError:
-            self._send_away(greeting)
+            self._send_away(handshake)
         strangers = [one for one in self._waiting if one.line is None]
         if len(strangers) > _MOST_WAITING:
             counts = Counter(one.address for one in strangers)
             self._send_away(max(strangers, key=lambda one: counts[one.address]))
         return True
 
-    def _goes_on(self, greeting: _Handshake) -> bool:
+    def _goes_on(self, handshake: _Handshake) -> bool:
         """Takes what has arrived; False where this is a stranger."""
         try:
-            if greeting.line is None:
-                return self._checked(greeting)
-            greeting.words += greeting.line.receive()
+            if handshake.line is None:
+                return self._checked(handshake)
+            handshake.words += handshake.line.receive()
         except (EOFError, OSError, msgspec.MsgspecError):
             return False
-        return not greeting.words or isinstance(greeting.words[0], protocol.Joining)
+        return not handshake.words or isinstance(handshake.words[0], protocol.Joining)
 
-    def _checked(self, greeting: _Handshake) -> bool:
-        piece = greeting.connection.recv(secret.ANSWER_BYTES - len(greeting.heard))
-        greeting.heard += piece
-        if len(greeting.heard) < secret.ANSWER_BYTES:
+    def _checked(self, handshake: _Handshake) -> bool:
+        piece = handshake.connection.recv(secret.ANSWER_BYTES - len(handshake.heard))
+        handshake.heard += piece
+        if len(handshake.heard) < secret.ANSWER_BYTES:
             return bool(piece)
-        if not secret.answer_is_right(greeting.sent, greeting.heard, self._secret):
+        if not secret.answer_is_right(handshake.sent, handshake.heard, self._secret):
             self.refused += 1
             return False
-        proof = secret.proof_of_front(greeting.sent, greeting.heard, self._secret)
-        greeting.connection.sendall(proof)
-        greeting.line = protocol.Connection(greeting.connection, self._kind, patience_s=HANDSHAKE_S)
+        proof = secret.proof_of_front(handshake.sent, handshake.heard, self._secret)
+        handshake.connection.sendall(proof)
+        handshake.line = protocol.Connection(
+            handshake.connection, self._kind, patience_s=HANDSHAKE_S
+        )
         return True
 
-    def _send_away(self, greeting: _Handshake) -> None:
-        self._waiting.remove(greeting)
-        greeting.connection.close()
+    def _send_away(self, handshake: _Handshake) -> None:
+        self._waiting.remove(handshake)
+        handshake.connection.close()

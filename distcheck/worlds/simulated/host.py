@@ -143,7 +143,7 @@ class SimulatedHost:
         limits.install()
         threading.stack_size(_STACK_BYTES)
         self._isolation.begin(0)
-        self._world.baton.run(self._live)
+        self._world.scheduler.run(self._live)
         self._isolation.end()
 
     def _begins(self, rank: int, step: int) -> None:
@@ -172,7 +172,7 @@ class SimulatedHost:
             self._world.lose(rank)
         except BaseException as error:
             if self._refused and isinstance(error, NotSimulatedError):
-                self._world.baton.freeze()  # a thread's refusal, of which the front knows
+                self._world.scheduler.freeze()  # a thread's refusal, of which the front knows
             self._flush(rank)
             if place := limits.place_of_cuda(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
@@ -207,7 +207,7 @@ class SimulatedHost:
 
     def _recorded(self) -> list[dict[str, Any]]:
         """The last calls of this thread's rank, as torch's flight recorder has them."""
-        rank = self._world.baton.rank
+        rank = self._world.scheduler.rank
         return [] if rank is None else self._entries_of(rank)
 
     def _entries_of(self, rank: int) -> list[dict[str, Any]]:
@@ -216,10 +216,10 @@ class SimulatedHost:
     def _ended(self, how: simulated.End, what: str) -> None:
         """Says how the world ends; once."""
         if not self._ending.acquire(blocking=False):
-            self._world.baton.freeze()
+            self._world.scheduler.freeze()
         if how == "refused":
             self._refused = True
-            rank = self._world.baton.current
+            rank = self._world.scheduler.current
             place = place_of_caller()
             refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
             self._reporters[rank].send(child.as_event(refusal))
@@ -241,7 +241,7 @@ class SimulatedHost:
         by what they do themselves, and `why` says so.
         """
         frames = sys._current_frames()
-        for runner in self._world.baton.runners:
+        for runner in self._world.scheduler.runners:
             if runner.state is not ThreadState.OVER:
                 self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless, why))
 
@@ -252,12 +252,12 @@ class SimulatedHost:
         blameless: Sequence[ThreadState],
         why: str,
     ) -> messages.Stacks:
-        thread, baton = runner.thread, self._world.baton
+        thread, scheduler = runner.thread, self._world.scheduler
         frame = frames.get(thread.ident or 0) if thread is not None else None
         text = "" if frame is None else child.shown_of(frame)
-        waits = runner.state in blameless and runner.rank != baton.current
+        waits = runner.state in blameless and runner.rank != scheduler.current
         if waits:
-            text = f"{why.format(baton.current)}\n{text}"
+            text = f"{why.format(scheduler.current)}\n{text}"
         entries = self._entries_of(runner.rank)
         together = [entry for entry in entries if not entry["is_p2p"]]
         return messages.Stacks(

@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 26  # of memory with gaps that is compared byte by byte; chos
 
 
 @dataclass(eq=False)
-class Held:
+class TensorInFlight:
     """A tensor of a call in flight: of the storage at `address` the bytes from `begin` to `end`."""
 
     call: SimulatedCall
@@ -48,7 +48,7 @@ class InFlight(compat.TorchDispatchMode):
     def __init__(self, rank: int, accuse: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rank, self._accuse = rank, accuse
-        self._held: dict[int, list[Held]] = {}  # by the address of the storage
+        self._held: dict[int, list[TensorInFlight]] = {}  # by the address of the storage
         self._calls: dict[SimulatedCall, list[int]] = {}
 
     def begin(self, call: SimulatedCall) -> None:
@@ -99,12 +99,12 @@ class InFlight(compat.TorchDispatchMode):
                     self._check(held, _name(func))
         return func(*args, **kwargs)
 
-    def _check(self, use: Held, operation: str = "") -> None:
+    def _check(self, use: TensorInFlight, operation: str = "") -> None:
         for held in self._held.get(use.address, ()):
             if held.call is not use.call and (use.writes or held.writes) and overlap(use, held):
                 self._accuse(self._in_words(held, use, operation))
 
-    def _in_words(self, held: Held, use: Held, operation: str) -> str:
+    def _in_words(self, held: TensorInFlight, use: TensorInFlight, operation: str) -> str:
         call = held.call
         does = "wrote to" if use.writes else "read"
         if use.call is not None:
@@ -181,7 +181,7 @@ def _touched(
                 yield one, alias is not None
 
 
-def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
+def hold(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInFlight | None:
     """Where a tensor lies in memory; None where it has none that can be compared."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
@@ -193,7 +193,7 @@ def hold(call: Any, tensor: torch.Tensor, writes: bool) -> Held | None:
         return None
     begin, size, span = int(tensor.storage_offset()), tensor.element_size(), span_of(tensor)
     dense = span == tensor.numel()
-    return Held(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
+    return TensorInFlight(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
 
 
 def span_of(tensor: torch.Tensor) -> int:
@@ -204,7 +204,7 @@ def span_of(tensor: torch.Tensor) -> int:
     return sum((count - 1) * stride for count, stride in pairs) + 1
 
 
-def overlap(one: Held, other: Held) -> bool:
+def overlap(one: TensorInFlight, other: TensorInFlight) -> bool:
     """Whether two tensors of one storage share a byte."""
     begin, end = min(one.begin, other.begin), max(one.end, other.end)
     if one.begin >= other.end or other.begin >= one.end:
@@ -217,7 +217,7 @@ def overlap(one: Held, other: Held) -> bool:
         return bool((_bytes_of(one, begin, end) & _bytes_of(other, begin, end)).any())
 
 
-def _bytes_of(held: Held, begin: int, end: int) -> torch.Tensor:
+def _bytes_of(held: TensorInFlight, begin: int, end: int) -> torch.Tensor:
     """Which bytes [n] of a stretch of memory a tensor has."""
     tensor, found = held.tensor, torch.zeros(end - begin, dtype=torch.bool)
     size = tensor.element_size()

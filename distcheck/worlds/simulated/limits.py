@@ -55,18 +55,18 @@ def install() -> None:
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 
     def sleep_or_give_way(seconds: float, /) -> None:
-        if here().baton.rank is None:
+        if here().scheduler.rank is None:
             sleep(seconds)
         else:
-            here().baton.sleep(seconds)
+            here().scheduler.sleep(seconds)
 
     def refuse_signal(number: Any, handler: Any, /) -> Any:
-        if here().baton.rank is not None:
+        if here().scheduler.rank is not None:
             here().refuse("it sets a handler of a signal")
         return set_signal(number, handler)
 
     def leave_rank(status: int) -> NoReturn:
-        if here().baton.rank is not None:
+        if here().scheduler.rank is not None:
             raise RankLeftError(status)
         leave(status)
 
@@ -103,7 +103,7 @@ def _join_groups_of_gloo() -> None:
         def make_group(
             size: int, rank: Any, ranks: list[int], backend: str, *given: Any, **named: Any
         ) -> Any:
-            of_code = here().baton.rank is not None and backend != TORCH_NAME
+            of_code = here().scheduler.rank is not None and backend != TORCH_NAME
             if of_code and not ranks:
                 here().refuse(_MEETS)
             if of_code and "gloo" in str(backend):
@@ -117,7 +117,7 @@ def _join_groups_of_gloo() -> None:
         return make_group
 
     def refuse_to_meet(*given: Any, **named: Any) -> Any:
-        if here().baton.rank is not None:
+        if here().scheduler.rank is not None:
             here().refuse(_MEETS)
         return meet(*given, **named)
 
@@ -144,7 +144,7 @@ def _refuse_operators() -> None:
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
             frame = frame.f_back
         of_ranks = frame is not None and is_of_ranks(frame.f_code.co_filename)
-        if of_ranks and here().baton.rank is not None:
+        if of_ranks and here().scheduler.rank is not None:
             here().refuse("it defines operators by torch.library, which all ranks would share,")
         begin(self, *given, **named)
 
@@ -154,7 +154,7 @@ def _refuse_operators() -> None:
 def _refuse_cuda() -> None:
     def with_init(init: Callable[[], None]) -> Callable[[], None]:
         def init_cuda() -> None:
-            if here().baton.rank is None:
+            if here().scheduler.rank is None:
                 init()
                 return
             if torch.cuda.is_available():
@@ -186,7 +186,7 @@ def _watch(name: str, shown_as: str, counts: Callable[[], bool]) -> None:
 
     @functools.wraps(reads)
     def watched(self: torch.Tensor, *given: Any, **named: Any) -> Any:
-        rank = here().baton.rank
+        rank = here().scheduler.rank
         if rank is not None and counts():
             here().read(rank, self, shown_as)
         return reads(self, *given, **named)
@@ -195,7 +195,7 @@ def _watch(name: str, shown_as: str, counts: Callable[[], bool]) -> None:
 
 
 def _hear(event: str, given: tuple[Any, ...]) -> None:
-    if here().baton.rank is None:
+    if here().scheduler.rank is None:
         return
     if event in _FORKS:
         here().refuse(f"it calls {event}")

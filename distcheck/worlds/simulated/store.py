@@ -50,7 +50,7 @@ class SimulatedStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Adds to a number, which begins at 0; returns the sum. Adding 0 asks for it."""
         if not amount:
-            self._world.baton.give_way()
+            self._world.scheduler.give_way()
         total = int(self._world.stored.get(key, b"0")) + amount
         self.set(key, str(total))
         return total
@@ -64,14 +64,14 @@ class SimulatedStore(Store):
         if known == expected or (known is None and not expected):
             self.set(key, desired)
         else:
-            self._world.baton.give_way()
+            self._world.scheduler.give_way()
         found: bytes = self._world.stored.get(key, expected)
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there; other ranks run first."""
         if not all(key in self._world.stored for key in keys):
-            self._world.baton.give_way()
+            self._world.scheduler.give_way()
         return all(key in self._world.stored for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -89,7 +89,7 @@ class SimulatedStore(Store):
 
     def num_keys(self) -> int:
         """The number of values; other ranks run first."""
-        self._world.baton.give_way()
+        self._world.scheduler.give_way()
         return len(self._world.stored)
 
     getNumKeys = num_keys  # noqa: N815

@@ -164,7 +164,7 @@ class SimulatedWorld:
         self.turns: list[
             tuple[SimulatedCall, int]
         ] = []  # where there is a schedule: calls as posted
-        self.baton = Scheduler(
+        self.scheduler = Scheduler(
             size,
             switch=switch,
             stuck=self._stuck,
@@ -189,7 +189,7 @@ class SimulatedWorld:
         """The rank that runs makes a group: its calls, which its ranks share, and what is noted of
         it, if code under test makes it itself.
         """
-        rank = self.baton.rank
+        rank = self.scheduler.rank
         made = None if rank is None else self.groups.made(rank, name, ranks)
         found = self._channels.get(name)
         if found is None or found.ranks != tuple(ranks):
@@ -207,8 +207,8 @@ class SimulatedWorld:
             if done:
                 self.odd.met(done)
         for one in done:
-            if self.baton.runners[one.rank].waits_for is one:
-                self.baton.wake(one.rank)
+            if self.scheduler.runners[one.rank].waits_for is one:
+                self.scheduler.wake(one.rank)
         if self._buffered and call.kind == "send" and not call.complete:
             with unseen():
                 call.inputs = [tensor.detach().clone() for tensor in call.inputs]
@@ -216,13 +216,13 @@ class SimulatedWorld:
         if self.chooser is not None:
             if len(self.turns) < _MOST_TURNS:
                 self.turns.append((call, len(self.chooser.preemptions)))
-            self.baton.offer()
+            self.scheduler.offer()
 
     def wait(self, call: SimulatedCall) -> None:
         """Gives way until a call is complete, and writes its results."""
         self.running_rank("waits for a collective")
         while not call.complete:
-            self.baton.block(call)
+            self.scheduler.block(call)
             if call.timed_out and not call.complete:
                 self.refuse(f"the time limit of {call.limit_s:g} s passes for {call.in_words()}")
         self._in_flight[call.rank].end(call)
@@ -236,7 +236,7 @@ class SimulatedWorld:
         """
         self.running_rank("asks for a collective")
         if not call.complete:
-            self.baton.give_way()
+            self.scheduler.give_way()
         if call.complete:
             self.wait(call)
         return call.complete
@@ -266,7 +266,7 @@ class SimulatedWorld:
     def accuse(self, how: End, what: str) -> NoReturn:
         """Ends the world, because of what the rank that runs has done."""
         self._ended(how, what)
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def read(self, rank: int, tensor: Any, how: str) -> None:
         """A method of a tensor reads its memory by itself."""
@@ -276,19 +276,19 @@ class SimulatedWorld:
         """Gives way until all keys are there. `limit_s` is the code's own, as of a call."""
         wanted = Keys(keys, limit_s)
         while not all(key in self.stored for key in keys):
-            self.baton.block(wanted)
+            self.scheduler.block(wanted)
             if wanted.timed_out and not all(key in self.stored for key in keys):
                 self.refuse(f"the time limit of {limit_s:g} s passes for {wanted}")
 
     def wake_store(self) -> None:
         """Makes ranks that wait for the store look again."""
-        for runner in self.baton.runners:
+        for runner in self.scheduler.runners:
             if isinstance(runner.waits_for, Keys):
-                self.baton.wake(runner.rank)
+                self.scheduler.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
         """The rank of this thread. Refuses a thread that the code under test has started."""
-        rank = self.baton.rank
+        rank = self.scheduler.rank
         if rank is None:
             self.refuse(f"a thread that is not a rank's {does}")
         return rank
@@ -296,8 +296,8 @@ class SimulatedWorld:
     def refuse(self, what: str) -> NoReturn:
         """Ends the world, because of something that cannot be simulated."""
         self._ended("refused", what)
-        if self.baton.rank is not None:
-            self.baton.freeze()
+        if self.scheduler.rank is not None:
+            self.scheduler.freeze()
         raise NotSimulatedError(what)
 
     def lose(self, rank: int) -> None:
@@ -309,25 +309,25 @@ class SimulatedWorld:
         for said in (self.groups.mismatch(), *matched):
             if said:
                 self._ended("mismatch", said)
-                self.baton.freeze()
+                self.scheduler.freeze()
         if self._lost:
             self._lose_peers()
             return
         if self._time_out():
             return
         self._ended(*why_stuck(self._waits(), self._over()))
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def _time_out(self) -> bool:
         """Wakes the rank that would give up first, where one has a time limit of its own: after
         that it may go on, so that no deadlock is proven. No clock runs here to tell who would.
         """
-        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
+        waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
         if first is None or first.waits_for.limit_s == math.inf:
             return False
         first.waits_for.timed_out = True
-        self.baton.wake(first.rank)
+        self.scheduler.wake(first.rank)
         return True
 
     def _overslept(self, rank: int, seconds: float) -> None:
@@ -337,15 +337,15 @@ class SimulatedWorld:
             f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
             f"{self._deadline_s:g} s{'; ' * bool(waiting)}{waiting}",
         )
-        self.baton.freeze()
+        self.scheduler.freeze()
 
     def _lose_peers(self) -> None:
         """Ranks that wait for one that has ended lose it; where none does, all that wait do."""
-        waiting = [r for r in self.baton.runners if r.state is ThreadState.WAITING]
+        waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:
             gone = ranks_in_words(self._lost)
-            self.baton.wake(
+            self.scheduler.wake(
                 runner.rank, RuntimeError(f"Connection closed by peer: {gone} ended before this")
             )
 
@@ -356,7 +356,7 @@ class SimulatedWorld:
 
     def _waits(self) -> dict[int, Wait]:
         found = {}
-        for runner in self.baton.runners:
+        for runner in self.scheduler.runners:
             on = runner.waits_for
             if runner.state is ThreadState.WAITING:
                 call = on if isinstance(on, SimulatedCall) else None
@@ -366,7 +366,9 @@ class SimulatedWorld:
         return found
 
     def _over(self) -> list[int]:
-        return [runner.rank for runner in self.baton.runners if runner.state is ThreadState.OVER]
+        return [
+            runner.rank for runner in self.scheduler.runners if runner.state is ThreadState.OVER
+        ]
 
 
 _here: SimulatedWorld | None = None

@@ -23,7 +23,7 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import not_installed
-from distcheck.training.optimizers import StandIn, innermost
+from distcheck.training.optimizers import OptimizerProxy, innermost
 from distcheck.training.recorder import OfItsOwn
 
 _NEEDED = ("backward", "step")
@@ -175,7 +175,7 @@ class EngineModule(nn.Module):
         return self._engine[0].no_sync()
 
 
-class EngineOptimizer(StandIn):
+class EngineOptimizer(OptimizerProxy):
     """The optimizer that the loop steps: its step is the engine's."""
 
     def __init__(self, engine: Engine) -> None:

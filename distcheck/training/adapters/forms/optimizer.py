@@ -12,13 +12,13 @@ from distcheck.errors import UsageError
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.adapters import names
 from distcheck.training.adapters.called import calling
-from distcheck.training.adapters.forms.own_optimizer import Watched
+from distcheck.training.adapters.forms.own_optimizer import WatchedOptimizer
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.optimizers import StandIn
+from distcheck.training.optimizers import OptimizerProxy
 
 
 def fits(target: Target) -> bool:
@@ -52,7 +52,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         objects[:] = [made]
         made = made if callable(getattr(made, "step", None)) else inner
         if isinstance(made, base) and type(made) is not base:  # its step() ends in torch's own
-            return Watched(made, base, scene, updates=True)
+            return WatchedOptimizer(made, base, scene, updates=True)
         # It may have given the optimizer another step, or hooks before its own.
         is_as_it_was = made is inner and "step" not in vars(inner) and not has_step_hooks(inner)
         if is_as_it_was:
@@ -109,7 +109,7 @@ class _OfBoth(dict[str, Any]):
             group[key] = value
 
 
-class Around(StandIn):
+class Around(OptimizerProxy):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
     def __init__(

@@ -28,7 +28,7 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.optimizers import StandIn
+from distcheck.training.optimizers import OptimizerProxy
 
 
 def fits(target: Target) -> bool:
@@ -66,7 +66,7 @@ def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
     return None
 
 
-class Watched(StandIn):
+class WatchedOptimizer(OptimizerProxy):
     """What the loop sees in place of an optimizer: its groups and state, and where the step of
     torch's class begins, in whose place `instead` steps, if there is one.
     """
@@ -134,7 +134,7 @@ def _by_its_base(
     target: Target, scene: Scene, base: type[torch.optim.Optimizer], *, is_divided: bool
 ) -> LoadedStrategy:
     filling = _filling(target, scene)
-    watched: list[Watched] = []
+    watched: list[WatchedOptimizer] = []
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         inner = build(parameters)
@@ -145,13 +145,13 @@ def _by_its_base(
             dict(group) if is_same else {"params": group["params"]} for group in inner.param_groups
         ]
         instead = inner if is_divided and not is_same else None
-        made = Watched(filling.call(groups), base, scene, updates=is_same, instead=instead)
+        made = WatchedOptimizer(filling.call(groups), base, scene, updates=is_same, instead=instead)
         watched[:] = [made]
         return made if is_same or is_divided else inner
 
     def sync(model: nn.Module, step: Step) -> None:
         (made,) = watched
-        if isinstance(scene.optimizer, Watched):
+        if isinstance(scene.optimizer, WatchedOptimizer):
             return  # its step() follows
         begun: list[int] = []
         handle = made.before_update(lambda: begun.append(1))
