@@ -28,7 +28,7 @@ def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     if mesh.data == mesh.world:
         yield (
             "the code exchanges in its forward pass, so no rank has a part of the gradient by "
-            "itself: the float32 and float64 references judge, with all samples in one process"
+            "itself: full batch float32 and float64 judge, with all samples in one process"
         )
     else:
         yield _of_layers(mesh)
@@ -42,7 +42,7 @@ def _of_layers(mesh: Mesh) -> str:
     return (
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks train one model together, on the same "
         "samples. Sums that are split over ranks are rounded in another order than in one process, "
-        "so outputs, gradients and losses are judged by the float32 and float64 references, and "
+        "so outputs, gradients and losses are judged by full batch float32 and float64, and "
         "not by the bitwise and rounding-bound layers"
     )
 
