@@ -235,7 +235,7 @@ def test_what_fsdp_gathers_is_no_exchange_of_the_scripts(
     """torch 2.11 gathers parameters by the function that scripts call as well."""
     said: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hooks, "_listener", NullListener())
-    monkeypatch.setattr(hooks, "say", lambda *given: said.append(given))
+    monkeypatch.setattr(hooks, "emit", lambda *given: said.append(given))
     call = hooks._collective("all_gather_into_tensor", lambda one: one)
     file = Path(torch.distributed.__file__).with_name(folder) / "_collectives.py"
     exec(compile("call(7)", file, "exec"), {"call": call})

@@ -190,9 +190,9 @@ def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> Non
 FORKS_AFTER_FAKE_TENSORS = """
 import os, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from distcheck.job.inside import alone
+from distcheck.job.inside import single_process_group
 
-alone.install()
+single_process_group.install()
 with FakeTensorMode():
     torch.ones(2) + 1
 weight = torch.ones(3, requires_grad=True)

@@ -102,7 +102,7 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting(
 
 
 def test_silence_and_crowds_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcheck.worlds.remote.handshake.GREETING_S", 0.1)
+    monkeypatch.setattr("distcheck.worlds.remote.handshake.HANDSHAKE_S", 0.1)
     monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
     with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]

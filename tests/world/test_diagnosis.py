@@ -36,7 +36,7 @@ def test_right_code_has_no_cause(
         looked.append(facts)
         return []
 
-    monkeypatch.setattr(diagnosis, "worth_a_look", lambda results: True)
+    monkeypatch.setattr(diagnosis, "needs_diagnosis", lambda results: True)
     monkeypatch.setattr(diagnosis, "steps_to_look_at", lambda results: (0, 1, 2))
     monkeypatch.setattr(diagnosis, "diagnose", note)
     report = distcheck.verify(strategy, world=world, workload="tests.mutants.small:Small", steps=3)
