@@ -80,7 +80,7 @@ class RunOptions:
                count
     left_out   cases of that plan that are not run, each with the reason
     beside     searches, and what may be left out
-    explore    runs the searches last, as `distcheck.explore.thorough_search.explore_beside` does
+    explore    runs the searches last, as `distcheck.explore.thorough_search.search_thoroughly` does
     """
 
     keep: Store | None = None
