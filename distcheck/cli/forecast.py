@@ -117,7 +117,8 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(
-            "  bitwise applies if a strategy promises its reduction order; otherwise rounding replaces it"
+            "  bitwise applies if a strategy promises its reduction order; rounding replaces it "
+            "otherwise"
         )
     return lines
 

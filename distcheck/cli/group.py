@@ -16,8 +16,8 @@ from distcheck.worlds.launchers import is_elsewhere
 # a short list of options has a single group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
-        "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh", "resumed_from",
-        "strict", "config", "shard", "last_failed", "failed_first",
+        "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh",
+        "resumed_from", "strict", "config", "shard", "last_failed", "failed_first",
     ),
     CALLED: (),
     RANKS: (

@@ -1,11 +1,12 @@
 """Search for the smallest case in which a strategy fails.
 
- space       the space of cases, as Hypothesis strategies
- search      draws cases, runs them, shrinks failures
- running     runs cases on persistent ranks and a persistent judge; kept_rank is their side
- messages    requests to them
- failure_database  storage and printing of a failure
- `beside`    the search of `--thorough`
+    space             the space of cases, as hypothesis strategies
+    search            draws cases, runs them, shrinks failing ones
+    running           runs cases on ranks and a judge that are reused across cases
+    worker            the side of these ranks and of the judge
+    messages          the requests that they receive
+    failure_database  saved failing cases, and how they are shown
+    thorough_search   the search of `--thorough`
 
 For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
 and `verify_case` runs one case. They are imported on first use.

@@ -145,6 +145,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
             "missing-broadcast",
             f"step {before[-1]}: only the optimizer of rank {', '.join(map(str, alone))} has "
             f"{apart}, and before step {step} the other ranks do not hold the updated values",
+            "job",
         )
         return
     owners: dict[int, int] = {}
@@ -159,7 +160,9 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     if len(owners) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
         yield name_cause(
-            "missing-broadcast", f"step {step}: only one rank updated each parameter ({counts})"
+            "missing-broadcast",
+            f"step {step}: only one rank updated each parameter ({counts})",
+            "job",
         )
 
 

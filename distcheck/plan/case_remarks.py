@@ -27,8 +27,8 @@ def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
     """Yield the notes on a case of a parallel layout."""
     if mesh.data == mesh.world:
         yield (
-            "the code communicates in its forward pass, so ranks have no local gradients: the "
-            "float32 and float64 references judge, with the global batch in a single process"
+            "the code communicates in its forward pass, so ranks have no local gradients: full "
+            "batch float32 and float64 judge, with the global batch in a single process"
         )
     else:
         yield _of_layers(mesh)
@@ -42,7 +42,7 @@ def _of_layers(mesh: Mesh) -> str:
     return (
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks share one model and the same samples. "
         "Sums across these ranks are rounded in a different order than in a single process, so "
-        "the float32 and float64 references judge outputs, gradients and losses, and the bitwise "
+        "full batch float32 and float64 judge outputs, gradients and losses, and the bitwise "
         "and rounding-bound layers do not apply"
     )
 
@@ -84,17 +84,16 @@ _LONG_ENOUGH = {  # dtypes whose rounding a layer's bound covers
     IN_FLOAT64: ("float64", "complex128"),
 }
 _LEAST_NORMALIZED = 4
-_MOST_OTHER_ROUNDINGS = (
-    9  # counted by the rounding bound in one backward pass, in addition to one for each rank
-)
+# Roundings that the rounding bound counts in one backward pass, in addition to one for each rank.
+_MOST_OTHER_ROUNDINGS = 9
 _BY_OTHERS = "bitwise and rounding judge instead"
 _HARDLY_NORMALIZED = (
-    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full batch float32 and "
-    f"full batch float64 have no bound for them, and {_BY_OTHERS}"
+    "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full "
+    f"batch float32 and float64 have no bound for them, and {_BY_OTHERS}"
 )
 _ROWS_APART = (
-    "BatchNorm receives rows that are not in sample order, so full batch float32 and float64 cannot determine "
-    f"which rows a rank normalizes together: {_BY_OTHERS}"
+    "BatchNorm receives rows that are not in sample order, so full batch float32 and float64 "
+    f"cannot determine which rows a rank normalizes together: {_BY_OTHERS}"
 )
 SYNCED_STATISTICS = (
     "the strategy's file replaces the model's BatchNorm by SyncBatchNorm, which synchronizes "
@@ -212,7 +211,8 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
             f"{case.device}, so the two cannot be compared"
         )
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
-        return f"compared with the {case.reference_device}, only full batch float32 could judge it. {why}"
+        only = f"compared with the {case.reference_device}, only full batch float32 could judge it"
+        return f"{only}. {why}"
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"

@@ -95,7 +95,8 @@ def exchanges_nothing(case: Case, contract: Contract) -> bool:
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
 
 
-FALLS_BACK = "bitwise falls back to rounding: "  # prefix of a note: the declared order could not be relied on
+# Prefix of a note: the declared order could not be relied on.
+FALLS_BACK = "bitwise falls back to rounding: "
 _MOST_BATCH = 10**7
 _MOST_STEPS = 10**5
 

@@ -1,7 +1,7 @@
-"""The layers of expectation, by their displayed names. No torch.
+"""The layers of expectation, by the names that JSON, screens and pages use. No torch.
 
-JSON uses the short aliases, code the constants below, screens and pages the names. No other module
-writes an alias, except those of the cells (`tests/unit/test_layers.py`).
+Code uses the constants below. No other module spells a name out, except for that of the lattice,
+which is a workload as well (`tests/unit/test_layers.py`).
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float3
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One kind of expectation: its alias, its name, its source, and its file in `judge/oracles/`.
-    It applies to cases in `dtypes`; those of the lattice use only their own. `whole_batch`: it
-    expects the full batch's gradient and loss.
+    """A source of expected values: its name, its reference, and its file in `judge/oracles/`.
+
+    Cases in `dtypes` are judged by it; those of the lattice only by the lattice. `full_batch`: the
+    reference is the gradient and the loss of the full batch.
     """
 
-    alias: str
     name: str
     about: str
     oracle: str
@@ -33,46 +33,43 @@ class Layer(msgspec.Struct, frozen=True):
     full_batch: bool = False
 
 
-_WHOLE = "single-process training on the global batch in"
+_FULL = "the full batch in a single process, in"
 LAYERS = {
-    layer.alias: layer
+    layer.name: layer
     for layer in (
-        Layer(EXACT, "exact", "an integer-valued closed form", "closed_form"),
-        Layer(BITWISE, "bitwise", "the promised summation order", "bitwise", _ANY),
-        Layer(ROUNDING, "rounding bound", "the rounding of any summation order", "any_order", _ANY),
-        Layer(IN_FLOAT32, "float32 reference", f"{_WHOLE} float32", "whole_batch", _SINGLE, True),
-        Layer(IN_FLOAT64, "float64 reference", f"{_WHOLE} float64", "whole_batch", _DOUBLE, True),
+        Layer(EXACT, "a closed form in exact integer arithmetic", "closed_form"),
+        Layer(BITWISE, "the promised reduction order", "bitwise", _ANY),
+        Layer(ROUNDING, "rounding in any summation order", "rounding_bound", _ANY),
+        Layer(IN_FLOAT32, f"{_FULL} float32", "full_batch_bound", _SINGLE, True),
+        Layer(IN_FLOAT64, f"{_FULL} float64", "full_batch_bound", _DOUBLE, True),
     )
 }
-FULL_BATCH_LAYERS = tuple(alias for alias, layer in LAYERS.items() if layer.full_batch)
+FULL_BATCH_LAYERS = tuple(name for name, layer in LAYERS.items() if layer.full_batch)
 _PLANNED_APART = (EXACT, BITWISE, ROUNDING, *FULL_BATCH_LAYERS)
 
 
 def layers_of(dtype: str) -> tuple[str, ...]:
-    return tuple(alias for alias, layer in LAYERS.items() if dtype in layer.dtypes)
+    return tuple(name for name, layer in LAYERS.items() if dtype in layer.dtypes)
 
 
-def further_layers(aliases: Iterable[str]) -> list[str]:
-    """Return the layers that depend only on the dtype: gradients are judged by each."""
-    return [alias for alias in aliases if alias not in _PLANNED_APART]
+def further_layers(names: Iterable[str]) -> list[str]:
+    """Layers that need only the dtype of a case: gradients are judged by each."""
+    return [name for name in names if name not in _PLANNED_APART]
 
 
-def layer_name(alias: str) -> str:
-    """Return the name of a layer; "" for a check without one; an unknown alias unchanged."""
-    if alias == NO_LAYER:
-        return ""
-    return LAYERS[alias].name if alias in LAYERS else alias
+def shown_layer(layer: str) -> str:
+    """Return the name of a layer, or nothing for a check without one."""
+    return "" if layer == NO_LAYER else layer
 
 
-def named(check: str, alias: str) -> str:
-    """Format a check with its layer, as `gradients (rounding)`."""
-    name = layer_name(alias)
-    return f"{check} ({name})" if name else check
+def named(check: str, layer: str) -> str:
+    """Return a check with its layer, as `gradients (rounding)`."""
+    return check if layer == NO_LAYER else f"{check} ({layer})"
 
 
-def oracle_of(alias: str) -> str:
-    """Return the file in `judge/oracles/` with a layer's expectations, or those without a layer."""
-    return "unlayered" if alias == NO_LAYER else LAYERS[alias].oracle
+def oracle_of(layer: str) -> str:
+    """Return the file in `judge/oracles/` with the expected values of a layer, or of none."""
+    return "unlayered" if layer == NO_LAYER else LAYERS[layer].oracle
 
 
 # Beginning of the message of check `outputs` if no rank returned any.

@@ -150,8 +150,8 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     """Add the results of a pass: equal results, the largest error, and the sensitivity."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
-        ("exact", EXACT, "bit-identical in exact integer arithmetic"),
-        ("bitwise", BITWISE, "bit-identical in the promised order"),
+        (EXACT, EXACT, "bit-identical in exact integer arithmetic"),
+        (BITWISE, BITWISE, "bit-identical in the promised order"),
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
         if names:
@@ -159,7 +159,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     closest = _closest(results)
     if closest is not None:
         share, of = closest
-        lines.add("rounding", f"max error {share:.2g} % of the rounding bound ({of})")
+        lines.add(ROUNDING, f"max error {share:.2g} % of the rounding bound ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
         lines.add("repeat", _of_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, layer_name, named
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, named, shown_layer
 from distcheck.reports import scale
 from distcheck.reports.by_module import tree
 from distcheck.reports.document import CaseEntry, decoded
@@ -190,9 +190,9 @@ def _case_view(
         "pictures": list(_pictures(anchor, case)) if pictured else [],
         "elements": _elements(_of_the_cause(case["checks"])),
         "legend": [
-            (f"{layer.name} ({layer.alias})", layer.about)
-            for layer in LAYERS.values()
-            if any(check["layer"] == layer.alias for check in case["checks"])
+            (name, layer.about)
+            for name, layer in LAYERS.items()
+            if any(check["layer"] == name for check in case["checks"])
         ],
         "alike": _alike(case["checks"]),
         "modules": tree(case["modules"]["modules"]) if case.get("modules") else [],
@@ -236,7 +236,7 @@ def _check_view(check: Document) -> Document:
         for what in ("tensors", "ranks", "steps", "elements")
         if compared[what]
     ]
-    shown_as = {"layer_name": layer_name(check["layer"]), "compared_text": ", ".join(parts)}
+    shown_as = {"layer_name": shown_layer(check["layer"]), "compared_text": ", ".join(parts)}
     return {**check, **shown_as, **_worst(check)}
 
 
@@ -336,7 +336,7 @@ def _elements(checks: list[Document]) -> list[Document]:
         {
             **element,
             "check": check["check"],
-            "layer": layer_name(check["layer"]),
+            "layer": shown_layer(check["layer"]),
             "actual_text": _digits(element["actual"], element["actual_bits"]),
             "expected_text": _digits(element["expected"], element["actual_bits"]),
         }

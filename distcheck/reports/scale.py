@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from distcheck.records import Difference, VerdictName
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, layer_name
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, shown_layer
 from distcheck.reports.document import CaseEntry, ScaleEntry, made_from
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
@@ -141,4 +141,4 @@ def _number(value: float | None) -> float | str | None:
 
 
 def described(layer: str) -> str:
-    return f"gradients ({layer_name(layer)})" if layer else "gradients"
+    return f"gradients ({shown_layer(layer)})" if layer else "gradients"

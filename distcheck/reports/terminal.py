@@ -17,7 +17,7 @@ from distcheck.errors.shown_text import Filtered, shown, without_commands
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import LAYERS, layer_name, named
+from distcheck.records.layers import LAYERS, named, shown_layer
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief
 from distcheck.reports.by_module import of_modules
@@ -156,7 +156,9 @@ def _print_headline(
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
+    )
     table.add_column("check", no_wrap=True)
     table.add_column("layer", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -168,7 +170,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
     for result in _rows(cases):
         table.add_row(
             result.check if result.check != last else "",
-            layer_name(result.layer).removesuffix(" bound").replace("reference", "ref"),
+            shown_layer(result.layer),
             Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
             *_counts(result.compared, shown),
             describe_worst(result),
@@ -232,9 +234,9 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _print_legend(report: Report, console: Console) -> None:
-    """Print this report's layers with their meaning, and their aliases in JSON."""
+    """Print the reference of each layer of this report."""
     used = {result.layer for case in report.cases for result in case.checks}
-    shown = [f"{one.name} ({one.alias}), {one.about}" for a, one in LAYERS.items() if a in used]
+    shown = [f"{name}, {layer.about}" for name, layer in LAYERS.items() if name in used]
     if shown:
         text = f"Layers and the reference that each compares with: {'; '.join(shown)}."
         print_hanging(text, console, indent=0, style="dim")

@@ -7,6 +7,7 @@ import msgspec
 
 from distcheck.errors import ExitCode
 from distcheck.records import CaseReport, Report
+from distcheck.records.layers import named
 from distcheck.worlds.jobs import Job
 
 Naming = Literal["right", "wrong", "unexplained", "-"]
@@ -186,13 +187,8 @@ def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, n
 
 
 def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return a text such as "gradients rounding full batch float32, agreement": layers grouped by
-    check.
-    """
+    """Return checks with their layers, as "gradients (rounding, full batch float32), agreement"."""
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)
-    return ", ".join(
-        " ".join([check, *[layer for layer in found if layer != "-"]])
-        for check, found in layers.items()
-    )
+    return ", ".join(named(check, ", ".join(found)) for check, found in layers.items())

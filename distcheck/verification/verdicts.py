@@ -163,10 +163,10 @@ def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object
 def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResult]:
     """Turn failures against bits computed here into unknown for traces of another machine.
 
-    This concerns every the bitwise layer, the initial state, and the rounding bound, whose bound
-    covers summing and dividing the ranks' own gradients, while the reference has those of this
-    machine's kernels. Comparisons between ranks, the lattice's exact sums, and the full batch,
-    whose bound covers another order of computation, stand.
+    This concerns the bitwise layer, the initial state, and the rounding bound, whose bound covers
+    summing and dividing the ranks' own gradients, while the reference has those of this machine's
+    kernels. Comparisons between ranks, the lattice's exact sums, and the full batch, whose bound
+    covers another order of computation, stand.
     """
     return [
         _with_note(msgspec.structs.replace(result, verdict="unknown"), elsewhere)

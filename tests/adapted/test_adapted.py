@@ -146,7 +146,12 @@ GIVEN = [
     Given(
         "classes:KeepsItToItself",
         "sharded-optimizer",
-        {"gradients full batch float32", "loss full batch float32", "parameters bitwise", "agreement -"},
+        {
+            "gradients full batch float32",
+            "loss full batch float32",
+            "parameters bitwise",
+            "agreement -",
+        },
         steps=2,
     ),
     Given("classes:mean_hook", "comm-hook", steps=2),

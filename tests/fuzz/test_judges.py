@@ -102,7 +102,8 @@ def test_an_answer_that_cannot_be_read_makes_only_its_case_unknown(answer: bytes
     judging: Any = SimpleNamespace(planned=planned, of_run=(("purpose", "-"),))
     results = session.judged_results(world, judging)
     assert [(r.check, r.layer, r.verdict) for r in results] == [
-        ("gradients", "bitwise", "unknown"), ("loss", "rounding", "unknown"), ("purpose", "-", "unknown"),
+        ("gradients", "bitwise", "unknown"), ("loss", "rounding", "unknown"),
+        ("purpose", "-", "unknown"),
     ]  # fmt: skip
     assert "the check itself raised an error: the answer of" in results[0].reason
     run: Any = SimpleNamespace(case=SimpleNamespace(world=2))

@@ -122,7 +122,7 @@ def test_own_inputs_are_kept_if_they_are_samples_of_the_ranks(
         raise NotTogetherError(why)
 
     monkeypatch.setattr(BatchInjector, "set_random_streams", lambda *_, **__: None)
-    asked = JobSettings(own_inputs=True, role=ReplayTask(1), task_mode=BY_RANK)
+    asked = JobSettings(own_inputs=True, task=ReplayTask(1), task_mode=BY_RANK)
     hands = BatchInjector(job, asked, fails)
     of_both = torch.cat([torch.zeros(2, 4), torch.ones(3, 4)])
     for own, divides in ((torch.ones(3, 4), False), (of_both.flip(0), True)):

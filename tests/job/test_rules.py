@@ -185,11 +185,13 @@ torch.distributed.init_process_group("NCCL", init_method="tcp://127.0.0.1:0", ra
 assert len(torch.cuda.random.get_rng_state(device="cuda"))  # where it is defined, as Megatron calls
 print(torch.cuda.device_count(), bn(given).dtype)
 torch.distributed.destroy_process_group()
-from distcheck.job.inside import single_process_group  # as a reference has it: nothing that a fork would lose
+# As a reference has it: nothing that a fork would lose.
+from distcheck.job.inside import single_process_group
 single_process_group.install()
 torch.distributed.init_process_group("nccl")
 group = torch.distributed.new_group([0, 1], backend="nccl")
-assert torch.distributed.get_backend(group) == single_process_group.NAME, torch.distributed.get_backend(group)
+backend = torch.distributed.get_backend(group)
+assert backend == single_process_group.NAME, backend
 """
 
 

@@ -188,7 +188,8 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
          "not divided by the 4 gradient accumulation steps, so gradients are 4x too large"),
         ((term("ce", 0.9), term("aux", 0.1)), "accumulation-not-scaled",
          "the loss is not divided by the 4 gradient accumulation steps"),
-        ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)), "accumulation-scaled-twice",
+        ((term("ce", -1 / 4, -1 / 4), term("aux", -1 / 4, -1 / 4, 0.1)),
+         "accumulation-scaled-twice",
          "the loss is divided twice by the 4 gradient accumulation steps"),
     ],
 )  # fmt: skip

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from distcheck.records.layers import LAYERS
+
 T = TypeVar("T")
 
 
@@ -117,9 +119,7 @@ def everything() -> list[Mutant]:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    check, _, layer = text.rpartition(" ")
-    return (
-        (check, layer)
-        if layer in ("lattice", "bitwise", "rounding", "full batch float64", "full batch float32")
-        else (text, "-")
-    )
+    for layer in LAYERS:
+        if text.endswith(f" {layer}"):
+            return text.removesuffix(f" {layer}"), layer
+    return text, "-"

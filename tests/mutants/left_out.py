@@ -13,7 +13,8 @@ from .small import average
 SMALL = ".small:Small"
 APART = "gradients rounding, gradients full batch float32, loss full batch float32, agreement"
 
-ONE_STEP = "gradients rounding, gradients full batch float32, agreement"  # the loss of the step after would differ too
+# The loss of the step after would differ too.
+ONE_STEP = "gradients rounding, gradients full batch float32, agreement"
 
 
 def _reduce(gradients: list[torch.Tensor], step: Step) -> None:

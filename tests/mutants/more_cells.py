@@ -208,7 +208,8 @@ def exchanges_in_training_mode(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught=f"local gradients bitwise, {WRONG}, loss bitwise, loss full batch float32, buffers bitwise",
+    caught=f"local gradients bitwise, {WRONG}, loss bitwise, loss full batch float32, "
+    "buffers bitwise",
     workload=".workloads:Normalized",
     world=2,
     steps=2,

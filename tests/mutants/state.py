@@ -90,7 +90,8 @@ class RecomputesItsForward:
 
 
 @mutant(
-    caught="local gradients bitwise, gradients rounding, gradients full batch float32, loss bitwise, loss full batch float32"
+    caught="local gradients bitwise, gradients rounding, gradients full batch float32, "
+    "loss bitwise, loss full batch float32"
 )
 class ComputesInBFloat16:
     """Autocast in a wrapper, which returns float32."""

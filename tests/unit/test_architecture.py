@@ -241,6 +241,44 @@ def test_one_word_per_idea() -> None:
     assert not found([*MODULES, *STRATEGIES], other_words)
 
 
+def named_twice(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return public classes that several modules define; those of workloads are a model's own."""
+    places: dict[str, list[str]] = {}
+    for name, tree in modules.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    shared = {".".join(name.split(".")[:2]) for name in modules} - {"distcheck.workloads"}
+    return {
+        name: found
+        for name, several in places.items()
+        if len(found := [p for p in several if ".".join(p.split(".")[:2]) in shared]) > 1
+    }
+
+
+def test_one_idea_per_word() -> None:
+    assert named_twice(trees()) == {}
+    twice = {f"distcheck.{one}": ast.parse("class Facts: ...") for one in ("plan", "judge.a")}
+    assert named_twice(twice) == {"Facts": ["distcheck.plan", "distcheck.judge.a"]}
+
+
+# Modules and classes, by words that say nothing of their content or that have a standard term.
+VAGUE_NAMES = frozenset(
+    re.findall(
+        r"\w+",
+        "alike alone apart asked beside blame book fleet found greetings kept mended moved parting "
+        "pieces said told unlike ways yardstick",
+    )
+)
+
+
+def test_modules_and_classes_have_standard_names() -> None:
+    for name, tree in trees().items():
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        words = {one.lower() for one in [*name.split("."), *classes]}
+        assert not words & VAGUE_NAMES, name
+
+
 # A line of a list in a docstring: a name, two blanks or more, what it is.
 LISTED = re.compile(r"^ *([a-z_]+(?:/[a-z_]+)?(?:\.py|/)?)  +\S", re.MULTILINE)
 

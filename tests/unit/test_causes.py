@@ -191,6 +191,6 @@ def test_explain_lists_every_cause_and_says_what_was_meant() -> None:
     names = re.findall(r"^  (\S+)", listed, re.MULTILINE)
     assert sorted(names) == sorted(causes())
     assert max(map(len, listed.splitlines())) <= 80
-    refused = CliRunner().invoke(explain, ["no-snc"])
+    refused = CliRunner().invoke(explain, ["missing-snc"])
     assert isinstance(refused.exception, UsageError)
     assert "did you mean missing-sync" in str(refused.exception)

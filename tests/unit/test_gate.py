@@ -344,7 +344,7 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert len(rows) == int(first.split()[1])
     assert all("~" in row for row in rows)
     assert "rough" in total
-    assert legend.strip().startswith("X applies if")
+    assert legend.strip().startswith("bitwise applies if")
 
 
 def test_what_a_file_says_of_a_typed_strategy_is_said(folder: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_page_sends_numbers_to_trackers_of_experiments(
         exec(block, names)
     (numbers,) = mlflow.log_metrics.call_args.args
     assert numbers["allreduce-w4-cnn-float32/passed"] == 1.0
-    share = numbers["allreduce-w4-cnn-float32/gradients R/share of bound"]
+    share = numbers["allreduce-w4-cnn-float32/gradients rounding/share of bound"]
     assert share == pytest.approx(3.46e-10 / 7.24e-10)
     logged = wandb.init.return_value.__enter__.return_value.log.call_args_list
     assert logged[0].args == (numbers,)

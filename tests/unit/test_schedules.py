@@ -237,8 +237,8 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
         assert tuple(chooser.preemptions) == schedule.preemptions
         run = ScheduleRun(
             str(schedule), "finished", choices=tuple(chooser.choices),
-            preemptions=tuple(chooser.preemptions), turns=(Turn(0, str(more.get("call", "barrier"))),),
-            cut=bool(more.get("cut")),
+            preemptions=tuple(chooser.preemptions),
+            turns=(Turn(0, str(more.get("call", "barrier"))),), cut=bool(more.get("cut")),
         )  # fmt: skip
         return run, tuple(order)
 

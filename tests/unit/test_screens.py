@@ -351,8 +351,8 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
     screen = render_text(report, width=80)
     cut = [line for line in screen.splitlines() if line.endswith("...")]
     assert [line.rpartition(" ")[0][-10:] for line in cut] == ["this case;", "t, a first"]
-    more = 'distcheck explain missing-sync | distcheck open | -v    # all of "...": distcheck open or -v'
-    assert screen.splitlines()[-1] == f"more   {more}"
+    more = 'distcheck explain missing-sync | distcheck open | -v    # all of "...": distcheck open'
+    assert screen.splitlines()[-1] == f"more   {more} or -v"
     assert "..." not in render_text(report, width=80, verbose=True)
     *_, whole = screen_of(document_of(report), width=80)
     assert whole == 'more    all of "...": --html FILE'
@@ -449,10 +449,9 @@ def test_narrow_terminals(width: int) -> None:
 def test_the_verdict_of_every_check_is_there_at_any_width(width: int) -> None:
     text = render_text(REPORTS["mismatch"], width=width, verbose=True)
     _, _, table = text.partition("  check ")
-    rows = [line.split() for line in table.splitlines()][1:5]
-    assert [word for row in rows for word in row if word in ("ok", "fail", "unknown")] == [
-        "ok", "fail", "fail", "unknown",
-    ]  # fmt: skip
+    rows = [line.split() for line in table.splitlines()][1:7]
+    found = [word for row in rows for word in row if word in ("ok", "fail", "unknown")]
+    assert found[:4] == ["ok", "fail", "fail", "unknown"]
 
 
 @pytest.mark.parametrize("width", [100, 80, 60, 40])

@@ -89,7 +89,7 @@ def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
     assert (other.verdict, other.as_listed, other.naming, other.good) == (
         "caught", False, "wrong", False,
     )  # fmt: skip
-    assert "listed with gradients rounding full batch float32" in other.detail
+    assert "listed with gradients (rounding, full batch float32)" in other.detail
     nameless = judge_mutant(mutant, report(R, S32, causes=("unexplained",)))
     assert (nameless.naming, nameless.detail) == ("unexplained", "could be named missing-sync")
     missed = judge_mutant(mutant, report())
@@ -219,7 +219,7 @@ def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
 
 
 def test_layers_are_gathered_under_their_check() -> None:
-    assert show_checks([R, AGREE, S32]) == "gradients rounding full batch float32, agreement"
+    assert show_checks([R, AGREE, S32]) == "gradients (rounding, full batch float32), agreement"
 
 
 def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:

@@ -265,12 +265,13 @@ def test_a_case_that_could_not_show_a_mistake_is_not_counted_as_passed(pool: Poo
     """What a rank leaves out of the sum of a frozen model's table is less than bfloat16 rounds."""
     workload = "generated:conv3.frozen-table70001-linear5.frozen;accumulate=2"
     wide = Case(id="wide", strategy="ddp", world=4, batch=10, steps=2, dtype="bfloat16",
-                layers=("bitwise", "rounding"), workload=workload, rerun=False, separate=False)  # fmt: skip
+                layers=("bitwise", "rounding"), workload=workload, rerun=False,
+                separate=False)  # fmt: skip
     found = search_in(pool, st.just(wide), 1)
     assert (found.passed, found.unknown, found.finding) == ([], [], None)
     assert [report.case.id for report in found.insensitive] == ["wide"]
-    story = ExploreResult(strategy="ddp", seed=0, spent_s=1.0, search=found, earlier=0, unreadable=(),
-                  interrupted=False, kept_as=None)  # fmt: skip
+    story = ExploreResult(strategy="ddp", seed=0, spent_s=1.0, search=found, earlier=0,
+                  unreadable=(), interrupted=False, kept_as=None)  # fmt: skip
     assert story.exit_code == 5, "nothing was shown to be right"
     assert json.loads(as_json(story))["insensitive"][0]["id"] == "wide"
 
@@ -279,8 +280,8 @@ def test_a_budget_that_is_too_short_for_one_case_says_so(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Search(Runner(pool), st.nothing(), seed=0, until=0.0)
-    story = ExploreResult(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0, unreadable=(),
-                  interrupted=False, kept_as=None)  # fmt: skip
+    story = ExploreResult(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0,
+                  unreadable=(), interrupted=False, kept_as=None)  # fmt: skip
     said = "no case was run, because the budget ended after 1 s; pass a longer one"
     show(story, quiet=False)
     assert said in " ".join(capsys.readouterr().out.split())

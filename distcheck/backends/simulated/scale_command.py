@@ -87,7 +87,7 @@ def command(**asked: Any) -> int:
     spare = tuple({case.world for case in cases})
     return verify_command(
         cases,
-        RunOptions(beside=ThoroughExtras(spare=spare, required=True)),
+        RunOptions(extras=ThoroughExtras(spare=spare, required=True)),
         OutputOptions(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
         save=None,
     )

@@ -67,8 +67,8 @@ from distcheck.reports.files import errors_annotated, output_options, taken_from
               "backward.")  # fmt: skip
 @output_options
 @click.option("--save", metavar="DIR", type=click.Path(),
-              help="Save the recording in a new folder, for compare and --resumed-from; the command "
-              "is rerun twice to measure the noise floor.")  # fmt: skip
+              help="Save the recording in a new folder, for compare and --resumed-from; the "
+              "command is rerun twice to measure the noise floor.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:

@@ -38,9 +38,9 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
         return
     apart, first = job.apart, job.steps[0]
     is_staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
-    for unit in job.replicas:
+    for replica in job.replicas:
         seen: dict[object, int] = {}
-        for rank in unit:
+        for rank in replica:
             record = apart.records[rank, step]
             for name in (n for n in record.digests if n.startswith(kind)):
                 plain, part = _plain(name), record.parts.get(name)
@@ -211,19 +211,19 @@ def _of_pieces(job: JobRecording, tally: Tally) -> bool:
     if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):
         return False
     for step in job.steps:
-        for unit in job.replicas:
-            several = zip(*(job.apart.records[rank, step].passes for rank in unit), strict=False)
+        for replica in job.replicas:
+            several = zip(*(job.apart.records[rank, step].passes for rank in replica), strict=False)
             for passes in (one for one in several if all(p.draws and p.live for p in one)):
                 pieces = len({p.inputs for p in passes}) == len(passes)
                 if not pieces:
                     continue
                 compared = True
-                tally.count(parameter="torch", rank=unit[0], step=step, elements=len(passes))
+                tally.count(parameter="torch", rank=replica[0], step=step, elements=len(passes))
                 if len({p.random["torch"] for p in passes}) < len(passes):
                     tally.fail(
-                        f"step {step}: ranks {', '.join(map(str, unit))}, which hold shards of the "
-                        "same samples, draw the same random numbers in the forward pass",
-                        parameter="torch", rank=unit[-1], step=step,
+                        f"step {step}: ranks {', '.join(map(str, replica))}, which hold shards of "
+                        "the same samples, draw the same random numbers in the forward pass",
+                        parameter="torch", rank=replica[-1], step=step,
                     )  # fmt: skip
     return compared
 

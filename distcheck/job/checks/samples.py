@@ -88,8 +88,8 @@ def _shared(job: JobRecording, tally: Tally) -> None:
             other = next((r for r, own in zip(replica, ids, strict=True) if own != ids[0]), None)
             if other is not None and all(ids):
                 tally.fail(
-                    f"step {step}: ranks {replica[0]} and {other} share a model, but read different "
-                    "samples",
+                    f"step {step}: ranks {replica[0]} and {other} share a model, but read "
+                    "different samples",
                     kind=FindingKind.READ_APART, parameter="samples", rank=other, step=step,
                 )  # fmt: skip
                 return

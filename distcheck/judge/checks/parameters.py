@@ -45,7 +45,7 @@ def _compare_rank(
 ) -> None:
     for kind, forms in after.items():
         if kind is Kind.PARAMETER and updates.averaged:
-            continue  # expected under The rounding bound: the mean over the ranks
+            continue  # expected by the rounding bound: the mean over the ranks
         for index, expected in enumerate(forms):
             if kind is Kind.OPTIMIZER and index in updates.holders:
                 holders = updates.holders[index]

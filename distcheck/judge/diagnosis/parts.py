@@ -49,7 +49,8 @@ _KINDS = {
     "own / W": ("partial-sync", "divided", "1/W of the local gradient"),
     "sum": ("missing-division", "elements", "the sum over all ranks, not divided"),
     "any rank's": (
-        "single-rank-gradient", "chunks", "a single rank's local gradient, or its share of the mean",
+        "single-rank-gradient", "chunks",
+        "a single rank's local gradient, or its share of the mean",
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Compares two recordings of one training: first divergence, and whether it exceeds rounding.
 
-lockstep    both recordings in execution order, from the first step to the last
-noise_floor  the noise floor of a job: the effect of perturbing each parameter by one ULP
-modules     the first module whose inputs match and whose outputs diverge
+lockstep        both recordings in execution order, from the first step to the last
+noise_floor     the noise floor of a job: the effect of perturbing each parameter by one ULP
+modules         the first module whose inputs match and whose outputs diverge
 job_recordings  two recordings of jobs: matching steps, comparison with that noise floor, and the
-            first operator whose inputs are bit-identical and whose outputs are not
+                first operator whose inputs are bit-identical and whose outputs are not
 """

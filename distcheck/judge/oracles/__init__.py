@@ -4,14 +4,13 @@ A layer is one file, named in `records/layers.py`. For each check that it suppor
 with the check's name (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
 (`forms.py`), the only input of the check:
 
-    closed_form.py  exact: integers in closed form (lattice.py)
-    bitwise.py      The bitwise layer: the shards reduced in the exact order of the contract
+    closed_form.py  lattice: integers in closed form (lattice.py)
+    bitwise.py      bitwise: the shards reduced in the order that the contract names
                     (order_exact.py)
-    rounding_bound.py    The rounding bound: their mean, and the rounding bound of any order
-                         (rounding.py)
-    full_batch_bound.py  full batch float64, full batch float32: the full batch in a single process
+    rounding_bound.py    rounding: their mean, and the bound for any reduction order (rounding.py)
+    full_batch_bound.py  full batch float64 and float32: the full batch in a single process
                          (full_batch.py)
-    unlayered.py    expectations without a layer
+    unlayered.py    expected values without a layer
 
 Shared parts:
 

@@ -41,8 +41,8 @@ Standing = Literal["exact", "rounded", "wrong"]
 # roundings of 8,000 ranks.
 _EXACT = 2.0**-40
 _ROUNDED = (
-    "sums are rounded, within the bound of rounding for any order: exact sums are required only of code "
-    "that promises an order"
+    "sums are rounded, within the bound of rounding for any order: exact sums are required only of "
+    "code that promises an order"
 )
 
 

@@ -109,7 +109,7 @@ from distcheck.training.whole_tensors import dense
 # the tolerance of full batch float32. A larger one is counted.
 _POSITIONS = 32 * 32
 # Measured: correct code reached up to 2e-14.
-_S64_RELATIVE = 1e-11
+_FLOAT64_RELATIVE = 1e-11
 # Measured: a loss is one mean of N, with far fewer roundings than a gradient; correct code reached
 # a tenth of it.
 _LOSS_RELATIVE = {IN_FLOAT32: 1e-6, IN_FLOAT64: 1e-13}
@@ -141,7 +141,7 @@ def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int =
     """
     terms = batch * max(_POSITIONS, positions) + splits
     if layer == IN_FLOAT64:
-        return max(_S64_RELATIVE, unit_roundoff(torch.float64) * sqrt(terms))
+        return max(_FLOAT64_RELATIVE, unit_roundoff(torch.float64) * sqrt(terms))
     return unit_roundoff(torch.float32) * sqrt(terms)
 
 

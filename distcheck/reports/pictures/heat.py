@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from distcheck.records.layers import layer_name
+from distcheck.records.layers import shown_layer
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -128,7 +128,7 @@ class _Grid:
 
 def layer_of(check: dict[str, Any]) -> str:
     """Return the layer after a comma, if there is one."""
-    name = layer_name(check["layer"])
+    name = shown_layer(check["layer"])
     return f", {name}" if name else ""
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distcheck.records.layers import layer_name
+from distcheck.records.layers import shown_layer
 from distcheck.reports.pictures import (
     Drawing,
     NumberAxis,
@@ -60,7 +60,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     for number, place in labels([upper(rank[-1]) for rank in ranks]):
         drawing.text(right + 3, place + 4, str(number), kind="faint")
     drawing.text(right + 16, _TOP + _UPPER + 14, "rank", kind="faint", end="end")
-    title = f"Loss of {len(ranks)} ranks and of the reference ({layer_name(check['layer'])})"
+    title = f"Loss of {len(ranks)} ranks and of the reference ({shown_layer(check['layer'])})"
     says = (
         f"The mean over the ranks exceeds its bound at step {steps[apart[0]]}, and at "
         f"{len(apart)} of "

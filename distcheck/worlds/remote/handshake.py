@@ -48,7 +48,7 @@ class Handshakes:
         server.setblocking(False)
 
     def come(self, timeout_s: float) -> list[tuple[protocol.Connection, list[Any]]]:
-        """Return peers that have introduced themselves: connection and messages, `Joining` first."""
+        """Return peers that have joined: their connections and messages, `Joining` first."""
         watched = select.poll()
         watched.register(self._server, select.POLLIN)
         for handshake in self._waiting:

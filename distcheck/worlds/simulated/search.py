@@ -65,7 +65,7 @@ def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
 
 
 def search(run_all: RunAll, schedules: int, preemptions: int = 0) -> Searched:
-    """Return the results of random schedules, or of those with at most `preemptions` preemptions."""
+    """Return the results of random schedules, or of all with at most `preemptions`."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
