@@ -26,10 +26,10 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.correct
 
 import distcheck
+from distcheck.addons.selftest.command import look
+from distcheck.addons.selftest.records import Row, judge_correct, judge_mutant, show_checks
 from distcheck.errors import DistcheckError
 from distcheck.records import Report
-from distcheck.selftest.command import look
-from distcheck.selftest.records import Row, judge_correct, judge_mutant, show_checks
 
 PARTS = ("correct", "mutants", "limits", "times")
 WORLDS = (2, 3, 4, 5, 8)

@@ -10,9 +10,9 @@ import statistics
 import sys
 import time
 
-from distcheck.explore.running import Runner
-from distcheck.explore.search import Search
-from distcheck.explore.space import cases
+from distcheck.addons.explore.running import Runner
+from distcheck.addons.explore.search import Search
+from distcheck.addons.explore.space import cases
 from distcheck.worlds.pool import Pool
 
 ROUNDS = 5

@@ -41,9 +41,9 @@ class Notes:
 
         kinds = [dist.ProcessGroup, dist.distributed_c10d.Work]
         if backend == "mpi":
-            from distcheck.backends.mpi import calls
-            from distcheck.backends.mpi.group import MPIGroup
-            from distcheck.backends.mpi.work import MPIWork
+            from distcheck.addons.mpi import calls
+            from distcheck.addons.mpi.group import MPIGroup
+            from distcheck.addons.mpi.work import MPIWork
 
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]
@@ -97,7 +97,7 @@ def join(backend: str) -> None:
     if backend == "gloo":
         dist.init_process_group("gloo")
         return
-    from distcheck.backends import mpi
+    from distcheck.addons import mpi
 
     variables = {"rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE"}
     places = {name: int(os.environ[variable]) for name, variable in variables.items()}
@@ -166,7 +166,7 @@ def measure(rounds: int, backend: str) -> None:
                   flush=True)  # fmt: skip
     dist.barrier()
     if backend == "mpi":
-        from distcheck.backends import mpi
+        from distcheck.addons import mpi
 
         mpi.finalize()
     os._exit(0)
@@ -179,8 +179,7 @@ def launch(rounds: str, backend: str) -> int:
     if backend == "gloo":
         words = [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "4"]
     else:
-        from distcheck.backends.mpi import library
-        from distcheck.worlds.mpi import started
+        from distcheck.addons.mpi import library, started
 
         launcher = library.find_launcher()
         assert launcher is not None, "there is no MPI launcher here"

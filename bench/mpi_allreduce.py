@@ -31,7 +31,7 @@ def rank(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg
 
-    from distcheck.backends.mpi.runtime import mpi
+    from distcheck.addons.mpi.runtime import mpi
 
     torch.set_num_threads(1)
     join(msgspec.msgpack.decode(payload, type=Rendezvous), fds[STORE])

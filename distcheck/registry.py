@@ -16,17 +16,14 @@ from types import ModuleType
 
 from distcheck.errors import UsageError
 
-# An add-on's package, and the features that need it.
+# The features that need an add-on.
 ADDONS = {
-    "backend_probe": ("distcheck.backend_probe", "distcheck backends"),
-    "engines": ("distcheck.engines", "verify --on"),
-    "explore": ("distcheck.explore", "distcheck explore and the search of --thorough"),
-    "mpi": ("distcheck.backends.mpi", "backend mpi"),
-    "selftest": ("distcheck.selftest", "distcheck selftest"),
-    "simulated": (
-        "distcheck.backends.simulated",
-        "backend simulated, its schedules, and distcheck scale",
-    ),
+    "backend_probe": "distcheck backends",
+    "engines": "verify --on",
+    "explore": "distcheck explore and the search of --thorough",
+    "mpi": "backend mpi",
+    "selftest": "distcheck selftest",
+    "simulated": "backend simulated, its schedules, and distcheck scale",
 }
 BACKENDS = ("mpi", "simulated")  # backends, of the add-on of the same name
 COMMANDS = {
@@ -41,20 +38,19 @@ COMMANDS = {
 def is_installed(name: str) -> bool:
     """Return True if the package of an add-on can be found; imports nothing of it."""
     try:
-        return importlib.util.find_spec(ADDONS[name][0]) is not None
+        return importlib.util.find_spec(f"distcheck.addons.{name}") is not None
     except ModuleNotFoundError:  # the folder of all add-ons
         return False
 
 
 def load(name: str) -> ModuleType:
     """Return the package of an add-on. Raises UsageError if it is not installed."""
-    package, features = ADDONS[name]
     if not is_installed(name):
         raise UsageError(
-            f"the add-on {name!r} ({features}) is not installed; reinstall distcheck: pip install "
-            "--force-reinstall distcheck"
+            f"the add-on {name!r} ({ADDONS[name]}) is not installed; reinstall distcheck: "
+            "pip install --force-reinstall distcheck"
         )
-    return importlib.import_module(package)
+    return importlib.import_module(f"distcheck.addons.{name}")
 
 
 def command_module(command: str) -> str:

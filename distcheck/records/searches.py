@@ -1,8 +1,8 @@
 """Request and result of a search in addition to a verification. No torch.
 
 `distcheck verify --thorough` searches for the smallest failure of each strategy after its cases
-(`distcheck/explore/thorough_search.py`). A case that is found is one of the report's cases; this
-module describes the extent of the search.
+(`distcheck/addons/explore`). A case that is found is one of the report's cases; this module
+describes the extent of the search.
 """
 
 from typing import Literal

@@ -301,8 +301,8 @@ def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
     """What `distcheck backends --baseline` reads."""
-    from distcheck.backend_probe.records import Probe, ProbedCell, Sweep
-    from distcheck.backend_probe.table import read_sweeps, render_json
+    from distcheck.addons.backend_probe.records import Probe, ProbedCell, Sweep
+    from distcheck.addons.backend_probe.table import read_sweeps, render_json
 
     probe = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
     sweep = Sweep(

@@ -132,7 +132,7 @@ def test_files_stand_for_an_installation(own: Any, tmp_path: Path) -> None:
 
 @needs("selftest")
 def test_the_mutants_are_there_and_one_pattern_is_one_mutant(own: Any) -> None:
-    from distcheck.selftest.command import look, plan_selftest
+    from distcheck.addons.selftest.command import look, plan_selftest
 
     _, parts = own
     zoo = look()

@@ -167,7 +167,7 @@ def test_mpirun_is_a_command_like_others(name: str, tmp_path: Path) -> None:
     assert text.count(group) == 1
     script = tmp_path / "under_mpirun.py"
     script.write_text(text.replace(group, UNDER_MPIRUN % free_port() + group))
-    from distcheck.backends.mpi.library import find_launcher
+    from distcheck.addons.mpi.library import find_launcher
 
     launcher = find_launcher()
     assert launcher is not None

@@ -84,7 +84,7 @@ def test_every_mutant_says_what_it_is_called() -> None:
 
 def test_every_cause_has_a_mutant() -> None:
     """Of those that `verify` names; the others are shown elsewhere (tests/unit/test_causes.py)."""
-    # Of a machine that is lost, in tests/launchers; of schedules, in tests/world/test_simulated.py;
+    # Of a machine that is lost, in tests/launchers; of schedules, in tests/addons/simulated;
     # of ranks that wait for each other and calls that are misused, in tests/wrong_programs; of
     # features of the code that no case exercises, in tests/unit/test_gaps.py.
     elsewhere = {

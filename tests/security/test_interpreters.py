@@ -24,8 +24,8 @@ STARTS = ("Popen", "run", "call", "check_call", "check_output", "system", "popen
 MISSING = missing("mpi")
 # Every place that starts a program: a new one has to say here which, and how it is kept apart.
 PROGRAMS = {
-    "backends/mpi/library.py": "mpirun, to ask for its version",
-    "engines/part.py": "Python, under -P",
+    "addons/mpi/library.py": "mpirun, to ask for its version",
+    "addons/engines/part.py": "Python, under -P",
     "job/inside/replay_tasks.py": "the person's own script again, as it was started",
     "job/running.py": "the person's own command, or torchrun under -P",
     "store/origin.py": "git",
@@ -68,8 +68,8 @@ def test_every_interpreter_is_started_without_the_current_folder() -> None:
             assert {"'-P'", "'-I'"} & {*words}, f"{name}:{node.lineno}"
             seen.append(name)
     assert {*seen} == left_of(
-        ("engines/part.py", "job/running.py", "worlds/keeper.py", "worlds/local/helper_process.py",
-         "worlds/mpi/started.py")
+        ("addons/engines/part.py", "addons/mpi/started.py", "job/running.py", "worlds/keeper.py",
+         "worlds/local/helper_process.py")
     )  # fmt: skip
 
 

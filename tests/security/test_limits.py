@@ -64,14 +64,14 @@ if not registry.is_installed("backend_probe"):
 
 
 def _read_sweeps(file: Path) -> object:
-    from distcheck.backend_probe.table import read_sweeps
+    from distcheck.addons.backend_probe.table import read_sweeps
 
     return read_sweeps(file)
 
 
 # What reads a file without a limit: the kernel's, the person's own code, or what this run wrote.
 WITHOUT_LIMIT = {
-    "backends/mpi/runtime.py": "/proc",
+    "addons/mpi/runtime.py": "/proc",
     "cli/catalog.py": "installed strategies",
     "job/inside/forks.py": "a copy of this replay",
     "job/replaying.py": "this run's own folder",
@@ -85,7 +85,7 @@ WITHOUT_LIMIT = {
     "worlds/launchers/mpirun.py": "/proc",
     "worlds/linux.py": "/proc and /etc",
     "worlds/local/forks.py": "/proc",
-    "worlds/simulated/patches.py": "code that a rank has imported",
+    "addons/simulated/patches.py": "code that a rank has imported",
 }
 
 

@@ -92,15 +92,15 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "training/adapters/free_names.py": "modules of a list of distcheck's own",
         "testing/front.py": "modules that the person's own tests have imported",
         "testing/reused_rank.py": "tests of the person's own, from its parent",
-        "engines/on_slurm.py": "results of its own jobs, in a folder of its own",
+        "addons/engines/on_slurm.py": "results of its own jobs, in a folder of its own",
         "machine/compat.py": "calls that this process itself has recorded",
         "workloads/datasets/cifar10.py": "an unpickler that knows numbers, texts and arrays alone",
         **dict.fromkeys((
             "__init__.py", "judge/checks/__init__.py", "plan/source_files.py",
-            "selftest/command.py", "workloads/datasets/__init__.py",
+            "addons/selftest/command.py", "workloads/datasets/__init__.py",
             "workloads/datasets/files.py", "worlds/local/child.py", "worlds/local/helper.py",
-            "worlds/local/late_compiler.py", "worlds/simulated/host.py",
-            "worlds/simulated/search.py",
+            "worlds/local/late_compiler.py", "addons/simulated/host.py",
+            "addons/simulated/search.py",
         ), "modules of distcheck and of torch, by names that are written in distcheck"),
     }),
     "a folder is made; private.folder does it": (makes_folders, {
@@ -129,7 +129,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         **dict.fromkeys((
             "cli/__init__.py", "cli/commands/explain.py", "cli/commands/list.py", "cli/doctor.py",
             "cli/forecast.py", "cli/kept_runs.py", "cli/show_and_keep.py", "cli/training_run.py",
-            "explore/command.py", "selftest/command.py",
+            "addons/explore/command.py", "addons/selftest/command.py",
         ), "distcheck's own words and numbers"),
     }),
     "a document is written; reports/json_report.render masks it": (makes_json, {
@@ -148,12 +148,12 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "recordings/traces/lines.py": "lines of a trace, of which what is damaged is left out",
             "workloads/datasets/arrays.py": "what describes distcheck's own data",
             "worlds/call_log.py": "a log, of which what is damaged is left out",
-            "worlds/simulated/host.py": "what the front asks for",
+            "addons/simulated/host.py": "what the front asks for",
             "cli/training_run.py": "figures of a training, which judges nothing",
-            "backend_probe/command.py": "numbers of distcheck's own ranks",
+            "addons/backend_probe/command.py": "numbers of distcheck's own ranks",
             "testing/reused_rank.py": "what the person's own tests ask for",
             "testing/waiting.py": "what ranks of the person's own tests report",
-            "explore/running.py": "a report that this process has written",
+            "addons/explore/running.py": "a report that this process has written",
         },
     ),
     "ranks meet at a port, which every user can reach; worlds/rendezvous.py has a file": (
@@ -195,7 +195,7 @@ def test_every_screen_masks_its_texts() -> None:
     prints = {file for file, called, _ in calls() if called.endswith("console.print")}
     masks = {file for file, called, _ in calls() if called == "shown"}
     own = {
-        "backend_probe/command.py": "two lines of its own",
+        "addons/backend_probe/command.py": "two lines of its own",
         "reports/brief.py": "texts of a report that terminal.py has masked",
         "reports/wrapping.py": "lines of its callers",
     }

@@ -22,8 +22,8 @@ ANOTHER = 4242
 
 
 def _start_on_slurm() -> None:
-    from distcheck.engines import on_slurm
-    from distcheck.engines.running import Work
+    from distcheck.addons.engines import on_slurm
+    from distcheck.addons.engines.running import Work
 
     on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
 

@@ -36,7 +36,7 @@ READERS = {
     "cli/commands/replay.py": "asks",
     "cli/show_and_keep.py": "asks",
     "compare/command.py": "asks",
-    "explore/failure_database.py": "reads what .distcheck keeps of this folder's own runs",
+    "addons/explore/failure_database.py": "reads what .distcheck keeps of this folder's own runs",
     "store/bundle.py": "packs, and hands cases to replay",
     "verification/rechecking.py": "judges what its caller asked for",
 }

@@ -181,7 +181,7 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
 
 
 def _kept_cases() -> Any:
-    from distcheck.explore.failure_database import FailureDatabase
+    from distcheck.addons.explore.failure_database import FailureDatabase
 
     return FailureDatabase("ddp")
 

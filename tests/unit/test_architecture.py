@@ -110,12 +110,12 @@ LIGHT = (
     "distcheck.reports.terminal",
     "distcheck.testing.plugin",
     "distcheck.testing",
-    "distcheck.backend_probe.command",
-    "distcheck.backends.mpi",
+    "distcheck.addons.backend_probe.command",
+    "distcheck.addons.mpi",
     "distcheck.backends.gloo",
     "distcheck.cli.under_launchers",
     "distcheck.worlds.launchers",
-    "distcheck.selftest.command",
+    "distcheck.addons.selftest.command",
     "distcheck.plan.matrix",
     "distcheck.cli.forecast",
     "distcheck.verification.merging",
@@ -181,8 +181,8 @@ MANY_PARAMETERS_FOR_A_REASON = {
     "distcheck.contract.strategy": "public: the whole contract, by name",
     "distcheck.job.guard.guard": "public",
     "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
-    "distcheck.explore.space.cases": "public: a strategy of Hypothesis for property tests",
-    "distcheck.backend_probe.command.backends_command": "the options of a command",
+    "distcheck.addons.explore.space.cases": "public: a strategy of Hypothesis for property tests",
+    "distcheck.addons.backend_probe.command.backends_command": "the options of a command",
     "distcheck.judge.checks.matching.match_ranks": "a tensor's place, and what is expected there",
 }
 
@@ -198,7 +198,7 @@ PRIVATE_ELSEWHERE = {
         "process: _args",
         "process: _kwargs",
     ],  # multiprocessing's
-    "distcheck.worlds.simulated.isolation": ["numpy: _bit_generator", "numpy: _rand"],
+    "distcheck.addons.simulated.isolation": ["numpy: _bit_generator", "numpy: _rand"],
 }
 
 

@@ -108,7 +108,7 @@ def test_what_was_probably_meant(
     Path("text.txt").write_text("no Python")
     Path("report.json").write_text('{"schema": "distcheck.report/1"}')
     monkeypatch.setattr("distcheck.machine.devices.gpu_count", lambda: 0)
-    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI")
+    monkeypatch.setattr("distcheck.addons.mpi.missing", lambda: "no MPI")
     assert said in refusal(*words)
 
 

@@ -19,10 +19,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_MODULE = packages_distributions()
 # Where the sentence stands that names the extra with a library.
 SENTENCES = {
-    "hypothesis": ("explore", "distcheck/explore/command.py"),
-    "mpi4py": ("mpi", "distcheck/backends/mpi/__init__.py"),
-    "ray": ("ray", "distcheck/engines/running.py"),
-    "submitit": ("slurm", "distcheck/engines/running.py"),
+    "hypothesis": ("explore", "distcheck/addons/explore/command.py"),
+    "mpi4py": ("mpi", "distcheck/addons/mpi/__init__.py"),
+    "ray": ("ray", "distcheck/addons/engines/running.py"),
+    "submitit": ("slurm", "distcheck/addons/engines/running.py"),
     "watchfiles": ("watch", "distcheck/cli/watching.py"),
     "torchvision": ("data", "distcheck/workloads/datasets/files.py"),
 }

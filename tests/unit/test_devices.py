@@ -98,7 +98,7 @@ def test_what_is_not_there_cannot_run(
     monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], said: str
 ) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: gpus)
-    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "")
+    monkeypatch.setattr("distcheck.addons.mpi.missing", lambda: "")
     with pytest.raises(CannotRunError, match=said):
         cases(**options)
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_is_a_slip_and_only_what_can_run_is_offered(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], said: str
 ) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 0)
-    monkeypatch.setattr("distcheck.backends.mpi.missing", lambda: "no MPI here")
+    monkeypatch.setattr("distcheck.addons.mpi.missing", lambda: "no MPI here")
     with pytest.raises(UsageError, match=said):
         cases(**options)
 

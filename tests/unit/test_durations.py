@@ -34,11 +34,11 @@ def test_a_time_must_be_above_zero() -> None:
 
 @needs("simulated")
 def test_worlds_of_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distcheck.backends.simulated import scale_command as scale
+    from distcheck.addons.simulated import scale_command as scale
 
     seen = []
     monkeypatch.setattr(
-        "distcheck.backends.simulated.scale.plan_scale",
+        "distcheck.addons.simulated.scale.plan_scale",
         lambda request, worlds, orders: seen.append(worlds) or 1 / 0,
     )
     CliRunner().invoke(scale.command, ["--strategy", "allreduce", "--world", "2,4"])

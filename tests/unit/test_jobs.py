@@ -15,7 +15,6 @@ from tests.sources import MODULES, PACKAGE, nodes, text_of
 # schedules of a simulated world, whatever its ranks do.
 OF_WORLDS = {
     "distcheck.worlds.remote.bootstrap:through_store",
-    "distcheck.worlds.simulated.search:run",
 }
 
 

@@ -82,8 +82,8 @@ def _of_outcomes(outcomes: list[Outcome], remarks: list[Remarked], spent_s: floa
 
 
 def _by_schedules(pool: Pool, program: Program, wrong: bool, deadline_s: float) -> Named:
-    from distcheck.backends.simulated import judged_schedules as schedules
-    from distcheck.worlds.simulated.share import SEARCH, HostRequest, SearchRequest
+    from distcheck.addons.simulated import judged_schedules as schedules
+    from distcheck.addons.simulated.share import SEARCH, HostRequest, SearchRequest
 
     meetings = [
         Rendezvous(

@@ -1,0 +1,384 @@
+"""`distcheck backends`: from options to worlds to an exit code. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+
+import msgspec
+from rich.console import Console
+
+from distcheck import backends
+from distcheck.addons.backend_probe import patterns
+from distcheck.addons.backend_probe.operations import OPERATIONS
+from distcheck.addons.backend_probe.records import (
+    LOOK,
+    PROBE,
+    Availability,
+    LookRequest,
+    Probe,
+    ProbedCell,
+    ProbeRequest,
+    RankResult,
+    Sweep,
+    VerdictName,
+    exit_code_of,
+)
+from distcheck.addons.backend_probe.scene import FORMS
+from distcheck.addons.backend_probe.table import read_baseline, render, render_changes, render_json
+from distcheck.backends import backend_names
+from distcheck.errors import ExitCode, UsageError
+from distcheck.errors.spelling import did_you_mean
+from distcheck.records import MOST_DEADLINE_S, Outcome
+from distcheck.records.exit_status import RankEnd
+from distcheck.reports.files import check_writable, write_text
+from distcheck.reports.live import LiveProgress
+from distcheck.reports.terminal import console_for
+from distcheck.training import loading
+from distcheck.worlds import root_cause
+from distcheck.worlds.launch import Ranks, internal_error, run_job, run_until_over, start_world
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.rendezvous import Rendezvous
+from distcheck.worlds.world import World
+
+_MOST_ENDS = 3  # worlds that an operation may end; the rest of it is not tried
+
+OnCell = Callable[[int], None]
+
+
+def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
+    """Return the availability of a backend here. Raises UsageError for an unknown one."""
+    return run_job(pool, LOOK, LookRequest(backend=backend, device=device, world=world))
+
+
+def sweep(
+    pool: Pool,
+    probes: Sequence[Probe],
+    *,
+    backend: str,
+    device: str,
+    world: int,
+    deadline_s: float,
+    on_cell: OnCell,
+) -> tuple[list[ProbedCell], str]:
+    """Return a cell per probe, and the backend's failure before any probe, empty if there is none.
+    `on_cell` is called with the number of finished cells.
+    """
+    cells: list[ProbedCell] = []
+    ends: Counter[str] = Counter()
+    while len(cells) < len(probes):
+        following = probes[len(cells)]
+        if ends[following.operation] >= _MOST_ENDS:
+            reason = f"{following.operation} had already crashed {_MOST_ENDS} worlds"
+            cells.append(ProbedCell(probe=following, verdict="not tried", detail=reason))
+            continue
+        episode = _Episode(probes, len(cells), world, on_cell)
+        refused = {c.probe.key(c.probe.form): c.detail for c in cells if c.verdict == "refused"}
+        failure = episode.run(
+            pool, backend=backend, device=device, refused=refused, deadline_s=deadline_s
+        )
+        if not episode.cells:
+            return cells, failure or "the ranks exited before the first probe"
+        cells += episode.cells
+        if cells[-1].verdict in ("crashes", "hangs"):
+            ends[cells[-1].probe.operation] += 1
+    return cells, ""
+
+
+class _Episode:
+    """One world: from a probe to the one that ends it, or to the last one."""
+
+    def __init__(self, probes: Sequence[Probe], first: int, world: int, on_cell: OnCell) -> None:
+        self._probes, self._first, self._size, self._on_cell = probes, first, world, on_cell
+        self._results: dict[int, dict[int, RankResult]] = {}
+        self.cells: list[ProbedCell] = []
+
+    def run(
+        self, pool: Pool, *, backend: str, device: str, refused: dict[str, str], deadline_s: float
+    ) -> str:
+        """Fill `cells`; return the error if nothing was probed."""
+        probes = tuple(self._probes[self._first :])
+
+        def request(rendezvous: Rendezvous) -> ProbeRequest:
+            return ProbeRequest(
+                rendezvous=rendezvous,
+                device=device,
+                first=self._first,
+                probes=probes,
+                refused=refused,
+            )
+
+        wanted = Ranks(
+            job=PROBE, backend=backend, size=self._size, request=request, deadline_s=deadline_s
+        )
+        ranks = start_world(pool, wanted)
+        for rank, child in enumerate(ranks.children):
+            child.on_said = partial(self._hear_in_time, ranks, rank)
+        run_until_over(pool, ranks)
+        begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
+        outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+        finished, hung = ranks.succeeded, ranks.hung
+        raised = None if finished else root_cause.own_defect(ranks.children, hung=hung)
+        ranks.close()
+        if raised is not None and backend in backend_names():
+            raise internal_error(raised)
+        if finished:
+            return ""
+        return self._end(begun, outcomes, hung=hung)
+
+    def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
+        """Read reports until ranks are killed: later reports only concern lost peers."""
+        if not ranks.hung:
+            self._hear(rank, said)
+
+    def _hear(self, rank: int, said: bytes) -> None:
+        result = msgspec.msgpack.decode(said, type=RankResult)
+        heard = self._results.setdefault(result.index, {})
+        heard[rank] = result
+        if len(heard) == self._size:
+            self.cells.append(cell_of(self._probes[result.index], self._results.pop(result.index)))
+            self._on_cell(self._first + len(self.cells))
+
+    def _end(self, begun: int, outcomes: Sequence[Outcome], *, hung: bool) -> str:
+        """Record the probe that ended the world; return an error if there was none."""
+        verdict: VerdictName = "hangs" if hung else "crashes"
+        if begun < 0:
+            return f"{verdict} before any probe: {_short(outcomes[0])}"
+        place = min(begun - self._first, len(self.cells))  # the probe that not all ranks completed
+        if hung and place < len(self.cells):
+            # All ranks had completed it; creating the next group failed.
+            last = self.cells[place]
+            after = "; afterwards the ranks could not form a new group"
+            self.cells[place] = msgspec.structs.replace(last, detail=last.detail + after)
+            return ""
+        said = self._results.get(self._first + place, {})
+        details = [f"rank {r}: {s.status}, {s.detail}" for r, s in said.items() if s.detail]
+        detail = "; ".join([_how(outcomes, said, hung=hung), *details])
+        elements = sum(result.elements for result in said.values())
+        probe = self._probes[self._first + place]
+        self.cells[place:] = [
+            ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
+        ]
+        return ""
+
+
+def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
+    """Return the verdict on a probe that every rank completed.
+
+    A probe is refused only if every rank of the group refused it: if some return normally, the
+    ranks continue with inconsistent states.
+    """
+    present = {rank: r for rank, r in sorted(results.items()) if r.status != "absent"}
+    elements = sum(result.elements for result in present.values())
+    statuses = {result.status for result in present.values()}
+    verdict: VerdictName = "wrong"
+    if statuses == {"right"}:
+        verdict = "right"
+    elif statuses == {"refused"}:
+        verdict = "refused"
+    # A wrong result is more informative than the refusal of another rank.
+    details = sorted(
+        (rank for rank, r in present.items() if r.detail),
+        key=lambda rank: (present[rank].status != "wrong", rank),
+    )
+    detail = ""
+    if details:
+        first = present[details[0]]
+        detail = first.detail if verdict == "refused" else f"rank {details[0]}, {first.detail}"
+    if "refused" in statuses and verdict == "wrong":
+        refusing = [str(rank) for rank, r in present.items() if r.status == "refused"]
+        detail += f" (only rank {', '.join(refusing)} refused)"
+    return ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
+
+
+def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:
+    if hung:
+        silent = sorted(
+            o.rank for o in outcomes if o.outcome == RankEnd.HUNG and o.rank not in said
+        )
+        names = ", ".join(map(str, silent))
+        return f"rank{'s' * (len(silent) > 1)} {names} did not return" if silent else "hung"
+    return _short(outcomes[0])
+
+
+def _short(outcome: Outcome) -> str:
+    """Return an outcome in one line: the end of a rank, or its exception."""
+    lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
+    if outcome.outcome == RankEnd.RAISED:
+        lines = [line for line in lines if not line.startswith("last collective")]
+        return f"rank {outcome.rank}, {lines[-1] if lines else 'raised'}"
+    said = lines[1] if len(lines) > 1 else outcome.outcome
+    return f"rank {outcome.rank}, {said}"
+
+
+_LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others have the same sizes
+_LEAST_RANKS = 2
+_SUB_GROUP_LEAST_RANKS = 3  # a group without the first rank needs at least two ranks
+
+
+def plan_probes(
+    *, world: int, operations: Sequence[str], dtypes: Sequence[str], forms: Sequence[str]
+) -> list[Probe]:
+    """Return the cells in table order; an empty selection means all.
+
+    A cell's salt does not depend on the selection. The result of `mixed` depends on whether
+    `transposed` is refused, so that is probed with it. Raises UsageError.
+    """
+    if not _LEAST_RANKS <= world <= patterns.MOST_RANKS:
+        raise UsageError(
+            f"--world {world} is out of range; backends are probed with {_LEAST_RANKS} to "
+            f"{patterns.MOST_RANKS} ranks, because larger sums are not exact in uint8 and bfloat16"
+        )
+    _check("--op", operations, OPERATIONS)
+    _check("--dtype", dtypes, patterns.DTYPES)
+    _check("--form", forms, FORMS)
+    if "mixed" in forms:
+        forms = (*forms, "transposed")
+    probes = [
+        probe
+        for probe in _everything()
+        if (not operations or probe.operation in operations)
+        and (not dtypes or probe.dtype in (*dtypes, ""))
+        and (not forms or probe.form in forms)
+        and (probe.form != "sub-group" or world >= _SUB_GROUP_LEAST_RANKS)
+    ]
+    if not probes:
+        raise UsageError(
+            "--op, --dtype, --form and --world together select nothing; sub-group needs --world "
+            f"{_SUB_GROUP_LEAST_RANKS}, and point-to-point has no async form"
+        )
+    return probes
+
+
+def _everything() -> Iterator[Probe]:
+    salt = 0
+    for operation in OPERATIONS.values():
+        for reduction in patterns.REDUCTIONS if operation.reduces else ("",):
+            for form in operation.forms:
+                for dtype in operation.dtypes:
+                    if reduction and not patterns.is_meaningful(reduction, dtype):
+                        continue
+                    if form == "large" and dtype not in _LARGE_DTYPES:
+                        continue
+                    salt += 1
+                    yield Probe(
+                        operation=operation.name,
+                        reduction=reduction,
+                        form=form,
+                        dtype=dtype,
+                        salt=salt,
+                    )
+
+
+def _check(option: str, given: Sequence[str], known: Collection[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"unknown {option} {name!r}{did_you_mean(name, known)}; known are "
+                f"{', '.join(known)}"
+            )
+
+
+_DEVICES = ("", "cpu", "cuda")
+
+
+def backends_command(
+    *,
+    backend: tuple[str, ...],
+    device: str,
+    world: int,
+    operations: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    forms: tuple[str, ...],
+    deadline_s: float,
+    baseline_file: str | None,
+    json_file: str | None,
+    verbose: bool,
+) -> int:
+    """Probe and print; return the exit code."""
+    probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
+    known = known_names()
+    if device not in _DEVICES:
+        raise UsageError(f"unknown --device {device!r}; known are cpu and cuda")
+    if not 0 < deadline_s <= MOST_DEADLINE_S:
+        raise UsageError(
+            f"--deadline {deadline_s:g} is out of range; it takes a number of seconds above 0, "
+            f"and at most {MOST_DEADLINE_S}"
+        )
+    for name in backend:
+        loading.check_spelling("backend", name, backends.backend_names())
+    baseline = read_baseline(baseline_file)
+    check_writable(json_file)
+    pool = Pool()
+    try:
+        sweeps = [
+            _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s,
+                   asked=bool(backend))
+            for name in dict.fromkeys(backend or known)
+        ]  # fmt: skip
+    finally:
+        pool.close()
+    code = exit_code_of(sweeps, baseline)
+    if json_file != "-":
+        console = console_for()
+        for number, one in enumerate(sweeps):
+            if number:
+                console.print()
+            render(one, console, verbose=verbose)
+        if baseline is not None:
+            render_changes(sweeps, baseline, console)
+        elif code == ExitCode.MISMATCH:
+            console.print()
+            console.print("to fail on changes alone: --json now.json, then --baseline now.json")
+    if json_file is not None:
+        changes = baseline.changes(sweeps) if baseline is not None else []
+        write_text(json_file, render_json(sweeps, changes, code))
+    return int(code)
+
+
+def known_names() -> list[str]:
+    """Return the backends that need no user module, and send data between processes."""
+    return [name for name in backends.backend_names() if name != "simulated"]
+
+
+def _sweep(
+    pool: Pool,
+    name: str,
+    probes: list[Probe],
+    *,
+    device: str,
+    world: int,
+    deadline_s: float,
+    asked: bool,
+) -> Sweep:
+    look = look_at(pool, backend=name, device=device, world=world)
+    found = Sweep(
+        backend=name,
+        device=look.device,
+        world=world,
+        missing=look.missing,
+        asked=asked,
+        environment=look.environment,
+    )
+    if look.missing:
+        return found
+    with LiveProgress(Console(stderr=True)) as live:
+        what = f"{name} on {look.device}"
+        live.counted(0, len(probes), what)
+        cells, failure = sweep(
+            pool,
+            probes,
+            backend=name,
+            device=look.device,
+            world=world,
+            deadline_s=deadline_s,
+            on_cell=lambda done: live.counted(done, len(probes), what),
+        )
+    return Sweep(
+        backend=name,
+        device=look.device,
+        world=world,
+        cells=tuple(cells),
+        failure=failure,
+        asked=asked,
+        environment=look.environment,
+    )

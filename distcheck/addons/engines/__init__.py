@@ -1,0 +1,18 @@
+"""`distcheck verify --on ENGINE`: runs the parts of a matrix as tasks of an existing engine.
+
+The engine places, queues and retries tasks; distcheck splits the matrix like `--shard`, and merges
+the results like `merge`. A lost task is unknown, with the engine's reason.
+
+part         the task: one part, judged by its own distcheck process
+running      the front end: starts tasks, merges reports
+on_ray, on_slurm    one file per engine, with `start(address, work) -> Tasks`
+"""
+
+from typing import Any
+
+
+def run_on(address: str, plan: Any, **shown: Any) -> int:
+    """Run the parts of a plan on an engine; see `running.run_on`. Return the exit code."""
+    from distcheck.addons.engines import running
+
+    return running.run_on(address, plan, **shown)

@@ -1,0 +1,90 @@
+"""Ray engine: a part is a task with as many CPUs, or GPUs, as ranks, and a copy of this folder."""
+
+import importlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distcheck.addons.engines.part import Ended, run_part
+from distcheck.addons.engines.running import Lost, Work
+from distcheck.errors import CannotRunError
+
+_LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
+
+
+class OnRay:
+    """Engine that runs parts as tasks of a Ray cluster."""
+
+    code = "a copy of this folder is sent to each worker; other paths must already exist there"
+
+    def __init__(self, ray: Any, work: Sequence[Work]) -> None:
+        self._ray = ray
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus, gpus = (int(max(n.get(name, 0) for n in nodes)) for name in ("CPU", "GPU"))
+        most = max(part.gpus for part in work)
+        if most > gpus:
+            raise CannotRunError(
+                f"a part needs {most} GPUs on one node, but no node of this Ray cluster has more "
+                f"than {gpus}; pass a smaller --world"
+            )
+        task = ray.remote(run_part)
+        self._tasks = {
+            # Ranks share cores if no node has enough: an infeasible task would wait forever.
+            task.options(
+                num_cpus=min(part.ranks, cpus), num_gpus=part.gpus, name=f"distcheck {part.name}"
+            ).remote(list(part.words), None): part
+            for part in work
+        }
+
+    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+        """Yield the tasks that ended within one second."""
+        done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=1.0)
+        for task in done:
+            part = self._tasks.pop(task)
+            try:
+                yield part, self._ray.get(task)
+            except self._ray.exceptions.RayError as error:
+                yield part, Lost(f"Ray lost its task: {_first_line(error)}")
+
+    def close(self) -> None:
+        for task in self._tasks:
+            self._ray.cancel(task, force=True)
+        self._ray.shutdown()
+
+
+def start(address: str, work: Sequence[Work]) -> OnRay:
+    """Start tasks on the Ray cluster at an address, on that of RAY_ADDRESS, or on a new local one.
+    Raises CannotRunError.
+    """
+    if not address and not os.environ.get("RAY_ADDRESS"):
+        # Without a token, one that is started here runs code of every user who reaches its port.
+        # Ray itself would keep the token in a file of the home folder that others may read.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    ray = importlib.import_module("ray")
+    try:
+        ray.init(
+            address=f"ray://{address}" if address else None,
+            runtime_env={"working_dir": os.getcwd(), "excludes": list(_LEFT_BEHIND)},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CannotRunError(
+            f"--on ray: no Ray cluster was reached or started ({_first_line(error)}); pass --on "
+            "ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or omit both to "
+            "start one here"
+        ) from None
+    try:
+        return OnRay(ray, work)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

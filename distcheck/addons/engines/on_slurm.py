@@ -1,0 +1,91 @@
+"""Slurm, through submitit: a part is a job with as many CPUs, or GPUs, as it has ranks. Code is
+found by its path, so this folder must be visible to the nodes.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from distcheck import private
+from distcheck.addons.engines.part import Ended, run_part
+from distcheck.addons.engines.running import Lost, Work
+from distcheck.errors import CannotRunError
+from distcheck.store.run_folder import own_folder
+
+_LOOK_EVERY_S = 1.0
+_MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT is set
+HERE = "local"  # the address for processes of this machine, without Slurm
+
+
+class OnSlurm:
+    """Jobs of a Slurm cluster."""
+
+    code = "it is loaded by its path: nodes must have access to this folder"
+
+    def __init__(self, executor: Any, work: Sequence[Work]) -> None:
+        self._jobs: list[tuple[Any, Work]] = []
+        folder = os.getcwd()
+        ordered = sorted(work, key=lambda part: (part.ranks, part.gpus))
+        for (ranks, gpus), parts in groupby(ordered, key=lambda part: (part.ranks, part.gpus)):
+            executor.update_parameters(
+                name="distcheck", nodes=1, tasks_per_node=1, cpus_per_task=ranks,
+                gpus_per_node=gpus, timeout_min=_MOST_MINUTES,
+            )  # fmt: skip
+            with executor.batch():
+                started = [
+                    (executor.submit(run_part, list(part.words), folder), part) for part in parts
+                ]
+            self._jobs += started
+
+    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+        """Yield the jobs that have ended, after one second."""
+        time.sleep(_LOOK_EVERY_S)
+        for job, part in list(self._jobs):
+            if not job.done():
+                continue
+            self._jobs.remove((job, part))
+            error = job.exception()
+            if error is None:
+                yield part, job.result()
+            else:
+                state = getattr(job, "state", "")
+                first = next((line for line in str(error).splitlines() if line.strip()), "")
+                yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
+
+    def close(self) -> None:
+        """Cancel running and queued jobs."""
+        for job, _ in self._jobs:
+            job.cancel()
+
+
+def start(address: str, work: Sequence[Work]) -> OnSlurm:
+    """Submit jobs by sbatch; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT set partition,
+    account and time limit. Raises CannotRunError.
+    """
+    import submitit
+
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns if there is no accounting
+    if address not in ("", HERE):
+        raise CannotRunError(
+            f"--on slurm://{address}: Slurm takes no address, because distcheck uses the local "
+            "sbatch; pass --on slurm, and set SBATCH_PARTITION for a partition"
+        )
+    if not address and shutil.which("sbatch") is None:
+        raise CannotRunError(
+            "--on slurm needs sbatch, which is not on PATH; run it on a machine that submits jobs"
+        )
+    # Jobs and results are pickles: the folder is new, and belongs to this user only.
+    place = own_folder("slurm").absolute() / private.unique("jobs-")
+    try:
+        private.folder(place, is_new=True, strictly=True)
+        private.check_stays(place)
+    except OSError as error:
+        raise CannotRunError(
+            f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a "
+            "writable folder"
+        ) from error
+    return OnSlurm(submitit.AutoExecutor(place, cluster=address or "slurm"), work)

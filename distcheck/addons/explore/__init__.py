@@ -1,0 +1,60 @@
+"""Search for the smallest case in which a strategy fails.
+
+    space             the space of cases, as hypothesis strategies
+    search            draws cases, runs them, shrinks failing ones
+    running           runs cases on ranks and a judge that are reused across cases
+    worker            the side of these ranks and of the judge
+    messages          the requests that they receive
+    failure_database  saved failing cases, and how they are shown
+    thorough_search   the search of `--thorough`
+
+For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
+and `verify_case` runs one case. They are imported on first use.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distcheck.records import Case, Report
+
+if TYPE_CHECKING:
+    from distcheck.addons.explore.space import cases, delays, layers, models
+
+__all__ = ["cases", "delays", "layers", "models", "verify_case"]
+
+
+def verify_case(case: Case) -> Report:
+    """Run and judge one case in fresh ranks, as `distcheck replay` does.
+
+    Within a Hypothesis test, a case that the strategy does not support (several backward passes per
+    step, if it runs backward itself or declines them) is rejected, as by `hypothesis.assume`;
+    elsewhere LeftOutError is raised.
+    """
+    from distcheck.errors import LeftOutError
+    from distcheck.verification.run import verify_cases
+
+    try:
+        return verify_cases([case])
+    except LeftOutError:
+        if "hypothesis" in sys.modules:
+            from hypothesis import currently_in_test_context, reject
+
+            if currently_in_test_context():
+                reject()
+        raise
+
+
+def explore_beside(*positional: Any, **named: Any) -> None:
+    """Run the searches of `--thorough`; see `beside.explore_beside`."""
+    from distcheck.addons.explore import thorough_search
+
+    thorough_search.search_thoroughly(*positional, **named)
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve names that require Hypothesis on first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'distcheck.addons.explore' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("distcheck.addons.explore.space"), name)

@@ -1,0 +1,308 @@
+"""The search: cases are drawn in rounds and run, and failures are shrunk by Hypothesis.
+
+A round is drawn twice from the same seed: first only to collect its cases, so that one can be
+judged while the next is trained; then with their verdicts, so that Hypothesis encounters the
+failure where it was drawn, and shrinks it. Verdicts are cached for the whole search: Hypothesis
+requires a failure to be reproducible, which a race condition is not.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.strategies import SearchStrategy
+
+from distcheck.addons.explore.running import Runner
+from distcheck.addons.explore.space import MOST_WORLD, identify
+from distcheck.errors import DistcheckError
+from distcheck.judge import sensitivity
+from distcheck.machine.seeds import derive
+from distcheck.records import Case, CaseReport, Delay
+from distcheck.records.causes import APART
+
+_FIRST_ROUND, _ROUND = 25, 100
+_REPLAYS = 3  # of a finding, in fresh ranks
+_LATE_MS = 200
+_LEAST_SHRINKING_S = 60.0
+_MOST_SHRINKING_CASES = 300
+
+
+class _WrongError(Exception):
+    """Raised for a case whose ranks finished with wrong results."""
+
+
+class _RankFailedError(Exception):
+    """Raised for a case in which a rank crashed or hung: another bug, shrunk separately."""
+
+
+class _TimeIsUpError(BaseException):
+    """Passes through Hypothesis, which treats every Exception as a failure of the case."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The smallest failing case, its report, and how often it failed when replayed in fresh ranks.
+    `unshrunk` is the reason why it may not be the smallest.
+    """
+
+    report: CaseReport
+    failed: int
+    replays: int
+    unshrunk: str = ""
+
+
+@dataclass
+class Search:
+    """One search, whose results so far can be read at any time, also after Ctrl-C.
+
+    `until` is a time of the monotonic clock, in seconds; at most `most_cases` cases are drawn.
+    """
+
+    runner: Runner
+    space: SearchStrategy[Case]
+    seed: int
+    until: float
+    most_cases: int | None = None
+    show: Callable[[str], None] = lambda text: None
+    most_world: int = MOST_WORLD
+    passed: list[Case] = field(default_factory=list)
+    unknown: list[CaseReport] = field(default_factory=list)
+    # Nothing differed, but some of the simplest errors would not have been detected.
+    insensitive: list[CaseReport] = field(default_factory=list)
+    finding: Finding | None = None
+    once: list[CaseReport] = field(default_factory=list)  # failed in persistent ranks only
+    shrunk_in: int = 0  # number of cases
+    _verdicts: dict[str, CaseReport] = field(default_factory=dict)
+    _failed: dict[str, CaseReport] = field(default_factory=dict)
+    _last_failed: CaseReport | None = None
+
+    @property
+    def cases(self) -> list[Case]:
+        return [report.case for report in self._verdicts.values()]
+
+    @property
+    def has_shown(self) -> bool:
+        """True if a case of two or more ranks passed: a single rank communicates nothing."""
+        return any(case.world > 1 for case in self.passed)
+
+    def again(self, kept: Sequence[Case]) -> None:
+        """Run cases found earlier; stop at the first that still fails."""
+        for case in kept:
+            if self.runner.why_left_out(case):  # the strategy has changed since
+                continue
+            self.show(f"stored case {case.id}")
+            if self._examine(case).verdict == "fail":
+                self._conclude(self._verdicts[case.id], "", replays=1)
+                return
+
+    def run(self) -> None:
+        """Draw and run cases until the budget is used up or a failure is found."""
+        number = 0
+        try:
+            while self.finding is None and not self._used_up():
+                before = len(self._verdicts)
+                self._round(number)
+                number += 1
+                if len(self._verdicts) == before and number > 3:
+                    return  # there is nothing new to draw
+        except _TimeIsUpError:
+            pass
+        if self.finding is None and self._failed:
+            self._conclude(min(self._failed.values(), key=_weight), "the time limit was reached")
+
+    def give_up(self) -> None:
+        """Use the smallest failure so far as the finding after Ctrl-C, without replays."""
+        if self.finding is None and self._failed:
+            best = min(self._failed.values(), key=_weight)
+            self.finding = Finding(best, 0, 0, "interrupted")
+
+    def _used_up(self) -> bool:
+        too_many = self.most_cases is not None and len(self._verdicts) >= self.most_cases
+        return too_many or time.monotonic() >= self.until
+
+    def _round(self, number: int) -> None:
+        size = _FIRST_ROUND if number == 0 else _ROUND
+        drawn: dict[str, Case] = {}
+        self._draw(number, size, lambda case: drawn.setdefault(case.id, case))
+        if not self._fails_among(
+            [case for name, case in drawn.items() if name not in self._verdicts]
+        ):
+            return
+        begun, already = time.monotonic(), len(self._verdicts)
+        spare = max(self.until - begun, _LEAST_SHRINKING_S)
+        until, most = begun + spare, already + _MOST_SHRINKING_CASES
+
+        def fails_again(case: Case) -> None:
+            if time.monotonic() > until or len(self._verdicts) > most:
+                raise _TimeIsUpError
+            report = self._examine(case)
+            if report.verdict == "fail":
+                self._last_failed = report
+                if report.ranks_failed:
+                    raise _RankFailedError
+                raise _WrongError
+
+        try:
+            self._draw(number, size, fails_again)
+        except (_WrongError, _RankFailedError):
+            assert self._last_failed is not None
+            self.shrunk_in = len(self._verdicts) - already
+            self._conclude(self._last_failed, "")
+
+    def _draw(self, number: int, size: int, examine: Callable[[Case], object]) -> None:
+        @seed(derive(self.seed, "explore", number))
+        @settings(
+            max_examples=size,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=(Phase.generate, Phase.shrink),
+            report_multiple_bugs=False,
+            print_blob=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.space)
+        def body(case: Case) -> None:
+            examine(case)
+
+        try:
+            body()
+        except HypothesisException as error:  # Hypothesis's own, none of distcheck's
+            self.show(f"hypothesis stopped a round: {error}")
+
+    def _fails_among(self, cases: list[Case]) -> bool:
+        """Return True if one of them fails within the budget, running as few as necessary."""
+        while cases and not self._used_up():
+            for report in self.runner.run_many(cases):
+                cases = cases[1:]
+                if report.verdict == "fail":
+                    break
+                self._enter(report)
+                if self._used_up():
+                    return False
+            else:
+                return False
+            if self._enter(report).verdict == "fail":
+                return True
+        return False
+
+    def _examine(self, case: Case) -> CaseReport:
+        """Return the cached report of a case, or run it."""
+        known = self._verdicts.get(case.id)
+        return known if known is not None else self._enter(self.runner.run(case))
+
+    def _enter(self, report: CaseReport) -> CaseReport:
+        """Record a report; the first failure is confirmed before."""
+        case = report.case
+        if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
+            report = self._believed(report)
+        self._verdicts[case.id] = report
+        if report.verdict == "fail":
+            self._failed[case.id] = report
+        elif report.verdict == "unknown":
+            could_not_show = sensitivity.why_alone_unknown(report.checks)
+            (self.insensitive if could_not_show else self.unknown).append(report)
+        else:
+            self.passed.append(case)
+        what = "shrinking" if self._failed else "searching"
+        self.show(f"{what}: {len(self._verdicts)} cases; {case.workload}, world {case.world}")
+        return report
+
+    def _believed(self, report: CaseReport) -> CaseReport:
+        """Return the first failure if fresh ranks, or new persistent ones, fail as well; otherwise
+        the report of fresh ranks. If persistent ranks affect each other, only fresh ranks are used
+        from now on.
+        """
+        case = report.case
+        fresh = self.runner.run_fresh(case)
+        if fresh.verdict == "fail":
+            return fresh
+        once = msgspec.structs.replace(case, rerun=False)  # a rerun would be a second use by itself
+        alone, after = self.runner.run(once), self.runner.run(once)
+        if alone.verdict == "fail":
+            return report
+        if after.verdict == "fail":
+            self.runner.distrusts_kept = (
+                "the strategy cannot be used twice in one process; every case ran on fresh ranks"
+            )
+            return fresh
+        if case.rerun and self.runner.run(case).verdict == "fail":
+            return report
+        replays = self.runner.replay(case, _REPLAYS - 1)
+        if any(replay.verdict == "fail" for replay in replays):
+            return report
+        self.once.append(report)
+        return fresh
+
+    def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
+        """Replay a finding in fresh ranks, as `distcheck replay` does."""
+        self.show("replaying the failure")
+        self.finding = self._replayed(report, unshrunk, replays)
+        if self.finding.failed == replays and report.case.world == 1:
+            self.finding = self._with_a_cause(self.finding)
+        for case in _steadier(report.case) if self.finding.failed < replays else ():
+            steadier = self._replayed(msgspec.structs.replace(report, case=case), unshrunk, replays)
+            if steadier.failed == replays:
+                self.finding = steadier
+                return
+
+    def _with_a_cause(self, alone: Finding) -> Finding:
+        """Return the finding, or the same case in the smallest world of several ranks in which it
+        has another cause: one rank cannot show which rank is wrong, nor the effect of
+        communication.
+        """
+        case, named = alone.report.case, _causes(alone.report)
+        if alone.report.ranks_failed:
+            return alone
+        for world in range(2, self.most_world + 1):
+            larger = msgspec.structs.replace(case, world=world, batch=case.batch * world)
+            larger = msgspec.structs.replace(larger, id=identify(larger))
+            report = msgspec.structs.replace(alone.report, case=larger)
+            try:
+                found = self._replayed(report, alone.unshrunk, alone.replays)
+            except DistcheckError:
+                continue  # such a world cannot run here
+            causes = _causes(found.report)
+            if found.failed == found.replays and causes and causes != named:
+                return found
+            if causes and causes == named:
+                return alone
+        return alone
+
+    def _replayed(self, report: CaseReport, unshrunk: str, replays: int) -> Finding:
+        seen = self.runner.replay(report.case, replays)
+        failed = [replay for replay in seen if replay.verdict == "fail"]
+        return Finding(failed[0] if failed else report, len(failed), len(seen), unshrunk)
+
+
+def _steadier(case: Case) -> Iterator[Case]:
+    """Yield the case with longer delays of ranks, for a race that does not always occur: shrinking
+    has kept a delay that just suffices, or none.
+    """
+    if case.world == 1:
+        return
+    late: list[tuple[Delay, ...]] = []
+    if case.delays:
+        late = [tuple(msgspec.structs.replace(d, ms=d.ms + _LATE_MS) for d in case.delays)]
+    for rank in dict.fromkeys((1, case.world - 1, 0)):
+        late += [(Delay(rank=rank, collective=n, ms=_LATE_MS),) for n in (0, 1)]
+    for delays in late:
+        changed = msgspec.structs.replace(case, delays=delays, rerun=True)
+        yield msgspec.structs.replace(changed, id=identify(changed))
+
+
+def _causes(report: CaseReport) -> set[str]:
+    named = [found for found in report.diagnosis if found.cause != "unexplained"]
+    if any(APART in found.evidence for found in named):
+        return set()
+    return {found.cause for found in named}
+
+
+def _weight(report: CaseReport) -> tuple[int, ...]:
+    """Return a sort key by complexity, for use when Hypothesis had no time to shrink."""
+    case = report.case
+    layers = case.workload.count("-")
+    return (layers, case.world, case.steps, len(case.delays), len(case.workload), case.batch)

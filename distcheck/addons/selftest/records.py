@@ -1,0 +1,194 @@
+"""Plan and results of a selftest. No torch."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from distcheck.errors import ExitCode
+from distcheck.records import CaseReport, Report
+from distcheck.records.layers import named
+from distcheck.worlds.jobs import Job
+
+Naming = Literal["right", "wrong", "unexplained", "-"]
+Verdict = Literal["caught", "missed", "passed", "false positive", "left out", "unknown"]
+_UNEXPLAINED = "unexplained"
+
+
+class Planted(msgspec.Struct, frozen=True, kw_only=True):
+    """A mutant as its package lists it.
+
+    asked    the arguments of `distcheck.verify` that run it
+    caught   the (check, layer) that fail, over all cases of the run; none: any may fail
+    causes   causes that its diagnosis may report
+    processes       True if it shows only with ranks that are processes
+    when_simulated  causes in a simulated world instead of `causes`, by any check; or none
+    """
+
+    name: str
+    file: str
+    asked: dict[str, Any]
+    caught: tuple[tuple[str, str], ...]
+    causes: tuple[str, ...]
+    processes: bool = False
+    when_simulated: tuple[str, ...] = ()
+
+
+class Zoo(msgspec.Struct, frozen=True, kw_only=True):
+    """Mutants, correct strategies, and (name, reason) of those that need another machine."""
+
+    mutants: tuple[Planted, ...]
+    strategies: tuple[str, ...]
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+
+LIST = Job("distcheck.addons.selftest.command:list_zoo", bytes, Zoo)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on one mutant, or one correct case.
+
+    `checks` are those that failed; for a mutant, `as_listed` is True if they are exactly the listed
+    ones. `detail` is a message for the user; `replay` reproduces an unexpected result.
+    """
+
+    kind: Literal["mutant", "correct"]
+    name: str
+    file: str = ""
+    verdict: Verdict = "unknown"
+    checks: tuple[tuple[str, str], ...] = ()
+    as_listed: bool = True
+    causes: tuple[str, ...] = ()
+    naming: Naming = "-"
+    detail: str = ""
+    replay: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """True if this is the expected result."""
+        return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
+
+
+class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The totals of a detection table."""
+
+    planted: int
+    caught: int
+    missed: int
+    named_right: int
+    named_wrong: int
+    unexplained: int
+    correct: int
+    passed: int
+    false_alarms: int
+    left_out: int  # correct cases that their strategy or the backend cannot run
+    unknown: int  # planned mutants or correct cases without a verdict
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code: a missed mutant, a wrong cause and a false positive are each a mismatch."""
+        if self.missed or self.named_wrong or self.false_alarms:
+            return ExitCode.MISMATCH
+        nothing = self.caught + self.passed == 0
+        return ExitCode.UNKNOWN if self.unknown or nothing else ExitCode.PASS
+
+
+def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts:
+    """Return the totals; planned cases without a row are unknown, left-out mutants not planted."""
+
+    def of(kind: str, **wanted: str) -> int:
+        matching = [r for r in rows if r.kind == kind]
+        return sum(all(getattr(r, n) == value for n, value in wanted.items()) for r in matching)
+
+    caught, missed = of("mutant", verdict="caught"), of("mutant", verdict="missed")
+    passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false positive")
+    left_out = of("correct", verdict="left out")
+    planted -= of("mutant", verdict="left out")
+    return DetectionCounts(
+        planted=planted,
+        caught=caught,
+        missed=missed,
+        named_right=of("mutant", naming="right"),
+        named_wrong=of("mutant", naming="wrong"),
+        unexplained=of("mutant", naming="unexplained"),
+        correct=correct,
+        passed=passed,
+        false_alarms=false_alarms,
+        left_out=left_out,
+        unknown=planted - caught - missed + correct - passed - false_alarms - left_out,
+    )
+
+
+def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> Row:
+    """Return the verdict on a mutant: caught if any check of its run fails, missed if all pass."""
+    results = [result for case in report.cases for result in case.checks]
+    failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
+    causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
+    verdict: Verdict = {"fail": "caught", "pass": "missed", "unknown": "unknown"}[report.verdict]  # type: ignore[assignment]
+    as_listed = not planted.caught or set(failed) == set(planted.caught)
+    naming = judge_naming(set(causes), set(planted.causes)) if verdict == "caught" else "-"
+    return Row(
+        kind="mutant",
+        name=planted.name,
+        file=planted.file,
+        verdict=verdict,
+        checks=tuple(failed),
+        as_listed=as_listed,
+        causes=tuple(causes),
+        naming=naming,
+        detail=_why_not_as_expected(planted, report, as_listed=as_listed, naming=naming),
+        replay=next((case.replay for case in report.cases), ""),
+        seconds=round(seconds, 3),
+    )
+
+
+def judge_naming(found: set[str], allowed: set[str]) -> Naming:
+    """Return "right" if every reported cause is permitted, "wrong" if one is not. `unexplained` is
+    not a cause; a failure without any diagnosis counts as unexplained, too.
+    """
+    named = found - {_UNEXPLAINED}
+    if not named:
+        return "unexplained"
+    return "right" if named <= allowed else "wrong"
+
+
+def judge_correct(case: CaseReport) -> Row:
+    """Return the verdict on a correct case: a failed check is a false positive."""
+    verdict: Verdict = {"fail": "false positive", "pass": "passed", "unknown": "unknown"}[
+        case.verdict
+    ]  # type: ignore[assignment]
+    wrong = [r for r in case.checks if r.verdict != "pass"]
+    return Row(
+        kind="correct",
+        name=case.case.id,
+        file=case.case.strategy,
+        verdict=verdict,
+        checks=tuple((r.check, r.layer) for r in wrong if r.verdict == "fail"),
+        causes=tuple(found.cause for found in case.diagnosis),
+        detail="; ".join(f"{r.check} {r.layer}: {r.verdict} {r.reason}" for r in wrong),
+        replay=case.replay,
+    )
+
+
+def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, naming: str) -> str:
+    parts = []
+    if report.verdict != "fail":
+        unknown = [r for case in report.cases for r in case.checks if r.verdict == "unknown"]
+        parts += [f"{r.check} {r.layer}: {r.reason}" for r in unknown[:1]]
+    elif not as_listed:
+        parts.append(f"listed with {show_checks(planted.caught)}")
+    if naming == "unexplained" and _UNEXPLAINED not in planted.causes:
+        parts.append(f"could be named {', '.join(planted.causes)}")
+    if naming == "wrong":
+        evidence = [d.evidence for case in report.cases for d in case.diagnosis]
+        parts.append(f"may be named {', '.join(planted.causes)}; the evidence was: {evidence[0]}")
+    return "; ".join(parts)
+
+
+def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return checks with their layers, as "gradients (rounding, full batch float32), agreement"."""
+    layers: dict[str, list[str]] = {}
+    for check, layer in pairs:
+        layers.setdefault(check, []).append(layer)
+    return ", ".join(named(check, ", ".join(found)) for check, found in layers.items())

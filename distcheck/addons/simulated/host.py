@@ -1,0 +1,297 @@
+"""The process that runs a simulated world: every rank's job in a thread.
+
+Events of a rank are sent to the front end with the rank's number. A world that cannot proceed sends
+the reason and every rank's stack; then the front end ends this process.
+"""
+
+import importlib
+import io
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+
+from distcheck.addons.simulated import limits
+from distcheck.addons.simulated import world as simulated
+from distcheck.addons.simulated.calls import SimulatedCall
+from distcheck.addons.simulated.groups import NOT_DESTROYED
+from distcheck.addons.simulated.isolation import Isolation
+from distcheck.addons.simulated.scheduler import RankThread, ThreadState
+from distcheck.addons.simulated.share import TURN, TURN_FD, HostRequest
+from distcheck.errors import NotSimulatedError
+from distcheck.machine import compat
+from distcheck.records.exit_status import MISUSES
+from distcheck.records.schedules import Schedule, read_schedule
+from distcheck.worlds import flight, messages
+from distcheck.worlds.callers import place_of_caller
+from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.local import child
+from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.owned import owned_by
+from distcheck.worlds.reporter import Reporter
+
+_NO_TURN = "waits for its turn, which rank {} does not yield"
+_STOPPED = "was stopped because of rank {}"
+_STACK_BYTES = 8 << 20  # of address space: unused stack takes no memory
+
+
+def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
+    SimulatedHost(msgspec.msgpack.decode(payload, type=HostRequest), fds, reporter).run()
+    return b""
+
+
+class RankReporter(Reporter):
+    """One rank's connection to the front end: that of the process, with the rank's number added to
+    each event. `begun` is called with the rank and each step that it begins.
+    """
+
+    def __init__(self, reporter: Reporter, rank: int, begun: Callable[[int, int], None]) -> None:
+        self._reporter, self._rank, self._begun = reporter, rank, begun
+
+    def progress(self, step: int, phase: str) -> None:
+        self._begun(self._rank, step)
+        super().progress(step, phase)
+
+    def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
+        assert isinstance(event, messages.ChildEvent)
+        self._reporter.send(messages.Of(self._rank, event), patience_s=patience_s)
+
+
+class RankStream(io.TextIOBase):
+    """A rank's output stream, sent line by line."""
+
+    def __init__(self, reporter: RankReporter) -> None:
+        self._reporter, self._begun = reporter, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        """Return the process's own stdout, for code that writes to it directly."""
+        return 1
+
+    def write(self, text: str) -> int:
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            self._send(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Send an incomplete line."""
+        if self._begun:
+            self._send(self._begun)
+            self._begun = ""
+
+    def _send(self, text: str) -> None:
+        self._reporter.send(messages.Printed(text.encode(errors="backslashreplace")))
+
+
+class SimulatedHost:
+    """The ranks of one world."""
+
+    def __init__(
+        self,
+        asked: HostRequest,
+        fds: Descriptors,
+        reporter: Reporter,
+        schedule: Schedule | None = None,
+        *,
+        keeps_choices: int = 0,
+    ) -> None:
+        self._asked, self._fds, self._reporter = asked, fds, reporter
+        module, _, name = asked.target.partition(":")
+        # Import it before any state is per rank: all ranks run the same job.
+        self._target: child.Target = getattr(importlib.import_module(module), name)
+        ranks = range(len(asked.starts))
+        self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
+        self._streams: list[Any] = [RankStream(own) for own in self._reporters]
+        environments = [
+            in_order({**os.environ, **start.environment}, start.order_seed)
+            for start in asked.starts
+        ]
+        streams = [(stream, stream) for stream in self._streams]
+        self._isolation = Isolation(environments, streams, owned_by(self._target))
+        self._world = simulated.SimulatedWorld(
+            len(ranks),
+            asked.order,
+            deadline_s=asked.deadline_s,
+            switch=self._switch,
+            ended=self._ended,
+            schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
+            keeps_choices=keeps_choices,
+        )
+        self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # a private mapping in a search
+        self._ending = threading.Lock()
+        self._refused = False
+        self._done = 0  # number of ranks whose job has returned
+
+    @property
+    def world(self) -> simulated.SimulatedWorld:
+        return self._world
+
+    def run(self) -> None:
+        simulated.enter(self._world)
+        compat.isolate_threads()
+        flight.record_from(self._recorded)
+        self._reporter.tell_stacks = self.tell_stacks
+        limits.install()
+        threading.stack_size(_STACK_BYTES)
+        self._isolation.begin(0)
+        self._world.scheduler.run(self._live)
+        self._isolation.end()
+
+    def _begins(self, rank: int, step: int) -> None:
+        self._world.groups.steps[rank] = step
+
+    def _switch(self, before: int, after: int) -> None:
+        self._isolation.switch(before, after)
+        TURN.pack_into(self._turn, 0, after)
+
+    def _live(self, rank: int) -> None:
+        reporter = self._reporters[rank]
+        torch.get_num_threads()  # makes torch's settings of a rank its thread's only
+        try:
+            result = self._target(self._asked.starts[rank].payload, self._fds_of(rank), reporter)
+            self._world.end_of_rank(rank)
+            self._remark()
+            self._flush(rank)
+            reporter.send(messages.Done(result))
+        except limits.RankLeftError as left:
+            self._flush(rank)
+            entries = self._entries_of(rank)
+            text = child.shown_of(_where_left(left))
+            said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
+            reporter.send(said)
+            reporter.send(messages.Exited(left.status))
+            self._world.lose(rank)
+        except BaseException as error:
+            if self._refused and isinstance(error, NotSimulatedError):
+                self._world.scheduler.freeze()  # refused in a thread; the front end has the reason
+            self._flush(rank)
+            if place := limits.place_of_cuda(error):
+                error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
+            reporter.send(child.as_event(error))
+            self._world.lose(rank)
+
+    def _remark(self) -> None:
+        """Send the world's findings before the last rank reports that it is done."""
+        self._done += 1
+        if self._done == len(self._reporters):
+            left = [(NOT_DESTROYED, text) for text in self._world.groups.not_destroyed()]
+            for name, text in (*left, *self._world.odd.in_words()):
+                self._reporter.send(messages.Remarked(name, messages.printable(text)))
+
+    def _flush(self, rank: int) -> None:
+        """Send a rank's incomplete line, also if code has replaced the stream."""
+        with suppress(Exception):
+            sys.stdout.flush()
+        self._streams[rank].flush()
+
+    def _fds_of(self, rank: int) -> Descriptors:
+        found: dict[str, int] = {}
+        for name, fd in self._fds.items():
+            owner, slash, own_name = name.partition("/")
+            if name == TURN_FD:
+                continue
+            if not slash:
+                found[name] = fd
+            elif owner == str(rank):
+                found[own_name] = fd
+        return found
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """Return the last calls of this thread's rank, in the format of torch's flight recorder."""
+        rank = self._world.scheduler.rank
+        return [] if rank is None else self._entries_of(rank)
+
+    def _entries_of(self, rank: int) -> list[dict[str, Any]]:
+        return [_as_entry(call) for call in list(self._world.latest[rank])]
+
+    def _ended(self, how: simulated.End, what: str) -> None:
+        """Report how the world ends; once."""
+        if not self._ending.acquire(blocking=False):
+            self._world.scheduler.freeze()
+        if how == "refused":
+            self._refused = True
+            rank = self._world.scheduler.current
+            place = place_of_caller()
+            refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
+            self._reporters[rank].send(child.as_event(refusal))
+        elif how in MISUSES:
+            self._tell_ranks(
+                ThreadState.READY, ThreadState.WAITING, ThreadState.ASLEEP, why=_STOPPED
+            )
+        else:
+            self._tell_ranks(ThreadState.READY)
+        self._reporter.send(messages.Proven(how, messages.printable(what)))
+
+    def tell_stacks(self) -> None:
+        """Report every rank's stack after the world has hung."""
+        if self._ending.acquire(blocking=False):
+            self._tell_ranks(ThreadState.READY, ThreadState.ASLEEP)
+
+    def _tell_ranks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
+        """Report every rank's stack. A rank in one of the states `blameless` is not responsible for
+        the end; `why` is added to its stack.
+        """
+        frames = sys._current_frames()
+        for runner in self._world.scheduler.runners:
+            if runner.state is not ThreadState.OVER:
+                self._reporters[runner.rank].send(self._stacks_of(runner, frames, blameless, why))
+
+    def _stacks_of(
+        self,
+        runner: RankThread,
+        frames: Mapping[int, Any],
+        blameless: Sequence[ThreadState],
+        why: str,
+    ) -> messages.Stacks:
+        thread, scheduler = runner.thread, self._world.scheduler
+        frame = frames.get(thread.ident or 0) if thread is not None else None
+        text = "" if frame is None else child.shown_of(frame)
+        waits = runner.state in blameless and runner.rank != scheduler.current
+        if waits:
+            text = f"{why.format(scheduler.current)}\n{text}"
+        entries = self._entries_of(runner.rank)
+        together = [entry for entry in entries if not entry["is_p2p"]]
+        return messages.Stacks(
+            text=messages.printable(text),
+            collective=child.last_collective(together),
+            collectives=flight.latest(entries),
+            waits_for_turn=waits,
+        )
+
+
+def _refusal(what: str) -> NotSimulatedError:
+    device = " --device cuda" if what.startswith(limits.USES_CUDA) else ""
+    return NotSimulatedError(
+        f"backend simulated cannot run this code: {what}; pass --backend gloo{device}"
+    )
+
+
+def _as_entry(call: SimulatedCall) -> dict[str, Any]:
+    return {
+        "profiling_name": f"simulated:{call.name}",
+        "input_sizes": call.sizes,
+        "is_p2p": call.is_message,
+        "collective_seq_id": call.number,
+        "p2p_seq_id": call.number,
+        "frames": call.frames,
+        "process_group": (call.group, ""),
+        "retired": call.complete,
+        "state": "completed" if call.complete else "started",
+    }
+
+
+def _where_left(error: BaseException) -> Any:
+    """Return the frame in which a rank called os._exit."""
+    found = error.__traceback__
+    while found is not None and found.tb_next is not None and found.tb_next.tb_next is not None:
+        found = found.tb_next
+    return None if found is None else found.tb_frame

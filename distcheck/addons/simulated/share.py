@@ -1,0 +1,246 @@
+"""The ranks of a simulated world, as the front end sees them: one process runs all of them.
+
+Each rank has its own child object, like a rank that is a process, so that the code that supervises,
+ends and judges a world needs no special case. Events of a rank are recorded in its child; the end
+of the process is the end of every rank that had not ended before.
+"""
+
+import contextlib
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from distcheck import backends
+from distcheck.records.schedules import Searched
+from distcheck.worlds import messages
+from distcheck.worlds.jobs import Asked, Descriptors, Job
+from distcheck.worlds.launch import Ranks, job_result, run_until_over, start_job, starts_of
+from distcheck.worlds.local.children import Child
+from distcheck.worlds.local.forking import Forker, LocalShare
+from distcheck.worlds.pool import Pool
+from distcheck.worlds.shares import RankStart, Share
+
+TURN, TURN_FD = struct.Struct("<I"), "turn"  # memory in which the process records the running rank
+_TARGET = "distcheck.addons.simulated.host:run"
+_LOOK_EVERY_S = 0.05
+_NO_WORD = "the process of the simulated world exited while another rank ran"
+
+
+class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run `target` for each rank with its entry of `starts`. Descriptors are shared by all ranks,
+    except names that begin with `RANK/`, which belong to that rank.
+    """
+
+    target: str
+    order: str
+    deadline_s: float
+    starts: list[RankStart]
+    schedule: str = ""
+
+
+class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run a world under the default schedule twice, and under seeds 1 to `schedules`; or, with
+    `preemptions`, under schedules with at most that many preemptions, at most `schedules` of them.
+    """
+
+    host: HostRequest
+    schedules: int
+    deadline_s: float
+    preemptions: int = 0
+
+
+SEARCH = Job("distcheck.addons.simulated.search:run", SearchRequest, Searched, ("data", "turn"))
+
+
+class RankOfHost(Child):
+    """A rank that is a thread of a process."""
+
+    def __init__(self, rank: int, host: "HostProcess") -> None:
+        super().__init__()
+        self.rank, self._host = rank, host
+
+    @property
+    def starting(self) -> bool:
+        """True if its process is not forked yet."""
+        return self._host.starting and not self.gone
+
+    @property
+    def busy_seconds(self) -> float:
+        """Busy seconds of the process: exactly one rank runs at a time."""
+        return self._host.busy_now
+
+    @property
+    def is_awake(self) -> bool:
+        return self._host.awake_now
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.gone and self._host.is_stopped
+
+    @property
+    def low_level_stacks(self) -> str:
+        """faulthandler's output for the running thread; it does not know ranks."""
+        blocks = self._host.low_level_stacks.split("\n\n")
+        return "\n\n".join(b for b in blocks if not b.startswith("Thread "))
+
+    def take(self, event: messages.AnyEvent) -> None:
+        """Record an event; a thread that raised is gone."""
+        super().take(event)
+        if isinstance(event, messages.Raised):
+            super().take(messages.Exited(1))
+
+
+class HostProcess(Child):
+    """The process of a simulated world."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.ranks = [RankOfHost(rank, self) for rank in range(size)]
+        self._looked_at = 0.0
+        self.busy_now, self.awake_now = 0.0, True
+        self.turn_fd = os.memfd_create("distcheck-turn")
+        os.truncate(self.turn_fd, TURN.size)
+
+    @property
+    def runs(self) -> int:
+        return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
+
+    def take(self, event: messages.AnyEvent) -> None:
+        """Record an event, or pass it to the rank that it belongs to."""
+        if isinstance(event, messages.Of):
+            if 0 <= event.key < len(self.ranks):
+                self.ranks[event.key].take(event.event)
+        elif isinstance(event, messages.Proven):
+            for rank in self.ranks:
+                rank.proven = event
+        elif isinstance(event, messages.Remarked):
+            self.ranks[0].remarks.append(event)
+        elif isinstance(event, messages.Raised):
+            for rank in self.ranks:
+                if rank.done is None and rank.raised is None and not rank.gone:
+                    rank.take(event)
+        else:
+            super().take(event)
+
+    def take_output(self, data: bytes) -> None:
+        """Attribute output of C code to the running rank."""
+        with contextlib.suppress(IndexError):
+            self.ranks[self.runs].take_output(data)
+
+    def look(self) -> None:
+        """Refresh the data from /proc, for all ranks at once."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = now
+            self.busy_now, self.awake_now = self.busy_seconds, self.is_awake
+
+    def end_ranks(self) -> None:
+        """Record the end of the process in all ranks that had not ended."""
+        ran = self.runs
+        for rank in self.ranks:
+            if rank.gone:
+                continue
+            rank.gone = True
+            if rank.done is not None and rank.released:
+                rank.exit_code = 0
+                continue
+            rank.exit_code, rank.exit_signal = self.exit_code, self.exit_signal
+            rank.spawn_error = self.spawn_error
+            died = self.exit_signal is None or not rank.cut_short
+            if died and rank.rank != ran and not self.spawn_error:
+                rank.cut_short, rank.exit_code, rank.exit_signal = True, None, signal.SIGKILL
+                rank.stacks = rank.stacks or messages.Stacks(_NO_WORD, None, waits_for_turn=True)
+
+
+class SimulatedShare(Share):
+    """All ranks of a simulated world."""
+
+    def __init__(
+        self,
+        forker: Forker,
+        *,
+        backend: str,
+        deadline_s: float,
+        target: str,
+        starts: Sequence[RankStart],
+        fds: Descriptors,
+        schedule: str = "",
+    ) -> None:
+        self._host = HostProcess(len(starts))
+        own_fds = {
+            f"{rank}/{name}": fd for rank, s in enumerate(starts) for name, fd in s.fds.items()
+        }
+        request = HostRequest(
+            target=target,
+            order=backends.order_of(backend),
+            deadline_s=deadline_s,
+            starts=[replace(start, fds={}) for start in starts],
+            schedule=schedule,
+        )
+        payload = msgspec.msgpack.encode(request)
+        self._share = LocalShare(
+            forker,
+            target=_TARGET,
+            starts={0: RankStart(payload=payload, environment={}, fds=own_fds)},
+            fds={**fds, TURN_FD: self._host.turn_fd},
+            new_child=lambda _: self._host,
+        )
+        self.children: dict[int, Child] = dict(enumerate(self._host.ranks))
+
+    def look(self) -> None:
+        self._host.look()
+        if self._host.gone:
+            self._host.end_ranks()
+
+    def signal(self, child: Child, number: int) -> None:
+        """Send a signal to the process, which can only end as a whole."""
+        self._share.signal(self._host, number)
+
+    def ask(self) -> None:
+        self._share.ask()
+
+    def release(self) -> None:
+        self._share.release()
+
+    def close(self) -> None:
+        self._share.close()
+        if self._host.turn_fd >= 0:
+            os.close(self._host.turn_fd)
+            self._host.turn_fd = -1
+
+
+def search_schedules(
+    pool: Pool,
+    ranks: Ranks[Asked],
+    *,
+    schedules: int,
+    preemptions: int,
+    fds: Descriptors | None = None,
+    on_progress: Callable[[int], None] = lambda ran: None,
+    look: Callable[[], None] = lambda: None,
+) -> Searched:
+    """Run ranks in a simulated world under the default schedule and `schedules` others, either
+    drawn at random or with at most `preemptions` preemptions, and return the results. `look` is
+    called meanwhile, and may raise. Raises the errors of `job_result`.
+    """
+    host = HostRequest(
+        target=ranks.job.target,
+        order=backends.order_of(ranks.backend),
+        deadline_s=ranks.deadline_s,
+        starts=starts_of(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
+    )
+    asked = SearchRequest(
+        host=host, schedules=schedules, deadline_s=ranks.deadline_s, preemptions=preemptions
+    )
+    world = start_job(pool, SEARCH, asked, fds or {}, deadline_s=4 * ranks.deadline_s)
+    world.children[0].on_progress = lambda progress: on_progress(progress.step)
+    run_until_over(pool, world, look=look)
+    try:
+        return SEARCH.decode(job_result(world))
+    finally:
+        world.close()
