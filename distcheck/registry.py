@@ -6,7 +6,7 @@ removed, a request that needs it ends in one sentence and exit code 2, and nothi
 
 An add-on is a package below `distcheck.addons` whose `__init__` offers what the core calls. One
 with a backend is the backend's module as well (see `distcheck/backends/__init__.py`); one with
-commands has them in `NAME_command.py`. To add one, create its folder and add a line here.
+commands has a module `<command>_command`. To add one, create its folder and add a line here.
 """
 
 import functools

@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "layers.svg"
 # The bands of the drawing, top to bottom; each package of the contract belongs to exactly one.
 BANDS = {
-    "Commands": "__main__ cli selftest backend_probe compare job engines testing explore",
+    "Commands": "__main__ addons cli compare job testing",
     "Run": "verification store plan reports",
     "Judge": "judge",
     "Ranks": "training recordings workloads worlds backends machine",
-    "Shared": "contract records errors private",
+    "Shared": "contract records registry errors private",
 }
 _WIDTH, _LEFT, _ROW, _GAP, _BOX = 760, 110, 34, 10, 26
 _STYLE = """

@@ -8,7 +8,6 @@ the ranks are its threads. `plugin.py` is the entry point; the other modules:
     fixtures    the fixtures that ranks set up themselves
     front       in the pytest process: starts a world, waits, decides; tries other schedules
     rank        in a rank: runs the body, reports the result
-    threads     per-rank state of a simulated world
     session     in a rank: its copy of pytest's session, detached from the terminal
     examples    Hypothesis examples: rejection, deadline, events and targets of ranks
     messages    reports of a rank

@@ -12,11 +12,11 @@ shares.py        the ranks of a world that run in one place
 surroundings.py  differences between ranks in several interpreters: machines, environment, delays
 stalls.py        tells a hung rank from a slow machine
 waiting.py       detects that a rank is blocked, and in which of its calls
-call_recorder.py      records those calls; flight.py reads torch's own record of them
+call_recorder.py records those calls; flight.py reads torch's own record of them
 callers.py       classifies source files, and finds the line that made a call
 proofs.py        proves from reports of blocked ranks that a world is deadlocked
 call_log.py      the latest calls in shared memory, for ranks that a library aborts
-root_cause.py         how each rank ended, and which end is the root cause
+root_cause.py    how each rank ended, and which end is the root cause
 interrupts.py    Ctrl-C and SIGTERM
 turns.py         limits the number of concurrent worlds under pytest-xdist
 scratch.py       temporary folders that are removed even if their process is killed
@@ -24,7 +24,7 @@ linux.py         the few Linux calls that Python does not wrap
 local/           ranks on this machine: the helper that imports torch once and forks everything
     else, the front end's side of it, the life of a forked process
 remote/          ranks in processes that a launcher started, here or on other machines
-mpi/             ranks of an MPI job that is started here
-simulated/       ranks that are threads of one process
+owned.py         state that each rank of a simulated world owns
+mpi_segments.py  files that Open MPI leaves in shared memory
 launchers/       detects the launcher that started this process, one file each
 """

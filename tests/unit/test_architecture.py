@@ -91,7 +91,7 @@ IN_RANKS = ("availability.py", "rank.py")  # all the rest of the probes is plain
 
 @needs_all
 def test_what_is_expected_of_a_backend_is_known_without_torch() -> None:
-    plain = [path for path in of("backend_probe") if path.name not in IN_RANKS]
+    plain = [path for path in of("addons/backend_probe") if path.name not in IN_RANKS]
     assert not found(plain, lambda path: imports_of(path, ("torch", "numpy")))
 
 
@@ -183,6 +183,7 @@ MANY_PARAMETERS_FOR_A_REASON = {
     "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
     "distcheck.addons.explore.space.cases": "public: a strategy of Hypothesis for property tests",
     "distcheck.addons.backend_probe.command.backends_command": "the options of a command",
+    "distcheck.job.replaying.replay": "how the reference of a job runs, by name",
     "distcheck.judge.checks.matching.match_ranks": "a tensor's place, and what is expected there",
 }
 
@@ -320,8 +321,9 @@ def test_files_that_the_code_names_are_there() -> None:
     assert not found(MODULES, missing)
 
 
+@needs_all
 def test_no_judge_reads_what_is_written_for_people() -> None:
-    rooms = ("judge", "verification", "plan", "store", "job", "explore", "compare")
+    rooms = ("judge", "verification", "plan", "store", "job", "addons/explore", "compare")
     readers = [path for room in rooms for path in of(room)]
     assert not [str(path) for path in readers if ".detail" in text_of(path)]
 
