@@ -173,18 +173,7 @@ def test_a_file_may_be_called_like_a_loaded_module(
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
         ("f = 3", "f", "is an object of type int; pass a function"),
-        ("def f(model, a, b): pass", "f", r"signature f\(model, a, b\)"),
         ("def f(): pass", "f", r"signature f\(\)"),
-        (
-            "def f(model, *, secret): pass",
-            "f",
-            "unknown parameters secret; pass --arg secret=VALUE",
-        ),
-        (
-            "class f:\n  def __init__(self, x): pass\n  def sync(self, secret): pass",
-            "f",
-            "unknown parameters secret; pass --arg secret=VALUE",
-        ),
         ("class f:\n    pass", "f", r"is the class f\(\); expected .*it has no public method"),
     ],
 )

@@ -253,7 +253,7 @@ def test_an_update_is_described_and_said_beside_a_gradient() -> None:
     facts = Measurements(world=4, steps=(right(),), update=update)
     (found,) = diagnose(ENDS, [failed("parameters", "bitwise")], facts)
     assert found.cause == "wrong-update"
-    assert "0.001 of each was taken from it" in found.evidence
+    assert "0.001 of each was subtracted from it" in found.evidence
     wrong = measured([[1.0] * 4] * 4, equal(4))
     facts = msgspec.structs.replace(facts, steps=(wrong,))
     both = named([failed("gradients", "rounding"), failed("parameters", "bitwise")], facts)
