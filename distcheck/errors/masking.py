@@ -131,7 +131,7 @@ _ASSIGNED = re.compile(
 )
 # Variables as in a shell or a file of settings; `is_secret` decides by the name.
 _VARIABLE = re.compile(
-    r"\b(?P<name>[A-Z][A-Z0-9_]{1,60})(?:(?:=|[\"']\s*[:,]\s*b?)(?P<q>[\"'])"
+    r"(?<![A-Za-z0-9])(?P<name>_{0,2}[A-Z][A-Z0-9_]{1,60})(?:(?:=|[\"']\s*[:,]\s*b?)(?P<q>[\"'])"
     r"(?P<quoted>(?:(?!(?P=q))[^\\\r\n<>]){4,})|=(?P<plain>[^\s\"'&;,<>]{4,}))"
 )
 _NAMES_OF_NO_SECRET = re.compile(

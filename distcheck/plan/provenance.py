@@ -2,7 +2,7 @@
 
 import hmac
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,9 +95,11 @@ def code_digest(what: str, spec: str) -> str:
         return NO_DIGEST
 
 
-def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
-    """Return the file behind a name, and its files by relative path (`files_of`); for an installed
-    module only its own file, because its folder is the whole library. Raises OSError.
+def code_of(
+    what: str, spec: str, others: Iterable[Path] = ()
+) -> tuple[Path | None, dict[str, SourceFile]]:
+    """Return the file behind a name, and its files by relative path (`files_of`, with `others`). Of
+    an installed module that is its own file: its folder is the whole library. Raises OSError.
     """
     file = file_behind(what, spec)
     if file is None or not file.is_file():
@@ -105,7 +107,7 @@ def code_of(what: str, spec: str) -> tuple[Path | None, dict[str, SourceFile]]:
     is_strategy = what == "strategy" and ":" not in spec and not loading.is_path(spec)
     if is_strategy or (what == "workload" and loading.is_built_in(place_of(spec))):
         return file, {file.name: SourceFile(file, read_source(file))}
-    return file, files_of(file)
+    return file, files_of(file, others)
 
 
 def file_digest(what: str, spec: str) -> str:

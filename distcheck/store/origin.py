@@ -57,7 +57,7 @@ def _filters() -> list[str] | None:
         filter_name = name.removeprefix("filter.").rpartition(".")[0]
         if scope in ("local", "worktree") or not re.fullmatch(r"[\w-]+", filter_name):
             return None
-        if run_git("ls-files", "-z", "--", f":(attr:filter={filter_name})") != "":
+        if run_git("ls-files", "-z", "--", f":(top,attr:filter={filter_name})") != "":
             return None
         for key, value in (("clean", ""), ("smudge", ""), ("process", ""), ("required", "false")):
             options += ["-c", f"filter.{filter_name}.{key}={value}"]

@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -33,7 +34,6 @@ from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
 from distcheck.plan.source_files import NO_DIGEST, by_place, digest_of, files_of
 from distcheck.private import is_ones_own
 from distcheck.records import Case
-from distcheck.records.sources import read_source
 from distcheck.store import own_objects
 from distcheck.store import run_folder as store
 from distcheck.store.origin import run_git
@@ -94,6 +94,7 @@ class Checkout:
         self._not_ours = [(store.DEFAULT_FOLDER / "bundles").resolve()]
         self._entries: dict[Path, dict[Path, str]] = {}
         self.beside: tuple[Path, ...] = ()  # files loaded together with the one in question
+        self.pins: dict[str, str] = {}  # the bytes that were found to be trusted, by absolute path
         if given:
             path = Path(given).resolve()
             run = path if self.is_git else _run_of(path)
@@ -118,26 +119,26 @@ class Checkout:
         if not self.holds(path):  # the folder of an installed file is the whole library
             return False
         try:
-            files = [file.path for file in files_of(path, self.beside).values()]
+            files = [*files_of(path, self.beside).values()]
         except OSError:
             return False
-        return all(map(self._is_ours, files))
+        if not all(self._is_ours(file.path, file.data) for file in files):
+            return False
+        for place, file in ((path, files[0]), *((one.path, one) for one in files)):
+            self.pins[os.path.abspath(place)] = hashlib.sha256(file.data).hexdigest()
+        return True
 
-    def _is_ours(self, path: Path) -> bool:
-        return self.holds(path) and (not self.is_git or self._is_unmodified(path.resolve()))
+    def _is_ours(self, path: Path, data: bytes) -> bool:
+        return self.holds(path) and (not self.is_git or self._is_unmodified(path.resolve(), data))
 
-    def _is_unmodified(self, path: Path) -> bool:
-        """Return True if a file has the content of its entry in the git index. Only the index is
-        read: running a content filter would execute a program.
+    def _is_unmodified(self, path: Path, data: bytes) -> bool:
+        """Return True if the content of a file is that of its entry in the git index. Only the
+        index is read: running a content filter would execute a program.
         """
         assert self._root is not None
         if path.parent not in self._entries:
             self._entries[path.parent] = self._tracked(path.parent)
         entry = self._entries[path.parent].get(path, "")
-        try:
-            data = read_source(path)
-        except OSError:
-            return False
         algorithm = "sha1" if len(entry) == 40 else "sha256"
         return entry == hashlib.new(algorithm, b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -156,18 +157,31 @@ class Checkout:
         return found
 
 
+@dataclass
+class Trusted:
+    """Trusted code: the digests of its files by absolute path, and the folders outside the checkout
+    from which it is imported.
+    """
+
+    pins: dict[str, str] = field(default_factory=dict)
+    roots: list[str] = field(default_factory=list)
+
+
 def unknown_code(
     cases: Iterable[Case],
     unpacked: Mapping[str, str] = NOTHING,
     *,
     given: str = "",
     made: Mapping[str, Provenance] = UNRECORDED,
+    trusted: "Trusted | None" = None,
 ) -> list[Code]:
     """Return the code of cases that is not trusted. `unpacked` maps the original path of each file
     of a bundle to its current one; `given` is the source of the cases; `made` has provenances by
-    case ID.
+    case ID. `trusted` receives the code that is.
     """
     checkout = Checkout(given)
+    trusted = Trusted() if trusted is None else trusted
+    trusted.pins = checkout.pins
     found: dict[tuple[str, str], Code] = {}
     for case in cases:
         digests = made[case.id].digests if case.id in made else {}
@@ -179,8 +193,10 @@ def unknown_code(
             recorded = digests.get(what, NO_DIGEST)
             if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):
                 continue
-            code = _described(what, spec, unpacked)
+            code = _described(what, spec, unpacked, checkout.beside)
             if has_run and code.digest == recorded != NO_DIGEST:
+                checkout.pins.update(code.files)
+                trusted.roots.append(code.root)
                 continue
             why = "changed since it was recorded" if NO_DIGEST != recorded != code.digest else ""
             found[what, spec] = msgspec.structs.replace(code, why=why)
@@ -215,24 +231,30 @@ def require_trust(
         return
     commands = [case.command_line for case in cases if case.job]
     texts = texts_given(foreign)
-    code = [] if commands else unknown_code(cases, unpacked, given=handed_over, made=made)
+    known = Trusted()
+    code = (
+        []
+        if commands
+        else unknown_code(cases, unpacked, given=handed_over, made=made, trusted=known)
+    )
     listed = [one_line(shown(text)) for text in (commands or [*map(str, code), *texts])]
     if not listed:
+        # Exactly the bytes that were found to be trusted run: their folder may be another user's.
+        sources_only.begin(known.pins, around=(handed_over, *known.roots))
         return
     what = "a command" if commands else "untrusted code"
     runs = f"{doing} {one_line(shown(given))} runs {what}"
     if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(f"{runs}: {'; '.join(listed)}; review it, then pass --trust to run it")
-    # Files that need no confirmation are trusted, and may be in the same folders as those that do.
-    others = [_described(what, spec, unpacked) for case in cases for what, spec in named(case)]
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
     for line in listed:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; pass --trust to run its code without asking")
-    agreed = {file: digest for one in (*others, *code) for file, digest in one.files.items()}
-    around = (handed_over, os.getcwd(), *(one.root for one in code))
-    sources_only.begin(agreed, around=around)
+    # Trusted files may be in the same folders as those that were listed.
+    agreed = {**known.pins, **{name: one.files[name] for one in code for name in one.files}}
+    around = (handed_over, os.getcwd(), *(one.root for one in code), *known.roots)
+    sources_only.begin(agreed, around=(*around, *map(sources_only.root_of, agreed)))
 
 
 def _run_of(given: Path) -> Path:
@@ -255,8 +277,11 @@ def texts_given(cases: Iterable[Case]) -> list[str]:
     found: dict[str, None] = {}
     for case in cases:
         said = case.adaptation
+        objects = [spec for what, spec in named(case) if what.startswith("value of ")]
+        if _is_ours(case.strategy) and all(map(_is_ours, objects)):
+            continue
         for name, text in (*said.arguments, *said.variables):
-            if not text.startswith("@") and _has_text(text) and not _is_ours(case.strategy):
+            if not text.startswith("@") and _has_text(text):
                 found[f"{name}={text} for {case.strategy}"] = None
     return list(found)
 
@@ -343,12 +368,15 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     except OSError:
         return False
     sources = {name: digest for name, digest in there.items() if name.endswith(".py")}
+    checkout.pins.update((os.path.join(root, name), one.hex()) for name, one in here.items())
     return next(iter(there)) == unpacked.relative_to(root).as_posix() and here == sources
 
 
-def _described(what: str, spec: str, unpacked: Mapping[str, str]) -> Code:
+def _described(
+    what: str, spec: str, unpacked: Mapping[str, str], others: Iterable[Path] = ()
+) -> Code:
     try:
-        file, files = provenance.code_of(what, spec)
+        file, files = provenance.code_of(what, spec, others)
         digests = {name: hashlib.sha256(one.data).digest() for name, one in files.items()}
         places = {name: str(one.path) for name, one in files.items()}
         root = "" if file is None else str(root_of(file.resolve()))

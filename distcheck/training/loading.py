@@ -11,6 +11,7 @@ crash on import.
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -370,7 +371,18 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
     return f"importing {what} {place} raised {text}{where}"
 
 
+@cache
+def _import_own() -> None:
+    """Import what distcheck itself may import later, before a folder of a person's comes first in
+    `sys.path`: a module of the same name there would take its place.
+    """
+    for name in ("xxhash", *sources_only.OWN_PACKAGES):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
 def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
+    _import_own()
     path = sources_only.followed(path)
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     folder = path.parent

@@ -26,18 +26,18 @@ from typing import Any
 from zipimport import zipimporter
 
 _VARIABLE = "DISTCHECK_SOURCES_ONLY"
+OWN_PACKAGES = ("distcheck_strategies", "distcheck_mutants")
 _OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()) -> None:
     """Make processes started by this one import from source only. `agreed` maps absolute paths of
-    confirmed files to SHA-256 digests: a file with another digest is not loaded, and no other file
-    next to these, or in one of `around`: the folders that they are imported from, and the folder or
-    file that was passed.
+    trusted and confirmed files to SHA-256 digests: a file with another digest is not loaded. In the
+    folders of `around`, no other file is: those that foreign code is imported from, and the folder
+    or file that was passed.
     """
-    places = [str(_root_of(Path(file))) for file in agreed]
-    places += [os.path.realpath(one) for one in around if one]
+    places = [os.path.realpath(one) for one in around if one]
     text = {"agreed": dict(agreed), "around": [*dict.fromkeys(places)]}
     os.environ[_VARIABLE] = json.dumps(text)
 
@@ -59,7 +59,8 @@ def followed(path: Path) -> Path:
     place, asked = path.resolve(), _asked()
     if (digest := asked["agreed"].get(os.path.abspath(path))) is not None:
         asked["agreed"][str(place)] = digest
-        asked["around"].append(str(_root_of(place)))
+        if os.path.realpath(root_of(os.path.abspath(path))) in asked["around"]:
+            asked["around"].append(root_of(str(place)))
         os.environ[_VARIABLE] = json.dumps(asked)
     return place
 
@@ -129,9 +130,10 @@ def _asked() -> dict[str, Any]:
     return found or {"agreed": {}, "around": []}
 
 
-def _root_of(file: Path) -> Path:
+def root_of(file: str) -> str:
     """Return the folder that contains the topmost package of a file."""
-    return next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+    folders = Path(file).parents
+    return str(next(folder for folder in folders if not (folder / "__init__.py").is_file()))
 
 
 _finder = FileFinder.path_hook((_ExtensionLoader, EXTENSION_SUFFIXES), (_Loader, SOURCE_SUFFIXES))
@@ -140,7 +142,10 @@ _finder = FileFinder.path_hook((_ExtensionLoader, EXTENSION_SUFFIXES), (_Loader,
 def _hook(folder: str) -> Any:
     if is_installed(Path(folder)):
         raise ImportError(folder)
-    return _Archive(folder) if os.path.isfile(folder) else _finder(folder)
+    try:
+        return _Archive(folder)  # a zip file, or a folder in one
+    except ImportError:
+        return _finder(folder)
 
 
 class _Archive:

@@ -538,8 +538,9 @@ def test_trusted_code_imports_nothing_from_what_was_handed_over(
         sys.path_importer_cache.clear()
 
 
+@pytest.mark.parametrize("inner", ["", "/sub"])
 def test_an_archive_of_what_was_handed_over_is_not_imported_from(
-    tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    inner: str, tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No digest covers the modules of a zip file, which Python imports like those of a folder."""
     monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
@@ -547,21 +548,66 @@ def test_an_archive_of_what_was_handed_over_is_not_imported_from(
     monkeypatch.setenv(sources_only._VARIABLE, "{}")
     (checkout / "gift").mkdir()
     with zipfile.ZipFile(checkout / "gift/lib.zip", "w") as archive:
-        archive.writestr("apax.py", "raise SystemExit('evil')")
+        archive.writestr(f"{inner[1:]}/apax.py".lstrip("/"), "raise SystemExit('evil')")
     tracked.write_text(
-        "import importlib, sys\nsys.path.insert(0, 'gift/lib.zip')\nimport json\nname = 'ap'\n"
+        f"import importlib, sys\nsys.path.insert(0, {str(checkout / 'gift/lib.zip')!r} + {inner!r})\n"
+        "import json\nname = 'ap'\n"
         "apax = importlib.import_module(name + 'ax')\n" + SYNC
     )
     commit(checkout)
     case = Case(id="c", strategy="sync.py:sync", world=2, workload="mlp")
     trust.require_trust("gift", [case], {}, doing="replaying", trusted=False)
     try:
-        with pytest.raises(UsageError, match=r"lib.zip/apax is not among the files that you were"):
+        with pytest.raises(UsageError, match=r"lib.zip\S*/apax is not among the files"):
             loading._resolve("strategy", case.strategy, {})
     finally:
         for name in ("sync", "beside", "apax"):
             sys.modules.pop(name, None)
         sys.path_importer_cache.clear()
+
+
+def test_what_was_trusted_is_what_runs(
+    tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked about a tracked file; one that takes its place afterwards does not run."""
+    monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
+    (checkout / "gift").mkdir()
+    case = Case(id="c", strategy="sync.py:sync", world=2, workload="mlp")
+    trust.require_trust("gift", [case], {}, doing="replaying", trusted=False)
+    tracked.write_text("raise SystemExit('evil')")
+    try:
+        with pytest.raises(UsageError, match=r"sync.py has changed since you were asked about it"):
+            loading._resolve("strategy", case.strategy, {})
+    finally:
+        for name in ("sync", "beside"):
+            sys.modules.pop(name, None)
+        sys.path_importer_cache.clear()
+
+
+def test_a_text_for_an_object_of_this_checkout_is_asked_about_for_every_strategy() -> None:
+    """A class of the checkout may be filled with it, whichever strategy is judged."""
+    said = Adaptation(variables=(("dist", "@mine.py:Mine"),), arguments=(("command", "'ls'"),))
+    case = Case(id="c", strategy="ddp", world=2, workload="mlp", adaptation=said)
+    assert trust.texts_given([case]) == ["command='ls' for ddp"]
+    assert trust.texts_given([msgspec.structs.replace(case, adaptation=Adaptation())]) == []
+
+
+@pytest.mark.parametrize("name", ["xxhash", "distcheck_strategies", "distcheck_mutants"])
+def test_a_module_next_to_a_file_takes_no_place_of_an_installed_one(
+    name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a file comes first in a rank's path; what a rank imports itself is there."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or importlib.import_module(name))
+    monkeypatch.delitem(sys.modules, name)
+    (checkout / f"{name}.py").write_text("raise SystemExit('evil')")
+    loading._import_own.cache_clear()
+    (checkout / "plain.py").write_text("")
+    loading._import_file(checkout / "plain.py", {})
+    assert not sys.modules[name].__file__.startswith(str(checkout))  # type: ignore[union-attr]
+    sys.modules.pop("plain", None)
 
 
 @pytest.mark.parametrize("name", ["distcheck_strategies", "distcheck_mutants"])

@@ -138,7 +138,7 @@ def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> Chec
             *("correct", WithOverlaps, "pass", OTHERWISE),
             marks=pytest.mark.sweep,
         ),
-        ("correct", WithAnotherKink, "unknown", "is not known (leaky_relu)"),
+        ("correct", WithAnotherKink, "unknown", "is not known here (leaky_relu)"),
         pytest.param("correct", Smooth, "pass", "", marks=pytest.mark.sweep),
         ("undivided", WithReLU, "fail", ""),
         pytest.param("undivided", WithMaximum, "fail", "", marks=pytest.mark.sweep),

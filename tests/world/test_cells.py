@@ -136,7 +136,7 @@ def test_a_workload_of_ones_own_accumulates_as_the_cell_does() -> None:
         "its own micro-batches (5, 5, 5, 5, 5, 4)"
         in found["gradients", "full batch float32"].reason
     )
-    with pytest.raises(UsageError, match="ddp_no_sync at world 3: it runs backward itself"):
+    with pytest.raises(UsageError, match="ddp_no_sync at world size 3: it runs backward itself"):
         distcheck.verify("ddp_no_sync", **asked)
 
 

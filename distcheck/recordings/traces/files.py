@@ -10,6 +10,7 @@ stored as pairs of real numbers.
 
 import errno
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +105,10 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
     os.ftruncate(fd, layout.total_bytes)
     write_at(fd, memoryview(index), 0)
     for slot in range(layout.steps + 1 if tensors else 0):
-        held = load_file(folder / f"slot-{slot:03}.safetensors")
+        file = folder / f"slot-{slot:03}.safetensors"
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe may never be written
+            raise ValueError(f"{file.name} is not a regular file")
+        held = load_file(file)
         for rank, kind, number, spec in _held(layout, index, slot):
             tensor = held[_key(rank, kind, spec)].contiguous()
             if getattr(torch, spec.dtype) in _IN_PAIRS:
