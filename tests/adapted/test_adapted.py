@@ -481,7 +481,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("functions:average_gradients", {"form": "magic"}, "unknown form --as magic; known are"),
         ("functions:average_gradients", {"loss": "half"}, "unknown loss contract --loss half"),
         ("functions:average_gradients", {"arguments": {"a": object()}}, "cannot be sent to"),
-        ("functions:needs_a_word", {"arguments": {"divisor": "@none"}}, "@none stands for nothing"),
+        ("functions:needs_a_word", {"arguments": {"divisor": "@none"}}, "@none is unknown"),
         ("functions:mean_in_place", {"arguments": {"tensor": 1}}, "is what it is called with"),
         ("functions:adds_its_step", {}, "updates the parameters itself"),
         ("functions:decays", {}, "even if every gradient is zero: by weight decay"),

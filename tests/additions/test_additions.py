@@ -373,8 +373,8 @@ SETTING = """
         Setting(kind=Annotated[int, Meta(ge=1)], takes="a number of cases", help="No more cases."),
     ] = None
 """
-_FIELDS = '    """What is compared, with what it is if it is not given."""\n'
-_BY_NAME = '    """What `distcheck.verify(...)` takes by name, for type checkers."""\n'
+_FIELDS = '    """Settings of a comparison, with their defaults."""\n'
+_BY_NAME = '    """Keyword arguments of `distcheck.verify(...)`, for type checkers."""\n'
 # File: what stands there, and what it becomes.
 OPTION = {
     "distcheck/plan/settings.py": [

@@ -550,7 +550,7 @@ def test_an_archive_of_what_was_handed_over_is_not_imported_from(
     with zipfile.ZipFile(checkout / "gift/lib.zip", "w") as archive:
         archive.writestr(f"{inner[1:]}/apax.py".lstrip("/"), "raise SystemExit('evil')")
     tracked.write_text(
-        f"import importlib, sys\nsys.path.insert(0, {str(checkout / 'gift/lib.zip')!r} + {inner!r})\n"
+        f"import importlib, sys\nsys.path.insert(0, '{checkout}/gift/lib.zip{inner}')\n"
         "import json\nname = 'ap'\n"
         "apax = importlib.import_module(name + 'ax')\n" + SYNC
     )

@@ -446,7 +446,7 @@ def _shared_folders() -> tuple[str, ...]:
 def _libraries() -> tuple[str, ...]:
     """Return the folders of distcheck, torch and their dependencies, whose state is not swapped."""
     loaded = [sys.modules.get(name) for name in ("numpy", "msgspec")]
-    files = [__file__.rpartition("worlds")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
+    files = [__file__.rpartition("addons")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
     return tuple(_folder(os.path.dirname(file or "")) for file in files)
 
 

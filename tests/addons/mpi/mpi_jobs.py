@@ -130,9 +130,9 @@ def reductions(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
             output = torch.zeros_like(own)
             dist.reduce_scatter_tensor(output, whole, op)
             ledger.same(f"reduce_scatter_tensor {dtype} {name}", output, part)
-    ledger.refused("integer AVG", "no AVG of torch.int32", lambda: dist.all_reduce(
+    ledger.refused("integer AVG", "does not support AVG of torch.int32", lambda: dist.all_reduce(
         torch.ones(2, dtype=torch.int32), ReduceOp.AVG))  # fmt: skip
-    ledger.refused("float BAND", "no BAND of torch.float32", lambda: dist.all_reduce(
+    ledger.refused("float BAND", "does not support BAND of torch.float32", lambda: dist.all_reduce(
         torch.ones(2), ReduceOp.BAND))  # fmt: skip
     return msgspec.msgpack.encode(ledger.compared)
 

@@ -402,7 +402,7 @@ def test_ranks_that_raise_or_leave_are_the_cause_and_their_peers_victims(pool: P
     assert all("secondary failure (peer exited)" in o.detail for o in outcomes[1:])
     outcomes, _ = run(pool, "exits", 4, backend="simulated", culprit=1, code=7)
     assert (outcomes[0].rank, outcomes[0].outcome) == (1, RankEnd.EXITED)
-    assert "exit code 7" in outcomes[0].detail
+    assert "exited with code 7" in outcomes[0].detail
 
 
 @pytest.mark.sweep  # the lines of a screen are held by tests/addons/simulated/test_scale.py
