@@ -200,7 +200,7 @@ def _requests(
         own = matrix.of(strategy)
         worlds = own.get("worlds")
         if launch is not None and worlds is not None and launch.world not in worlds:
-            left_out.append(strategy)  # the launcher's world is none of this strategy's
+            left_out.append(strategy)  # the launcher's world size is not in this strategy's list
             continue
         for fields in _fields(asked, given, {**matrix.keys, **own}):
             request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)

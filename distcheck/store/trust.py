@@ -287,7 +287,7 @@ def texts_given(cases: Iterable[Case]) -> list[str]:
 
 
 def _has_text(literal: str) -> bool:
-    """Return True if a literal contains a text, or the input is no literal."""
+    """Return True if a literal contains a text, or the input is not a literal."""
     try:
         values = [ast.literal_eval(literal)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_GROUPS = tuple(_PACKAGE + room + os.sep for room in ("worlds", "backends"))
+_GROUPS = tuple(_PACKAGE + room + os.sep for room in ("worlds", "backends", "addons"))
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
 # Files between the caller of an operation and the process group: torch's own wrappers.
 ON_THE_WAY = (

@@ -10,11 +10,11 @@ PASS
 
 Anything else is said with --arg; @world_size is what would be filled in under that name.
 
-$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg
-parts=@world_size --world 4 PASS
+$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=@world_size --world 4
+PASS
 
-$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=3 --world
-4 FAIL wrong-divisor
+$ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --arg parts=3 --world 4
+FAIL wrong-divisor
 
 $ distcheck verify --strategy examples/forms/function_with_arguments.py:scaled --world 4
 refused: unknown parameters parts; pass --arg parts=VALUE

@@ -7,8 +7,8 @@ compared with one process that has all samples: of the features, and of the loss
 $ distcheck verify --strategy examples/forms/losses.py:Contrastive --as loss --world 2
 PASS
 
-Features of other ranks without a gradient: what is left is divided by the number of ranks, or,
-where each rank compares its own rows only, a part of it is missing:
+Features of other ranks without a gradient: what is left is divided by the number of ranks, or, where
+each rank compares its own rows only, a part of it is missing:
 
 $ distcheck verify --strategy examples/forms/losses.py:WithoutGradient --as loss --world 2
 FAIL double-division
@@ -18,8 +18,8 @@ FAIL wrong-backward-communication
 
 Nothing is gathered, so every rank trains another loss than one process:
 
-$ distcheck verify --strategy examples/forms/losses.py:of_own_samples --as loss --arg
-temperature=0.5 --world 2 FAIL missing-sync
+$ distcheck verify --strategy examples/forms/losses.py:of_own_samples --as loss --arg temperature=0.5 --world 2
+FAIL missing-sync
 """
 
 import torch

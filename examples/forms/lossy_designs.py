@@ -1,25 +1,21 @@
 """Another gradient on purpose: it fails until it is said by which design it differs.
 
-(A model of one bucket for PowerSGD: on gloo torch's hook exchanges several in whatever order they
-come.)
+(A model of one bucket for PowerSGD: on gloo torch's hook exchanges several in whatever order they come.)
 
-$ distcheck verify --strategy
-torch.distributed.algorithms.ddp_comm_hooks.default_hooks:bf16_compress_hook --accept
-low-precision:bf16 --world 4 PASS
-
-$ distcheck verify --strategy
-torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook --arg
-state=@examples/forms/lossy_designs.py:TwoDirections --accept low-rank:2 --workload mlp --world 4
+$ distcheck verify --strategy torch.distributed.algorithms.ddp_comm_hooks.default_hooks:bf16_compress_hook --accept low-precision:bf16 --world 4
 PASS
 
-$ distcheck verify --strategy examples/forms/lossy_designs.py:eight_bits --accept quantized:8
---world 4 PASS
+$ distcheck verify --strategy torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook:powerSGD_hook --arg state=@examples/forms/lossy_designs.py:TwoDirections --accept low-rank:2 --workload mlp --world 4
+PASS
 
-$ distcheck verify --strategy examples/forms/lossy_designs.py:eight_bits_summed --accept quantized:8
---world 4 FAIL missing-division
+$ distcheck verify --strategy examples/forms/lossy_designs.py:eight_bits --accept quantized:8 --world 4
+PASS
 
-$ distcheck verify --strategy examples/forms/lossy_designs.py:LocalSGD --accept local-sgd:2 --steps
-6 --world 4 PASS
+$ distcheck verify --strategy examples/forms/lossy_designs.py:eight_bits_summed --accept quantized:8 --world 4
+FAIL missing-division
+
+$ distcheck verify --strategy examples/forms/lossy_designs.py:LocalSGD --accept local-sgd:2 --steps 6 --world 4
+PASS
 """
 
 import torch

@@ -1,17 +1,17 @@
 """Functions that speak MPI themselves, through mpi4py.
 
-$ distcheck verify --strategy examples/forms/mpi4py_function.py:allreduce_model --backend mpi
---world 4 PASS
+$ distcheck verify --strategy examples/forms/mpi4py_function.py:allreduce_model --backend mpi --world 4
+PASS
 
 A function of two arrays, as courses have it:
 
-$ distcheck verify --strategy examples/forms/mpi4py_function.py:my_allreduce --as tensor-sum
---backend mpi --world 4 PASS
+$ distcheck verify --strategy examples/forms/mpi4py_function.py:my_allreduce --as tensor-sum --backend mpi --world 4
+PASS
 
 mpi4py's lower-case calls return what they found, and here it is thrown away:
 
-$ distcheck verify --strategy examples/forms/mpi4py_function.py:drops_the_result --backend mpi
---world 4 FAIL missing-sync
+$ distcheck verify --strategy examples/forms/mpi4py_function.py:drops_the_result --backend mpi --world 4
+FAIL missing-sync
 """
 
 import numpy as np

@@ -1,29 +1,29 @@
 """A collective written with sends and receives: f(send, recv) leaves the ranks' sum in recv.
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_all_reduce --as tensor-sum
---world 4 PASS
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_all_reduce --as tensor-sum --world 4
+PASS
 
 Whole buffers travel once around, and each rank adds them up as they come. The sum is right, but
 from three ranks on each adds in an order of its own, so replicas end with different bits:
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_of_whole_buffers --as
-tensor-sum --world 4 FAIL replicas-not-bit-identical
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_of_whole_buffers --as tensor-sum --world 4
+FAIL replicas-not-bit-identical
 
 At two ranks that cannot be seen:
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_of_whole_buffers --as
-tensor-sum --world 2 PASS
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_of_whole_buffers --as tensor-sum --world 2
+PASS
 
 Buffers are never handed on, so each rank counts its left neighbor three times. The evidence has the
 weights (0.25 and 0.75 in the place of four times 0.25):
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_without_handing_on --as
-tensor-sum --world 4 --workload cnn FAIL duplicated-rank
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:ring_without_handing_on --as tensor-sum --world 4 --workload cnn
+FAIL duplicated-rank
 
 Every rank waits for its neighbor before it sends to the other one:
 
-$ distcheck verify --strategy examples/forms/tensor_send_recv.py:all_wait_first --as tensor-sum
---world 4 --deadline 3 FAIL hang
+$ distcheck verify --strategy examples/forms/tensor_send_recv.py:all_wait_first --as tensor-sum --world 4 --deadline 3
+FAIL hang
 """
 
 import torch

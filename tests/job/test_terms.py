@@ -66,10 +66,10 @@ def test_terms_are_read_off_the_graph(of: Losses, expected: list[tuple[str, list
 @pytest.mark.parametrize(
     ("of", "why"),
     [
-        (lambda a, b, x: a * b, "MulBackward0 is in it"),
-        (lambda a, b, x: a + b.exp(), "ExpBackward0 is in it"),
-        (lambda a, b, x: a / b, "DivBackward0 is in it"),
-        (lambda a, b, x: torch.tensor(2.0) / a, "DivBackward0 is in it"),
+        (lambda a, b, x: a * b, "it contains MulBackward0"),
+        (lambda a, b, x: a + b.exp(), "it contains ExpBackward0"),
+        (lambda a, b, x: a / b, "it contains DivBackward0"),
+        (lambda a, b, x: torch.tensor(2.0) / a, "it contains DivBackward0"),
         (lambda a, b, x: a * float("inf"), "a number that is not finite"),
         (lambda a, b, x: sum(a for _ in range(40)), "it has more than 32 terms"),
         (lambda a, b, x: torch.tensor(1.0), "it has no graph"),

@@ -173,7 +173,7 @@ from distcheck.job.inside.recorder import Recorder
 def raises(*_): raise RuntimeError("a defect")
 Recorder.enters = raises
 beats = []
-hooks.beat = lambda: beats.append(0)
+hooks.heartbeat = lambda: beats.append(0)
 model = torch.nn.Linear(3, 2)
 optimizer = optimizer_of(model)
 for step in range(3):

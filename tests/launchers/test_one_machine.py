@@ -165,7 +165,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     other.send_signal(signal.SIGKILL)
     (code, out, _), _ = finish([front, other])
     assert code == 4
-    assert re.search(r"rank 1 +lost, last heard of at step \d, \w+", out), out
+    assert re.search(r"rank 1 +lost, last heartbeat at step \d, \w+", out), out
     assert "2 ranks: unreachable" in out, out
     assert "can no longer be reached: its process exited" in out, out
     assert left_over(tmp_path) == []

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distcheck.records.layers import LAYERS
-
 T = TypeVar("T")
 
 
@@ -119,6 +117,8 @@ def everything() -> list[Mutant]:
 
 
 def _pair(text: str) -> tuple[str, str]:
+    from distcheck.records.layers import LAYERS  # needs a library; listing mutants does not
+
     for layer in LAYERS:
         if text.endswith(f" {layer}"):
             return text.removesuffix(f" {layer}"), layer

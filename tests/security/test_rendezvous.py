@@ -121,7 +121,7 @@ def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
     with door() as (handshakes, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
-        proving = Thread(target=secret.prove, args=(known, SECRET))
+        proving = Thread(target=secret.prove, args=(known, SECRET), kwargs={"timeout_s": 60})
         proving.start()
         while not any(one.line is not None for one in handshakes._waiting):
             handshakes.come(0.01)

@@ -165,7 +165,7 @@ def test_the_larger_of_both_passes_counts_twice(moved: dict[int | None, float]) 
     [
         (0.0, 4.0, [], {0: 7.0}, ""),  # a long sum's own rounding
         (0.0, None, [], {0: 7.0}, ""),  # no float64
-        (0.0, 4.0, ["abs"], {0: 8.0}, "is not known (abs)"),
+        (0.0, 4.0, ["abs"], {0: 8.0}, "is not known here (abs)"),
         (4.5, 2.0, [], {}, ""),  # right by the wider bound
         (4.5, 4.0, ["abs"], {}, ""),
         (0.5, 2.0, [], {}, ""),  # the reference is off by 2 itself

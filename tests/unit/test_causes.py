@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from distcheck.cli.commands.explain import command as explain
 from distcheck.errors import UsageError
 from distcheck.records.causes import Cause, causes, name_cause, shared
+from tests.optional import needs
 
 ROOT = Path(__file__).parents[2]
 OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
@@ -28,6 +29,7 @@ OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
 OF_VERIFY = [
     *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/exit_status.py",
     ROOT / "distcheck/verification/gaps.py",
+    *(ROOT / "distcheck/addons/simulated").glob("judged_schedules.py"),
 ]  # fmt: skip
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.
 SHOWN_IN = (
@@ -95,6 +97,7 @@ def test_only_the_table_makes_a_diagnosis() -> None:
     assert makers == {"distcheck/records/causes/__init__.py"}
 
 
+@needs("simulated")
 @pytest.mark.parametrize(
     ("command", "files"),
     [("verify", OF_VERIFY), ("job", OF_JOB), ("guard", OF_GUARD), ("compare", OF_COMPARE)],
@@ -106,6 +109,7 @@ def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) ->
     assert names == named_in(files) - (not_in_jobs if command == "job" else set())
 
 
+@needs("simulated")
 def test_every_variant_is_used() -> None:
     written = set().union(
         *(strings(ast.parse(p.read_text())) for p in [*OF_VERIFY, *OF_JOB, *OF_GUARD, *OF_COMPARE])

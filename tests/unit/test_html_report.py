@@ -410,7 +410,7 @@ def test_worst_elements_are_those_of_the_cause() -> None:
 
 def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
     markup = html_report.render(documents.document(documents.passing()))
-    assert "<dt>rounding bound (R)</dt><dd>the rounding of any summation order</dd>" in markup
+    assert "<dt>rounding</dt><dd>rounding in any summation order</dd>" in markup
     assert "<dt>bitwise</dt><dd>" in markup
     assert "<dt>full batch float64</dt>" not in markup, "no check of the page has it"
 

@@ -106,7 +106,7 @@ def test_ranks_that_are_seeded_alike_get_a_remark(
 ) -> None:
     report = distcheck.verify(strategy, world=2, workload=workload, batch=64, steps=2)
     (case,) = report.cases
-    said = "ranks 0, 1 begin step 1 with the same random numbers"
+    said = "ranks 0, 1 begin step 1 with the same RNG state"
     assert sum(said in result.reason for result in case.checks) == remarks
     assert report.verdict == "pass"
 

@@ -200,7 +200,7 @@ def test_a_mean_may_round_on_the_way() -> None:
     report.raise_for_verdict()
     (case,) = report.cases
     (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "lattice")]
-    assert found.reason.count("sums are rounded, within the bound of R") == 1
+    assert found.reason.count("sums are rounded, within the bound of rounding") == 1
 
 
 def test_rounding_on_the_way_excuses_nothing_else() -> None:

@@ -119,7 +119,7 @@ def test_a_cause_names_the_rank_that_was_run() -> None:
         ("ddp", {}, "is called after backward|promises how"),
         (all_reduced, {"accept": "low-precision:bf16"}, "cannot be combined with --accept"),
         (all_reduced, {"thorough": True}, "cannot be combined with --thorough"),
-        (all_reduced, {"workload": "ragged_batch"}, "does not go with ragged_batch"),
+        (all_reduced, {"workload": "ragged_batch"}, "cannot be combined with ragged_batch"),
         (all_reduced, {"without_data": (3,)}, "3 is out of range for --world 3"),
         (all_reduced, {"without_data": (0, 1, 2)}, "leaves no rank of --world 3 with a shard"),
         (all_reduced, {"without_data": (0, 0)}, "0 is given more than once"),

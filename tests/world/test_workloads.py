@@ -142,7 +142,7 @@ def test_buffers_of_rare_dtypes() -> None:
 
 
 def test_what_cannot_be_recorded_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UsageError, match="Packed: packed is of dtype bits8, whose elements"):
+    with pytest.raises(UsageError, match="Packed: packed is of dtype bits8, which is not"):
         distcheck.verify("allreduce", world=2, workload=f"{__name__}:Packed", batch=16)
 
 

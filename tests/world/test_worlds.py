@@ -111,7 +111,7 @@ def assert_lost(victims: list[Outcome], job: str) -> None:
         assert victim.outcome in ("raised", "ended")
         first, _, rest = victim.detail.partition("\n")
         lost = (
-            r"; secondary failure (peer exited) at /.*/jobs\.py:\d+ \(last collective: .* "
+            r"; secondary failure \(peer exited\) at /.*/jobs\.py:\d+ \(last collective: .* "
             r"\[1\], number 1\)$"
         )
         assert victim.outcome == "ended" or re.search(lost, first)

@@ -78,7 +78,9 @@ def run_on(
     number = len({case.siblings for case in first.every})
     planned = plan(f"1/{number}") if number > 1 else first
     work = _work(planned, number)
-    started: Tasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(address, work)
+    started: Tasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(
+        address, work
+    )
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
         progress.phase(f"{len(work)} part{'s' * (len(work) > 1)} on {name}; code: {started.code}")
         with scratch.folder(prefix="distcheck-parts-") as place:

@@ -239,7 +239,7 @@ def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]
 
 _OWN_FOLDERS = tuple(
     os.path.join(str(Path(__file__).parents[2]), part)
-    for part in ("worlds", "training", "testing", "backends")
+    for part in ("worlds", "training", "testing", "backends", "addons")
 )
 
 

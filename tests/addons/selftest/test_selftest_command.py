@@ -21,8 +21,8 @@ def test_catches_names_and_accuses_nobody(distcheck: Run, tmp_path: Path) -> Non
     ran = distcheck("selftest", *words, "--json", "table.json")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert (
-        "missing_division  caught  gradients (rounding, full batch float32)  missing-division  right"
-        in ran.stdout
+        "missing_division  caught  gradients (rounding, full batch float32)  missing-division  "
+        "right" in ran.stdout
     )
     assert "mutants   1 planted: 1 caught, 0 missed; 1 named correctly" in ran.stdout
     assert "correct   4 cases: 4 passed, 0 false positives" in ran.stdout
