@@ -3,7 +3,7 @@
     python bench/detection.py run FOLDER [PART ...]     stop it and run it again: it goes on
     python bench/detection.py show FOLDER               the table of what there is
 
-PART is correct (false alarms), mutants, limits (the smallest error caught) or times; all of them
+PART is correct (false positives), mutants, limits (the smallest error caught) or times; all of them
 by default. Every case is one line of FOLDER/PART.jsonl, every run's machine one of machine.jsonl.
 """
 
@@ -88,8 +88,8 @@ def run_correct(log: Log) -> None:
                 key = f"seed {seed}, world {world}, {', '.join(chunk)}"
                 if key not in log.keys:
                     log.add(*_verify_correct(key, chunk, world=world, seed=seed))
-                    alarms = sum(line["verdict"] == "false alarm" for line in log.lines)
-                    say(f"{len(log.lines)} correct cases, {alarms} false alarms: {key}")
+                    alarms = sum(line["verdict"] == "false positive" for line in log.lines)
+                    say(f"{len(log.lines)} correct cases, {alarms} false positives: {key}")
 
 
 def _verify_correct(key: str, chunk: list[str], *, world: int, seed: int) -> list[Line]:
@@ -234,7 +234,7 @@ def show(folder: Path) -> Iterator[str]:
     yield (
         f"correct   {len(correct)} cases (worlds {worlds}, {len(seeds)} seeds, "
         f"{len({line.get('file') for line in correct})} strategies): {verdicts['passed']} passed, "
-        f"{verdicts['false alarm']} false alarms, {verdicts['unknown']} unknown"
+        f"{verdicts['false positive']} false positives, {verdicts['unknown']} unknown"
     )
     for line in correct:
         if line["verdict"] != "passed":

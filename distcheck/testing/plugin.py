@@ -16,7 +16,7 @@ from distcheck.worlds import turns
 
 _HELP = (
     "world(size, backend='gloo', device='cpu', deadline_s=30, seed=0, reuse=False, schedules=0, "
-    "switches=0, schedule=''): run the test on `size` ranks, each a process, or with "
+    "preemptions=0, schedule=''): run the test on `size` ranks, each a process, or with "
     "backend='simulated' a thread; a list of sizes runs it once for each. The fixture `world` "
     "gives rank, size, device, group, seed, barrier() and gather(value)."
 )

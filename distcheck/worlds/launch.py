@@ -233,7 +233,7 @@ def internal_error(raised: messages.Raised) -> InternalError:
 
 def refusal_of(world: World) -> DistcheckError | None:
     """Return the reason why the request cannot be run, if ranks of a finished world reported one.
-    Code that only some ranks failed to load is no such reason: those ranks failed.
+    Code that only some ranks failed to load is not such a reason: those ranks failed.
     """
     if (refused := not_simulated(world)) is not None:
         return refused

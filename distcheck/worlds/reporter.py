@@ -30,9 +30,9 @@ class Reporter:
         )
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Send one event; it is not an error if the front end has exited. With `patience_s`, give up
-        if another send takes longer. A process that this one forked, and that reaches code meant for
-        the rank only, exits here.
+        """Send one event; it is not an error if the front end has exited. With `patience_s`, give
+        up if another send takes longer. A process that this one forked, and that reaches code
+        meant for the rank only, exits here.
         """
         if os.getpid() != self._pid:
             sys.stderr.write(

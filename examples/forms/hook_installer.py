@@ -1,4 +1,4 @@
-"""A function that is called once, before training: it registers hooks that synchronize.
+"""A function that is called once, before training: it registers hooks that synchronise.
 
 $ distcheck verify --strategy examples/forms/hook_installer.py:install_hooks --world 4
 PASS

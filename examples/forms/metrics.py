@@ -1,8 +1,8 @@
 """Metrics that exchange: an object with `update` and `compute`.
 
-Each rank updates it with its own samples, in stretches of unlike sizes, and computes. Every rank
-must get what one process gets of all samples. `update(features, labels)` is given [n, 8] numbers
-and n classes, `update(value)` n numbers. A world of 3 has shards of unlike sizes.
+Each rank updates it with its own samples, in stretches of unlike sizes, and computes. Every rank must
+get what one process gets of all samples. `update(features, labels)` is given [n, 8] numbers and n
+classes, `update(value)` n numbers. A world of 3 has shards of unlike sizes.
 
 $ distcheck verify --strategy examples/forms/metrics.py:Accuracy --as metric --world 3
 PASS

@@ -1,4 +1,4 @@
-"""An optimizer around the optimizer, which synchronizes inside its step().
+"""An optimizer around the optimizer, which synchronises inside its step().
 
 $ distcheck verify --strategy examples/forms/optimizer_wrapper.py:DistributedOptimizer --world 4
 PASS

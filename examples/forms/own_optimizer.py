@@ -1,4 +1,4 @@
-"""An optimizer's class that synchronizes at the beginning of its step().
+"""An optimizer's class that synchronises at the beginning of its step().
 
 $ distcheck verify --strategy examples/forms/own_optimizer.py:DistributedSGD --world 4
 PASS

@@ -1,4 +1,4 @@
-"""A function that synchronizes and then calls optimizer.step() itself.
+"""A function that synchronises and then calls optimizer.step() itself.
 
 $ distcheck verify --strategy examples/forms/steps_with_the_optimizer.py:sync_and_step --world 4
 PASS

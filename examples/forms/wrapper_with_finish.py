@@ -10,13 +10,13 @@ PASS
 
 Methods of other names are given:
 
-$ distcheck verify --strategy examples/forms/wrapper_with_finish.py:OddlyNamed --finish flush_all
---reset begin --world 4 PASS
+$ distcheck verify --strategy examples/forms/wrapper_with_finish.py:OddlyNamed --finish flush_all --reset begin --world 4
+PASS
 
 Without them, the reset is never called, and the second step's gradients wait for the first's:
 
-$ distcheck verify --strategy examples/forms/wrapper_with_finish.py:OddlyNamed --finish flush_all
---world 4 FAIL missing-sync
+$ distcheck verify --strategy examples/forms/wrapper_with_finish.py:OddlyNamed --finish flush_all --world 4
+FAIL missing-sync
 
 The last bucket is sent when it is full, and it never is:
 

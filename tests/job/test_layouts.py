@@ -267,7 +267,7 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "units"),
+    ("axes", "replicas"),
     [
         ((), ((0,), (1,), (2,), (3,))),
         ((DATA, TENSOR), ((0, 1), (2, 3))),

@@ -376,7 +376,7 @@ def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
     failed = ran.stdout[ran.stdout.index("short test summary") :]
     assert "mean_of_means-world3-mlp" in failed
     assert "mean_of_means-world2-mlp-gradients" not in failed, "equal shards hide it"
-    assert "gradients (R) fail: step 0" in ran.stdout
+    assert "gradients (rounding) fail: step 0" in ran.stdout
     assert ended[strategies[2], "FAILED"] == 10 * len(worlds)
     assert "unweighted.py has no object 'mean_of_mean'" in ran.stdout
     assert "_verified" not in ran.stdout, "a sentence, and no traceback of ours"

@@ -295,7 +295,7 @@ def test_from_each(world): ordered(world, lambda sender: sender)
 @pytest.mark.world(3, backend="simulated", schedule="1:2")
 def test_replayed(world): ordered(world, lambda sender: None)
 
-@pytest.mark.world(3, backend="simulated", switches=1)
+@pytest.mark.world(3, backend="simulated", preemptions=1)
 def test_every_switch(world): ordered(world, lambda sender: None)
 
 @pytest.mark.world(8, backend="simulated", schedules=3)

@@ -64,6 +64,6 @@ def test_the_table_counts_and_shows_every_false_alarm(
         {"key": "scaled, mlp", "caught": {"gradients rounding": 20}}
     )
     text = "\n".join(detection.show(tmp_path))
-    assert "2 cases (worlds [3], 1 seeds, 1 strategies): 1 passed, 1 false positive" in text
+    assert "2 cases (worlds [3], 1 seeds, 1 strategies): 1 passed, 1 false positives" in text
     assert "false positive: ring-w3: gradients bitwise\n    distcheck verify" in text
     assert "scaled, mlp: gradients rounding 2^-20" in text

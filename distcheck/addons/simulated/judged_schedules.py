@@ -67,15 +67,15 @@ def _covered(ran: int, covered: Covered) -> str:
     if covered.all:
         return f"all {ran} possible schedules{each}"
     if covered.preemptions == covered.most:
-        return f"all {ran} schedules with at most {_switches(covered.most)}{each}"
-    more = f"{covered.further} of those with {_switches(covered.preemptions + 1)}"
+        return f"all {ran} schedules with at most {_preemptions(covered.most)}{each}"
+    more = f"{covered.further} of those with {_preemptions(covered.preemptions + 1)}"
     if covered.preemptions < 1:
-        return f"{ran} schedules with at most {_switches(1)}, not all of them{each},"
-    whole = f"all with at most {_switches(covered.preemptions)}"
+        return f"{ran} schedules with at most {_preemptions(1)}, not all of them{each},"
+    whole = f"all with at most {_preemptions(covered.preemptions)}"
     return f"{ran} schedules{each}, which are {whole} and {more},"
 
 
-def _switches(count: int) -> str:
+def _preemptions(count: int) -> str:
     return f"{count} preemption{'s' * (count != 1)}"
 
 
@@ -114,7 +114,7 @@ def _depends(
     other = found.other
     assert other is not None
     differences = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
-    differences += [_switches(len(other.preemptions))] if other.preemptions else []
+    differences += [_preemptions(len(other.preemptions))] if other.preemptions else []
     evidence = (
         f"with {' and '.join(differences) or 'the same interleaving'}, the same inputs "
         f"{_part(other)}{_where(found.usual, other, digests)}"

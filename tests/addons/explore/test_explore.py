@@ -26,7 +26,7 @@ from tests.world.warm import distcheck
 
 __all__ = ["distcheck"]
 TAKE_NONE = ("mean_over_those_that_have_it", "none_counts_as_zero")
-PLANTED = str(Path(__file__).parents[1] / "explored.py")
+PLANTED = str(Path(__file__).parents[2] / "explored.py")
 
 
 def search(

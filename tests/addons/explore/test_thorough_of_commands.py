@@ -14,7 +14,7 @@ from tests.world.command import Run
 from tests.world.warm import distcheck
 
 __all__ = ["distcheck"]
-PLANTED = str(Path(__file__).parents[1] / "explored.py")
+PLANTED = str(Path(__file__).parents[2] / "explored.py")
 OTHERS = [name for name in CELLS if name != "tied_weights"]
 WITHOUT = [word for name in OTHERS for word in ("--without", name)]
 
