@@ -14,7 +14,7 @@ FAIL partial-sync
 All ranks get the list back in another order than it went in:
 
 $ distcheck verify --strategy examples/forms/function_of_gradients.py:sorted_by_size --world 4
-refused: expected is nothing (in place), or a tensor of the same shape for each
+refused: expected None (in place), or a tensor of the same shape for each
 """
 
 import torch.distributed as dist

@@ -16,7 +16,7 @@ FAIL missing-sync
 Momentum is not plain SGD, so its gradients cannot be read off its step:
 
 $ distcheck verify --strategy examples/forms/steps_inside.py:with_momentum --world 4
-refused: moves parameters also where every gradient is zero
+refused: changes parameters even if every gradient is zero
 """
 
 import torch

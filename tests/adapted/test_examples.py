@@ -145,8 +145,13 @@ def test_examples(group: list[Promise], pool: Pool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("promise", [p for p in PROMISES if p.verdict == "refused"], ids=str)
-def test_refused_example(promise: Promise, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_example(
+    promise: Promise, pool: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
+    if promise.sentence.startswith("unknown parameters"):  # after values for them were tried
+        check_console(promise, tmp_path)
+        return
     with pytest.raises(UsageError) as caught:
         quick_run([promise], pool)
     assert promise.sentence in str(caught.value)

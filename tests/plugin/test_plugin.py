@@ -325,7 +325,7 @@ def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
         "--tb=native",
     )
     assert re.search(r"[12] failed, [12] passed", ran.stdout), ran.stdout
-    lost = "\nthe world was lost: the process that forks the ranks does not answer: it was stopped"
+    lost = "\nthe world was lost: the process that forks the ranks does not respond: it was stopped"
     assert lost in ran.stdout
     assert "PASSED" not in ran.stdout.partition("test_after")[0]
 
