@@ -5,12 +5,14 @@ any source, whereas the user has read the source next to it. If the user confirm
 the confirmed bytes are loaded, and nothing else from around these files.
 """
 
+import base64
 import hashlib
 import json
 import os
 import site
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterable, Mapping
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
@@ -26,6 +28,8 @@ from typing import Any
 from zipimport import zipimporter
 
 _VARIABLE = "DISTCHECK_SOURCES_ONLY"
+NOTHING = "{}"  # of the variable: sources alone, of whatever files
+_MOST_CHARACTERS = 120_000  # Derived: Linux passes on 128 KiB of one variable
 OWN_PACKAGES = ("distcheck_strategies", "distcheck_mutants")
 _OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -38,8 +42,16 @@ def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str
     or file that was passed.
     """
     places = [os.path.realpath(one) for one in around if one]
-    text = {"agreed": dict(agreed), "around": [*dict.fromkeys(places)]}
-    os.environ[_VARIABLE] = json.dumps(text)
+    found = _encoded(agreed, places)
+    if len(found) > _MOST_CHARACTERS:  # a large checkout: only what foreign code could reach
+        near = {f: d for f, d in agreed.items() if any(map(Path(f).is_relative_to, places))}
+        found = _encoded(near, places)
+    os.environ[_VARIABLE] = found
+
+
+def _encoded(agreed: Mapping[str, str], places: Iterable[str]) -> str:
+    text = json.dumps({"agreed": dict(agreed), "around": [*dict.fromkeys(places)]})
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def follow_environment() -> None:
@@ -61,7 +73,7 @@ def followed(path: Path) -> Path:
         asked["agreed"][str(place)] = digest
         if os.path.realpath(root_of(os.path.abspath(path))) in asked["around"]:
             asked["around"].append(root_of(str(place)))
-        os.environ[_VARIABLE] = json.dumps(asked)
+        os.environ[_VARIABLE] = _encoded(asked["agreed"], asked["around"])
     return place
 
 
@@ -126,8 +138,11 @@ def checked(path: str, data: bytes) -> bytes:
 
 def _asked() -> dict[str, Any]:
     """Return the confirmation that `begin` stored, or an empty one."""
-    found: dict[str, Any] = json.loads(os.environ.get(_VARIABLE) or "{}")
-    return found or {"agreed": {}, "around": []}
+    text = os.environ.get(_VARIABLE)
+    if not text or text == NOTHING:
+        return {"agreed": {}, "around": []}
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return found
 
 
 def root_of(file: str) -> str:

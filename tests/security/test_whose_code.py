@@ -1,5 +1,6 @@
 """Code that a case from elsewhere names: which of it runs without a question, and whose it is."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -584,6 +585,23 @@ def test_what_was_trusted_is_what_runs(
         for name in ("sync", "beside"):
             sys.modules.pop(name, None)
         sys.path_importer_cache.clear()
+
+
+def test_the_digests_of_a_large_checkout_fit_in_the_environment(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable may have 128 KiB; files that foreign code cannot reach are left out first."""
+    monkeypatch.setenv(sources_only._VARIABLE, "{}")
+    digests = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(5000)]
+    many = {str(checkout / f"m{number}.py"): digest for number, digest in enumerate(digests)}
+    gift = str(checkout / "gift/sync.py")
+    sources_only.begin({**many, gift: digests[0]}, around=(str(checkout / "gift"),))
+    assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
+    assert sources_only._asked()["agreed"] == {gift: digests[0]}
+    few = dict([*many.items()][:1000])
+    sources_only.begin(few, around=())
+    assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
+    assert sources_only._asked()["agreed"] == few
 
 
 def test_a_text_for_an_object_of_this_checkout_is_asked_about_for_every_strategy() -> None:
