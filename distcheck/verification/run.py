@@ -178,7 +178,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
                 _follow_up(pool, builder, data, session, listener)
             _search_schedules(pool, builder, data, listener)
             if extras.searches:
-                registry.load("explore").explore_beside(
+                registry.load("explore").search_thoroughly(
                     pool,
                     extras.searches,
                     builder.finished,

@@ -44,8 +44,8 @@ def verify_case(case: Case) -> Report:
         raise
 
 
-def explore_beside(*positional: Any, **named: Any) -> None:
-    """Run the searches of `--thorough`; see `beside.explore_beside`."""
+def search_thoroughly(*positional: Any, **named: Any) -> None:
+    """Run the searches of `--thorough`; see `thorough_search`."""
     from distcheck.addons.explore import thorough_search
 
     thorough_search.search_thoroughly(*positional, **named)
