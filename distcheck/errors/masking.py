@@ -77,7 +77,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("ookie OOKIE", r"\b(?i:cookie)[\"']?\s*[:,]\s*b?[\"']?"
          r"(?P<secret>[^\"'\r\n<>]*=\"?[^\"'\r\n<>]+)"),
         ("oken: ey: OKEN: EY:", r"\b(?i:(?:x-[\w-]{0,40}|private-|api-|auth-|access-)(?:key|token))"
-         r":[ \t]+(?P<secret>[^\s\"'<>]{4,})"),
+         r":[ \t]*(?P<secret>[^\s\"'<>]{4,})"),
         ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
          r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
         ("token=", r"[?&]token=(?P<secret>[^&\s\"'<>]{6,})"),
@@ -90,7 +90,7 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
         ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
         ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
-        ("hook", r"https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/(?:v\d+/)?webhooks|hooks\.slack\.com(?::\d+)?"
+        ("hook", r"(?i:https)://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/(?:v\d+/)?webhooks|hooks\.slack\.com(?::\d+)?"
          r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com)"
          r"/(?P<secret>[^\s\"'<>]+)"),
         ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),

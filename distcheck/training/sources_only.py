@@ -27,6 +27,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 from zipimport import zipimporter
 
+from distcheck.errors import UsageError
+
 _VARIABLE = "DISTCHECK_SOURCES_ONLY"
 NOTHING = "{}"  # of the variable: sources alone, of whatever files
 _MOST_CHARACTERS = 120_000  # Derived: Linux passes on 128 KiB of one variable
@@ -105,6 +107,10 @@ def is_installed(path: Path) -> bool:
 _PLACES = _places()  # before any user folder is in sys.path
 
 
+class UncheckedCodeError(UsageError, ImportError):
+    """A module whose bytes were neither trusted nor listed; to its importer it is missing."""
+
+
 class _Loader(SourceFileLoader):
     def path_stats(self, path: str) -> Mapping[str, Any]:
         raise OSError(f"no compiled copy of {path} is used")
@@ -120,18 +126,16 @@ class _ExtensionLoader(ExtensionFileLoader):
 
 
 def checked(path: str, data: bytes) -> bytes:
-    """Return the content of a file that is about to run. Raises ImportError if unconfirmed."""
+    """Return the content of a file that is about to run. Raises UncheckedCodeError."""
     asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
     if digests - {hashlib.sha256(data).hexdigest()}:
-        raise ImportError(
-            f"{path} has changed since you were asked about it; run the command again"
-        )
+        raise UncheckedCodeError(f"{path} has changed since it was checked; run the command again")
     within = (one for one in places for folder in asked["around"] if one.is_relative_to(folder))
     if not digests and any(not any(map(one.is_relative_to, _OWN)) for one in within):
-        raise ImportError(
-            f"{path} is not among the files that you were asked about; pass --trust to run it "
-            "anyway"
+        raise UncheckedCodeError(
+            f"{path} is not among the files that were checked before the run; pass --trust to run "
+            "it anyway"
         )
     return data
 

@@ -88,6 +88,7 @@ FORMS = {
     "S3, signed": (f"https://b.s3.amazonaws.com/k?X-Amz-Signature={A40}", A40),
     "Slack webhook": (f"https://hooks.slack.com/services/T0/B0/{A40[:24]}", A40[:24]),
     "Discord webhook": (f"https://discord.com/api/webhooks/123/{A40}", A40),
+    "a header without a blank": (f'curl -H "x-api-key:{A40}"', A40),
     "a name that begins with _": (f"_MY_TOKEN={A40}", A40),
     "Discord webhook, versioned": (f"https://discordapp.com/api/v10/webhooks/1/{A40}", A40),
     "Teams webhook": (f"https://x.webhook.office.com/webhookb2/{A40}", A40),
