@@ -473,6 +473,7 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
+        ("guessed:by_twice_its_argument", {}, "unknown parameters denominator; pass --arg"),
         ("guessed:of_a_loss_scale", {}, "unknown parameters denominator; pass --arg"),
         ("guessed:sums_over_a_scale", {}, "unknown parameters loss_scale; pass --arg"),
         ("functions:with_odd_names", {}, "uses HOW_MANY, which its module does not define"),

@@ -4,7 +4,8 @@ for, or plain ones.
 An argument gets an object only if the code tells which: by the annotation, or by attributes that
 one class of its module has. Plain values are hypotheses, which `hypotheses` tries. The world size
 is one only for a name that can be a number of ranks and that no documentation calls anything else:
-code that forgets to divide would pass if its loss scale happened to be the world size.
+code that forgets to divide would pass if its loss scale happened to be the world size. Nor is any
+other number: with 1, code that divides by twice its argument would pass in a world of 2.
 """
 
 import inspect
@@ -76,16 +77,14 @@ def candidates(parameter: inspect.Parameter, function: Callable[..., Any]) -> li
     first = [value] if (value := suggested(name, function)) else []
     if "bool" in text:
         return ["False", "True"]
-    if "int" in text or "float" in text:
-        others = ["1"]
-    elif "str" in text:
+    if re.search("int|float|str", text):
         others = []
     elif re.search("dict|Dict|Mapping", text) or name in ("defaults", "kwargs", "options"):
         others = ["{}"]
     elif "Group" in text:
         others = ["@group"]
     else:
-        others = ["None", "1", "@group", "@optimizer", "@model"]
+        others = ["None", "@group", "@optimizer", "@model"]
     return list(dict.fromkeys([*first, *divides, *others]))
 
 
