@@ -337,9 +337,7 @@ def test_a_form_that_is_found_hides_no_bug(name: str, cause: str) -> None:
 @pytest.mark.parametrize(
     ("name", "causes"), [("StepsItsShare", []), ("ForgetsToSend", ["missing-broadcast"])]
 )
-def test_the_workloads_own_optimizer_steps_in_place_of_a_divided_one(
-    name: str, causes: list[str]
-) -> None:
+def test_the_optimizer_of_the_workload_replaces_a_sharded_one(name: str, causes: list[str]) -> None:
     (case,) = distcheck.verify(
         f"{HERE / 'guessed.py'}:{name}",
         form="sharded-optimizer",
@@ -427,8 +425,7 @@ def test_mpi4py(tmp_path: Path, name: str, form: str | None, fails: set[str]) ->
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("file", "name"),
-    [("with_mpi.py", "allreduce_model"), ("published.py", "needs_a_communicator")],
+    ("file", "name"), [("with_mpi.py", "allreduce_model"), ("published.py", "needs_a_communicator")]
 )
 def test_mpi4py_on_another_backend(file: str, name: str) -> None:
     ran = command(file, name, "--backend", "gloo")
@@ -520,22 +517,13 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("distcheck_strategies.allreduce:allreduce", _sum("sum/global"), "remove --loss"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_adapted_is_refused(
-    spec: str, options: dict[str, Any], message: str
-) -> None:
+def test_an_unknown_form_is_refused(spec: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify([spec], world=2, steps=1, **options)
 
 
-@pytest.mark.parametrize(
-    ("spec", "edits"),
-    [
-        ("classes:Both.average", {"ATTRIBUTE": "actor"}),
-    ],
-)
-def test_a_refusal_is_two_sentences_and_a_file_that_works(
-    tmp_path: Path, spec: str, edits: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(("spec", "edits"), [("classes:Both.average", {"ATTRIBUTE": "actor"})])
+def test_a_refusal_shows_a_working_file(tmp_path: Path, spec: str, edits: dict[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         verify([spec], world=2)
     sentences, *lines = str(caught.value).splitlines()

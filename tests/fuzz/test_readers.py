@@ -130,26 +130,20 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_damage_ends_in_a_sentence(
-    reader: str, here: None, originals: Originals, tmp_path: Path
-) -> None:
+def test_damage_is_refused(reader: str, here: None, originals: Originals, tmp_path: Path) -> None:
     broken = broken_of(reader, range(PER_READER), originals, tmp_path)
     assert not broken, "\n".join(broken)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("reader", READERS)
-def test_much_damage_ends_in_a_sentence(
-    reader: str, here: None, originals: Originals, tmp_path: Path
-) -> None:
+def test_much_damage_refused(reader: str, here: None, originals: Originals, tmp_path: Path) -> None:
     broken = broken_of(reader, range(PER_READER, IN_SWEEP), originals, tmp_path)
     assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
-def test_a_number_that_no_message_can_hold(
-    number: int, here: None, originals: Originals, tmp_path: Path
-) -> None:
+def test_a_number_too_large(number: int, here: None, originals: Originals, tmp_path: Path) -> None:
     """JSON has numbers of any size; the trace is read in a process that is sent 64 bits."""
     place = readers._copied_traces(originals, tmp_path)
     about = place / "about.json"
@@ -163,9 +157,7 @@ def test_a_number_that_no_message_can_hold(
 
 
 @pytest.mark.sweep
-def test_edited_traces_are_judged_or_refused(
-    pool: Pool, originals: Originals, tmp_path: Path
-) -> None:
+def test_edited_traces_cause_no_crash(pool: Pool, originals: Originals, tmp_path: Path) -> None:
     broken = []
     for number in range(100):
         place = tmp_path / str(number)

@@ -89,9 +89,7 @@ def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]
     ],
     ids=["right", "divided twice"],
 )
-def test_a_job_is_compared_with_one_process(
-    tmp_path: Path, find: str, put: str, steps: int, failed: set[str]
-) -> None:
+def test_job_is_compared(tmp_path: Path, find: str, put: str, steps: int, failed: set[str]) -> None:
     case = judge(tmp_path, "on a GPU", SCRIPT.replace(find, put), str(steps))
     assert case["device"] == "cuda"
     assert any(

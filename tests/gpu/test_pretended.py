@@ -70,9 +70,7 @@ DEFAULT = [
     ],
     ids=["cnn", "default"],
 )
-def test_everything_that_a_verification_does(
-    tmp_path: Path, workload: list[str], cases: list[str]
-) -> None:
+def test_all_of_a_verification(tmp_path: Path, workload: list[str], cases: list[str]) -> None:
     """Ranks, traces, judges of every layer, rerun, and the whole batch on the CPU."""
     words = ["--world", "2", "--steps", "2", *(f"--workload={name}" for name in workload)]
     ran = run(tmp_path, "--strategy", "allreduce", *words)

@@ -92,9 +92,7 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("by", "remark"), [("accelerate", True), ("", False)])
-def test_a_schedule_that_accelerate_steps_once_per_rank_is_a_remark(
-    by: str, remark: bool, tmp_path: Path
-) -> None:
+def test_accelerate_steps_a_schedule_once_per_rank(by: str, remark: bool, tmp_path: Path) -> None:
     def per_rank(facts: Facts) -> None:
         facts.groups = ({"lr": 2.0 + 4 * facts.step},)
 
@@ -111,9 +109,7 @@ def test_a_schedule_that_accelerate_steps_once_per_rank_is_a_remark(
 
 
 @pytest.mark.parametrize(("by", "verdict"), [(2.0, "pass"), (1.9, "fail")])
-def test_a_warm_up_may_begin_at_one_rate_for_all_numbers_of_ranks(
-    by: float, verdict: str, tmp_path: Path
-) -> None:
+def test_warm_up_may_start_at_a_common_rate(by: float, verdict: str, tmp_path: Path) -> None:
     """It rises to twice as much, from the rate that one process has at first."""
 
     def rises(facts: Facts) -> None:
@@ -158,8 +154,6 @@ def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
         (OfGuard, (accepting.RATES,), "not supported with --guard; it takes shared-rng-seed"),
     ],
 )
-def test_what_cannot_be_accepted_is_refused(
-    asked: Callable[..., object], kinds: tuple[str, ...], said: str
-) -> None:
+def test_refused_kinds(asked: Callable[..., object], kinds: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         asked(words=("python",), accept=kinds)

@@ -20,10 +20,7 @@ from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference
 
 WEIGHTED = Term(
-    name="ce",
-    reduction="mean",
-    call=0,
-    factors=(Factor(number=1 / 3, computed=True, outer=True),),
+    name="ce", reduction="mean", call=0, factors=(Factor(number=1 / 3, computed=True, outer=True),)
 )
 Turn = tuple[float | None, float]  # the factor of a step, and how far its direction is off
 
@@ -117,9 +114,7 @@ def test_nothing_is_said_where_nothing_was_folded(tmp_path: Path) -> None:
         ({"clips": (Clip(kind="norm", most=9e9, norm=1.0, passes=1),)}, "clip-in-accumulation"),
     ],
 )
-def test_what_happens_between_passes_is_named(
-    tmp_path: Path, about: dict[str, Any], cause: str
-) -> None:
+def test_mistakes_between_passes_named(tmp_path: Path, about: dict[str, Any], cause: str) -> None:
     def change(facts: Facts) -> None:
         passes_of(lambda s: 3)(facts)
         facts.carried = "carried" in about and facts.step > 0
@@ -133,9 +128,7 @@ def test_what_happens_between_passes_is_named(
 
 
 @pytest.mark.parametrize(("loss", "verdict"), [(2.0, "pass"), (1.0, "fail")])
-def test_gradients_may_be_divided_after_the_last_pass(
-    tmp_path: Path, loss: float, verdict: str
-) -> None:
+def test_gradients_may_be_divided_at_the_end(tmp_path: Path, loss: float, verdict: str) -> None:
     """By their number, in place of the losses; beside the losses it is once too often."""
 
     def change(facts: Facts) -> None:
@@ -164,9 +157,7 @@ def test_gradients_may_be_divided_after_the_last_pass(
         (lambda v: torch.tensor(1.0), 0.0),
     ],
 )
-def test_the_factor_before_a_mean_is_read_off_the_graph(
-    of: Callable[[torch.Tensor], torch.Tensor], factor: float
-) -> None:
+def test_the_graph_has_a_factor(of: Callable[[torch.Tensor], torch.Tensor], factor: float) -> None:
     assert factor_of_mean(of(torch.ones(3, requires_grad=True) ** 2)) == factor
 
 
@@ -176,9 +167,7 @@ def merged_batch(tmp_path: Path) -> MergedBatch:
     return MergedBatch(job, BatchSource(job))
 
 
-def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(
-    merged_batch: MergedBatch,
-) -> None:
+def test_a_copy_computes_the_unscaled_loss_gradient(merged_batch: MergedBatch) -> None:
     model, inputs = torch.nn.Linear(3, 2), torch.ones(4, 3)
     targets = torch.tensor([0, 1, -100, 1])
     parameters = dict(model.named_parameters())
@@ -205,9 +194,7 @@ def test_a_copy_leaves_the_gradient_of_the_loss_without_its_factor(
     assert torch.allclose(own["weight"], right)
 
 
-def test_samples_that_interact_are_seen_and_not_judged(
-    merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interacting_samples(merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BatchSource, "inputs", lambda *_: [torch.zeros(1)])
     tasks = merged_batch.tasks(0, 2)
     pairs = ((0, 0), (1, 0), (0, 1), (1, 1))
@@ -230,9 +217,7 @@ def test_samples_that_interact_are_seen_and_not_judged(
     assert merged_batch.tasks(1, 2) == []
 
 
-def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
-    merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_batch_stays(merged_batch: MergedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy is forked too late for it. Inputs of one shape are put in all the same."""
     monkeypatch.setattr(BatchSource, "begins_at", lambda _, step: max(0, step - 1))
     for given, why in (
@@ -253,9 +238,7 @@ def test_a_batch_that_is_loaded_ahead_is_not_made_longer(
         ({"rows": ()}, "no samples were seen"),
     ],
 )
-def test_it_is_said_why_passes_cannot_be_made_as_one(
-    tmp_path: Path, about: dict[str, Any], why: str
-) -> None:
+def test_reasons_against_one_pass(tmp_path: Path, about: dict[str, Any], why: str) -> None:
     job = make(tmp_path, passes_of(lambda s: 2, **about))
     merged_batch = MergedBatch(job, BatchSource(job))
     assert merged_batch.tasks(0, 2) == []

@@ -26,9 +26,7 @@ def test_all_ranks_come_to_one_decision(tmp_path: Path, observed: tuple[bool, ..
             assert decided == [all(observed)] * world
 
 
-def test_ranks_that_do_not_come_to_the_step_decide_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_ranks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one sleeps: the others go on by what they have seen, and do not wait for ever."""
     monkeypatch.setattr(rank, "_WAIT_S", 0.0)
     for number in range(2):

@@ -41,9 +41,7 @@ def test_a_rank_that_has_ended_is_named_before_those_that_are_late(ranks: list[A
     assert ranks[2].missing(2) == {1: "its guard ended after step 1"}
 
 
-def test_a_store_that_is_gone_says_nothing(
-    ranks: list[Arrivals], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_store_is_silent(ranks: list[Arrivals], monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any) -> bool:
         raise RuntimeError("the process that held it is gone")
 

@@ -194,9 +194,7 @@ def test_ddp_passes(world: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_all_ranks_get_wrong_alike_is_found(
-    world: Any, exchange: Exchange, cause: str, said: str
-) -> None:
+def test_a_common_mistake_is_found(world: Any, exchange: Exchange, cause: str, said: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, blind = train(world.rank, exchange, audit=False)

@@ -276,9 +276,7 @@ def test_an_interrupted_job_leaves_no_rank_behind(tmp_path: Path) -> None:
         ([], "print('here')", "no process of the command imported torch"),
     ],
 )
-def test_a_command_that_is_not_seen(
-    words: list[str], script: str, expected: str, tmp_path: Path
-) -> None:
+def test_an_unseen_command(words: list[str], script: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "distcheck", "job", "--", sys.executable, *words, "train.py"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

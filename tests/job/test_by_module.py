@@ -128,8 +128,7 @@ WRONG_EVERYDAY = ("weight", "scaled")
 
 
 @pytest.mark.parametrize(
-    "how",
-    [o if o in WRONG_EVERYDAY else pytest.param(o, marks=pytest.mark.sweep) for o in WRONG],
+    "how", [o if o in WRONG_EVERYDAY else pytest.param(o, marks=pytest.mark.sweep) for o in WRONG]
 )
 def test_the_first_wrong_module_is_named(how: str, tmp_path: Path) -> None:
     name, said, cause = WRONG[how]

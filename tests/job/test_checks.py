@@ -406,9 +406,7 @@ def test_what_the_optimizer_gets_outranks_what_was_seen_on_the_way(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("most", "ok"), [(0.2, True), (0.1, False)])
-def test_clipping_makes_no_right_gradients_of_wrong_ones(
-    tmp_path: Path, most: float, ok: bool
-) -> None:
+def test_clipping_does_not_hide_wrong_gradients(tmp_path: Path, most: float, ok: bool) -> None:
     """Sums in place of means: right where clipping allows twice as much and they are halved later.
     Where it allows the same, the first ones that do not reach the limit step twice as far.
     """
@@ -427,9 +425,7 @@ def test_clipping_makes_no_right_gradients_of_wrong_ones(
 @pytest.mark.parametrize(("factor", "printed", "ok"), [
     (1 + 1e-5, 1 + 1e-5, False), (1.0, 1 + 1e-5, True), (1.0, 3.0, True),
 ])  # fmt: skip
-def test_a_loss_that_is_off_shows_in_all_gradients_together(
-    tmp_path: Path, factor: float, printed: float, ok: bool
-) -> None:
+def test_a_wrong_loss_is_in_all(tmp_path: Path, factor: float, printed: float, ok: bool) -> None:
     """One part in a hundred thousand is within the tolerance of each gradient."""
 
     def off(facts: Facts) -> None:
@@ -528,9 +524,7 @@ def test_ranks_that_average_parameters_are_another_algorithm(
         ((3,), "again before step 3 (local SGD)"),
     ],
 )
-def test_when_ranks_average_parameters_is_said(
-    tmp_path: Path, joined: tuple[int, ...], said: str
-) -> None:
+def test_the_averaging_time_is_said(tmp_path: Path, joined: tuple[int, ...], said: str) -> None:
     def own_steps(facts: Facts) -> None:
         if facts.step in (0, *joined):
             facts.before = gradients(7, facts.step)
@@ -576,9 +570,7 @@ def test_ranks_that_part_by_the_same_gradients_do_not_average(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "expected"), [((True, True), 3), ((False, True), 0), ((True, False), 0)]
 )
-def test_exchanges_before_the_last_pass_are_counted(
-    tmp_path: Path, flags: tuple[bool, bool], expected: int
-) -> None:
+def test_early_exchanges_counted(tmp_path: Path, flags: tuple[bool, bool], expected: int) -> None:
     def accumulates(facts: Facts) -> None:
         facts.passes = [
             facts.a_pass(i, loss=1.0, exchanges=flags[i], exchange_s=[0.25, None][i])

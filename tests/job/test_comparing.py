@@ -194,9 +194,7 @@ def drifting(by: float) -> Callable[[Facts], None]:
     ("by", "share", "verdict"),
     [(1e-6, 1e-6, "pass"), (1e-4, 1e-6, "fail"), (1e-4, 1e-4, "pass"), (1e-4, 0.5, "unknown")],
 )
-def test_what_moved_runs_are_off_by_is_the_yardstick(
-    tmp_path: Path, by: float, share: float, verdict: str
-) -> None:
+def test_perturbed_runs_set_a_floor(tmp_path: Path, by: float, share: float, verdict: str) -> None:
     """A difference is within the bound or beyond it by what was measured; where moved runs have
     gradients of their own, nothing could fail, and nothing is said.
     """

@@ -121,9 +121,7 @@ def changed(*places: tuple[int, int, float]) -> list[tuple[float, float]]:
         ([(3, 1, 1.1), (2, 1, 2.2)], ""),  # the loss does
     ],
 )
-def test_the_module_between_right_and_wrong(
-    places: list[tuple[int, int, float]], name: str
-) -> None:
+def test_the_first_wrong_module(places: list[tuple[int, int, float]], name: str) -> None:
     found = compared(chain(*changed(*places)), chain(*RIGHT))
     assert (found.name, found.is_found) == (name, bool(name)), found.first
 

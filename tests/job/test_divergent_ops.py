@@ -80,8 +80,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize(
-    "how",
-    [h if h == "forward" else pytest.param(h, marks=pytest.mark.sweep) for h in FOUND],
+    "how", [h if h == "forward" else pytest.param(h, marks=pytest.mark.sweep) for h in FOUND]
 )
 def test_the_first_operator_that_parts_is_named(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

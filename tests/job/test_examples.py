@@ -130,9 +130,7 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [(), ("--strict",)], ids=["usual", "strict"])
-def test_accelerates_own_way_of_stepping_a_schedule_is_a_remark(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_accelerate_steps_per_rank_as_a_remark(options: tuple[str, ...], tmp_path: Path) -> None:
     text = (FOLDER / "with_accelerate.py").read_text()
     asked = "step_scheduler_with_optimizer=False"
     assert text.count(asked) == 1
@@ -252,9 +250,7 @@ AVERAGES = """            if len(seen) % {every} == 0:
         (99, "world", "fail", ["missing-sync"]),
     ],
 )
-def test_local_sgd_is_another_algorithm(
-    every: int, by: str, verdict: str, causes: list[str], tmp_path: Path
-) -> None:
+def test_local_sgd(every: int, by: str, verdict: str, causes: list[str], tmp_path: Path) -> None:
     """Ranks step by their own gradients, and average their parameters every few steps."""
     text = (FOLDER / "plain_ddp.py").read_text()
     for old, new in (

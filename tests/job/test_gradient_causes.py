@@ -102,9 +102,7 @@ OF_RANKS = (
 
 @pytest.mark.parametrize("budget", [1 << 20, 0], ids=["whole", "sums"])
 @pytest.mark.parametrize(("change", "cause"), [*SAME_AS_ONE_PROCESS[:5], *OF_RANKS])
-def test_a_failure_is_named(
-    change: Callable[[Facts], None], cause: str, budget: int, tmp_path: Path
-) -> None:
+def test_named(change: Callable[[Facts], None], cause: str, budget: int, tmp_path: Path) -> None:
     job = make(tmp_path, change, world=WORLD, steps=4, budget=budget)
     results = checks.without_reference(job)
     assert {r.check for r in results if r.verdict == "fail"} >= {"gradients"}
@@ -112,9 +110,7 @@ def test_a_failure_is_named(
 
 
 @pytest.mark.parametrize(("change", "cause"), SAME_AS_ONE_PROCESS)
-def test_what_one_process_does_as_well_is_a_remark(
-    change: Callable[[Facts], None], cause: str, tmp_path: Path
-) -> None:
+def test_single_process_remark(change: Callable[[Facts], None], cause: str, tmp_path: Path) -> None:
     job = make(tmp_path, change, world=WORLD, steps=4)
     (remark,), note = remarks(job, job.steps, causes.of_gradients)
     assert remark.cause == cause or f"cannot tell this from {cause}" in remark.evidence
@@ -171,9 +167,7 @@ def centralized(g: torch.Tensor) -> torch.Tensor:
         (lambda facts: None, ""),
     ],
 )
-def test_what_scripts_do_on_purpose_is_a_note(
-    change: Callable[[Facts], None], meant: str, tmp_path: Path
-) -> None:
+def test_intended_is_a_note(change: Callable[[Facts], None], meant: str, tmp_path: Path) -> None:
     job = make(tmp_path, change, world=WORLD)
     found, note = remarks(job, job.steps, causes.of_gradients)
     assert not found

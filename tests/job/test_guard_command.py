@@ -101,9 +101,7 @@ def test_exit_codes(
 
 
 @pytest.mark.parametrize("accept", [(), ("shared-rng-seed",)], ids=str)
-def test_one_seed_for_all_ranks_may_be_meant(
-    monkeypatch: pytest.MonkeyPatch, accept: tuple[str, ...]
-) -> None:
+def test_one_seed_can_be_meant(monkeypatch: pytest.MonkeyPatch, accept: tuple[str, ...]) -> None:
     """Ranks are not asked to draw different numbers, and the report does not say that they did."""
     asked: list[JobSettings] = []
 

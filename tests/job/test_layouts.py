@@ -275,9 +275,7 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
         ((DATA, Axis(name="ep", kind="expert", size=2)), ((0,), (1,), (2,), (3,))),
     ],
 )
-def test_who_trains_one_model(
-    axes: tuple[Axis, ...], replicas: tuple[tuple[int, ...], ...]
-) -> None:
+def test_ranks_of_one_model(axes: tuple[Axis, ...], replicas: tuple[tuple[int, ...], ...]) -> None:
     assert replicas_of(axes, 4) == replicas
 
 
@@ -355,9 +353,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
         ({"tensor_model": 2, "data": 4}, []),  # which are not all ranks
     ],
 )  # fmt: skip
-def test_axes_of_megatron(
-    sizes: dict[str, int], kinds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron(sizes: dict[str, int], kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("tensor_model", "context", "pipeline_model", "expert_model", "data")
     answers = {f"get_{n}_parallel_world_size": lambda n=n: sizes[n] for n in names if n in sizes}
     state = SimpleNamespace(model_parallel_is_initialized=lambda: True, **answers)

@@ -91,10 +91,7 @@ def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
     port = free_port()
     here, there = recorded(tmp_path / "a", HERE, port), recorded(tmp_path / "b", THERE, port)
     other = Other(there, Ran(0, ()))
-    with (
-        pytest.raises(CannotRunError),
-        machines.gathered(here, Ran(0, ()), patience_s=20.0),
-    ):
+    with pytest.raises(CannotRunError), machines.gathered(here, Ran(0, ()), patience_s=20.0):
         raise CannotRunError("the recording is damaged")
     said = other.result()
     assert isinstance(said, JudgedThereError)
@@ -128,9 +125,7 @@ def test_a_machine_that_does_not_come_is_named_by_its_ranks(tmp_path: Path) -> N
         pass
 
 
-def test_without_the_secret_nothing_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_secret_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     here = recorded(tmp_path / "a", HERE, port)
     coming = threading.Event()
@@ -155,8 +150,7 @@ def test_without_the_secret_nothing_is_taken(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../escaped", "/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"],
+    "name", ["../escaped", "/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"]
 )
 def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) -> None:
     port = free_port()

@@ -50,9 +50,7 @@ def cut(file: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_recording_is_refused(
-    tmp_path: Path, harm: Callable[[Path], None], said: str
-) -> None:
+def test_damage_is_refused(tmp_path: Path, harm: Callable[[Path], None], said: str) -> None:
     make(tmp_path)
     harm(tmp_path)
     with pytest.raises(UsageError, match=said):
@@ -231,9 +229,7 @@ def test_a_group_of_one_rank_copies() -> None:
 
 
 @pytest.mark.parametrize(("folder", "seen"), [("fsdp", 0), ("tensor", 1)])
-def test_what_fsdp_gathers_is_no_exchange_of_the_scripts(
-    monkeypatch: pytest.MonkeyPatch, folder: str, seen: int
-) -> None:
+def test_fsdp_gathers_do_not_count(monkeypatch: pytest.MonkeyPatch, folder: str, seen: int) -> None:
     """torch 2.11 gathers parameters by the function that scripts call as well."""
     said: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hooks, "_listener", NullListener())

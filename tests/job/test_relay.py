@@ -27,9 +27,7 @@ open("code", "w").write(str(ran.returncode))
         ("2>&1 | true", 0),
     ],
 )
-def test_what_is_read_arrives_and_what_is_not_is_dropped(
-    behind: str, lines: int, tmp_path: Path
-) -> None:
+def test_unread_messages_are_dropped(behind: str, lines: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = subprocess.run(
         ["bash", "-c", f"{sys.executable} program.py {behind}"],

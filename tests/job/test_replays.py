@@ -113,9 +113,7 @@ def test_inputs_targets_and_random_states(job: JobRecording) -> None:
     assert batch_source.random(0, (1, 0)).tolist() == [1] * 8
 
 
-def test_own_inputs_are_kept_if_they_are_samples_of_the_ranks(
-    job: JobRecording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_the_ranks_are_kept(job: JobRecording, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one rank, or of both; only the latter are divided among the ranks."""
 
     def fails(why: str) -> NoReturn:

@@ -90,9 +90,7 @@ def continued(
 
 
 @pytest.mark.parametrize("script", [BY_HAND, pytest.param(ACCELERATE, marks=pytest.mark.sweep)])
-def test_a_right_restart_passes_bit_for_bit(
-    script: str, wholes: dict[str, Whole], tmp_path: Path
-) -> None:
+def test_a_right_restart_passes(script: str, wholes: dict[str, Whole], tmp_path: Path) -> None:
     results, causes, note = continued(wholes[script], script, tmp_path)
     assert [(one.check, one.verdict, one.reason) for one in results] == [
         (name, "pass", "") for name in ("resumed state", "resumed data", "resumed training")
@@ -108,9 +106,7 @@ def test_a_right_restart_passes_bit_for_bit(
         for name in (bug.name for bug in BUGS)
     ],
 )
-def test_what_was_not_brought_back_is_named(
-    name: str, wholes: dict[str, Whole], tmp_path: Path
-) -> None:
+def test_lost_state_is_named(name: str, wholes: dict[str, Whole], tmp_path: Path) -> None:
     bug = next(bug for bug in BUGS if bug.name == name)
     edit = (bug.find, bug.put)
     draws = 1 if bug.cause == "unexplained" else 0
@@ -171,9 +167,7 @@ def test_another_model_is_refused(wholes: dict[str, Whole], tmp_path: Path) -> N
         resuming.judge(wholes[BY_HAND].earlier, make(tmp_path))
 
 
-def test_a_job_that_resumes_at_the_end_is_not_judged(
-    wholes: dict[str, Whole], tmp_path: Path
-) -> None:
+def test_a_job_resumed_at_its_end_is_unknown(wholes: dict[str, Whole], tmp_path: Path) -> None:
     whole = wholes[BY_HAND]
     folder = whole.earlier.folder
     before = reading.read(folder)

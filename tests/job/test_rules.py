@@ -132,9 +132,7 @@ def test_links_that_lead_in_a_circle_are_copied_once(project: Path, tmp_path: Pa
     assert (other / "file").read_text() == "kept"
 
 
-def test_what_is_too_large_is_not_copied(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_values_stay(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "MOST_BYTES", 3)
     assert copying.copy_project(tmp_path / "copy").project == project / "examples"
     (project / "examples" / "data").write_text("much")
@@ -209,9 +207,7 @@ assert backend == single_process_group.NAME, backend
         ),
     ],
 )
-def test_a_script_on_a_cpu_sees_as_many_gpus_as_there_are_ranks(
-    gpus: int, variables: dict[str, str], seen: int
-) -> None:
+def test_a_cpu_script_sees_a_gpu_per_rank(gpus: int, variables: dict[str, str], seen: int) -> None:
     plain = {
         k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     }
@@ -256,9 +252,7 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("classes", "mode"), [(8, "rank by rank"), (4, "together")])
-def test_samples_that_are_classes_stay_on_their_rank(
-    classes: int, mode: str, tmp_path: Path
-) -> None:
+def test_class_samples_stay_on_their_rank(classes: int, mode: str, tmp_path: Path) -> None:
     """Of all ranks' batches as one, each sample would have more negatives."""
     found = _copies([gradients(0, 0), gradients(1, 0)], classes=4)
     found[ReplayTask(ALL, 0)] = {**gradients(2, 0), "classes": torch.tensor(classes)}
@@ -358,9 +352,7 @@ def test_weights_come_from_what_the_losses_counted(
 @pytest.mark.parametrize(
     ("by", "rates_too"), [(2.0, True), (2.0**0.5, True), (1.5, False), (1.0, False)]
 )
-def test_rates_that_are_scaled_by_ranks_are_a_remark(
-    by: float, rates_too: bool, tmp_path: Path
-) -> None:
+def test_rates_scaled_by_ranks_are_a_remark(by: float, rates_too: bool, tmp_path: Path) -> None:
     job = make(tmp_path)
     single_process_group = reference(job, tmp_path, lr=lambda step: LR / by)
     kinds = accepting.remarkable(job, single_process_group, [])
@@ -369,9 +361,7 @@ def test_rates_that_are_scaled_by_ranks_are_a_remark(
 
 
 @pytest.mark.parametrize(("strict", "verdict"), [(False, "pass"), (True, "fail")])
-def test_one_seed_for_all_masks_is_a_remark_and_strictly_a_failure(
-    strict: bool, verdict: str, tmp_path: Path
-) -> None:
+def test_one_seed_for_all_masks_is_a_remark(strict: bool, verdict: str, tmp_path: Path) -> None:
     def masks(facts: Facts) -> None:
         facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
 
@@ -497,9 +487,7 @@ def _adds(facts: Facts, of_rank_one: float, *names: str) -> None:
 @pytest.mark.parametrize(
     ("names", "cause"), [(("a sum",), "loss-term-on-some-ranks"), ((), "unexplained")], ids=str
 )
-def test_a_loss_with_a_term_of_one_rank_alone_is_named(
-    much: float, names: tuple[str, ...], cause: str, tmp_path: Path
-) -> None:
+def test_term_of_one_rank(much: float, names: tuple[str, ...], cause: str, tmp_path: Path) -> None:
     """However little it adds; and not where ranks' losses have the same terms."""
     job = make(tmp_path, lambda facts: _adds(facts, much, *names))
     single_process_group = reference(job, tmp_path)

@@ -117,9 +117,7 @@ def test_advice_names_a_loader_only_if_there_is_one(loads: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(3, "pass"), (2, "fail")])
-def test_the_last_batch_of_an_epoch_may_be_filled(
-    number: int, verdict: str, tmp_path: Path
-) -> None:
+def test_the_last_batch_may_be_filled(number: int, verdict: str, tmp_path: Path) -> None:
     """Rank 1 reads again, in the last batch of four or earlier, what rank 0 read first."""
 
     def fills(facts: Facts) -> None:
@@ -281,9 +279,7 @@ def test_workers_that_draw_alike_are_named(tmp_path: Path) -> None:
         (("same", "constant"), False),
     ],
 )
-def test_what_a_sample_holds_is_what_one_process_reads(
-    parts: tuple[str, ...], fails: bool, tmp_path: Path
-) -> None:
+def test_samples_are_read_as_recorded(parts: tuple[str, ...], fails: bool, tmp_path: Path) -> None:
     job = make(tmp_path, apart)
     alone = reference(job, tmp_path)
     of_ranks = (("same", "same"), parts)

@@ -358,9 +358,7 @@ for number in range(20):
 
 
 @pytest.mark.parametrize(("exchange", "steps"), [("pass", 12), ("model.weight.grad /= 2", 3)])
-def test_more_steps_are_recorded_while_ranks_have_exchanged_nothing(
-    exchange: str, steps: int, tmp_path: Path
-) -> None:
+def test_silent_steps_extend_the_recording(exchange: str, steps: int, tmp_path: Path) -> None:
     """They may average their parameters later; four times as many, and no more."""
     run(ALONE.format(exchange=exchange), tmp_path, steps=3)
     assert len([*tmp_path.glob("rank-*/step-*.safetensors")]) == steps

@@ -157,9 +157,7 @@ def weighted(number: float, divided: float) -> Term:
 
 
 @pytest.mark.parametrize("number", [1 / 4, 4.0])
-def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
-    number: float, tmp_path: Path
-) -> None:
+def test_a_weight_equal_to_the_pass_count_is_no_mistake(number: float, tmp_path: Path) -> None:
     """Multiplied by it, and divided by the passes: two divisions would give the same loss."""
     call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
 
@@ -193,9 +191,7 @@ def test_a_weight_that_is_the_number_of_passes_is_not_taken_for_a_mistake(
          "the loss is divided twice by the 4 gradient accumulation steps"),
     ],
 )  # fmt: skip
-def test_terms_that_are_not_divided_once_are_named(
-    found: tuple[Term, ...], cause: str, said: str, tmp_path: Path
-) -> None:
+def test_undivided_terms(found: tuple[Term, ...], cause: str, said: str, tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(*found))
     results = [r for r in checks.without_reference(job) if r.compared.elements]
     assert [r.check for r in results if r.verdict == "fail"] == ["loss scale"]
@@ -222,9 +218,7 @@ def test_terms_that_are_not_divided_once_are_named(
         ),
     ],
 )
-def test_it_is_said_why_the_scale_of_terms_is_not_known(
-    found: tuple[Term, ...], why: str, tmp_path: Path
-) -> None:
+def test_an_unknown_scale_has_a_reason(found: tuple[Term, ...], why: str, tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(*found))
     result = exchange.loss_scale(job, job.steps)
     assert result is not None
@@ -264,9 +258,7 @@ def test_a_last_step_with_fewer_passes_is_divided_as_the_others(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("divides", "verdict"), [(True, "pass"), (False, "fail")])
-def test_terms_may_be_divided_after_the_last_pass(
-    divides: bool, verdict: str, tmp_path: Path
-) -> None:
+def test_terms_may_be_divided_at_the_end(divides: bool, verdict: str, tmp_path: Path) -> None:
     def change(facts: Facts) -> None:
         passes_with(term("ce"), term("aux", 0.1))(facts)
         if divides:
@@ -288,9 +280,7 @@ def test_terms_may_be_divided_after_the_last_pass(
         (lambda s: (4.0, 1e-4), "fail", ["unexplained"]),
     ],
 )
-def test_the_direction_of_a_loss_of_several_terms_is_judged(
-    folded: Any, verdict: str, named: list[str], tmp_path: Path
-) -> None:
+def test_direction_with_terms(folded: Any, verdict: str, named: list[str], tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(term("ce", 1 / 4), term("aux", 1 / 4, 0.1)))
     alone = reference(job, tmp_path, folded=folded, kind="terms")
     (result,) = accumulation(job, alone)
@@ -402,9 +392,7 @@ Z_LOSS = "1e-2 * logits.logsumexp(-1).square().mean()"
         ("(ce + 0.1 * aux.sqrt()) / passes", (5, "unknown", [])),
     ],
 )
-def test_a_job_whose_loss_has_several_terms(
-    loss: str, expected: tuple[int, str, list[str]], tmp_path: Path
-) -> None:
+def test_several_terms_job(loss: str, expected: tuple[int, str, list[str]], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("{loss}", loss))
     code, case = judge(tmp_path / "train.py", tmp_path)
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected

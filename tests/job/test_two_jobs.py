@@ -47,9 +47,7 @@ def job(folder: Path, *words: str, **about: Any) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "names", [("whole",), pytest.param(("whole", "again"), marks=pytest.mark.sweep)], ids=len
 )
-def test_a_kept_job_its_continuation_and_the_same_job_again(
-    tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_a_job_its_continuation_and_a_rerun(tmp_path: Path, names: tuple[str, ...]) -> None:
     """One rank, and so without torchrun; the runs after the job leave its checkpoint alone."""
     (tmp_path / "small.py").write_text(SMALL)
     command = ("--", sys.executable, "small.py")
@@ -195,9 +193,7 @@ def test_what_is_no_rounding_fails(name: str, tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("script", ["resuming.py", "resuming_accelerate.py"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_restart_in_another_world_is_within_the_bound(
-    script: str, world: int, tmp_path: Path
-) -> None:
+def test_a_restart_in_another_world_passes(script: str, world: int, tmp_path: Path) -> None:
     """From two ranks to one with both batches, to two, and to three with other samples."""
     if script != RESUMING.name and importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed (the extra `frameworks` has it)")

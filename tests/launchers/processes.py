@@ -25,15 +25,7 @@ QUICK = (
 )  # fmt: skip
 PYTHON = [sys.executable, "-m", "distcheck", "verify"]
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_OF_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC",
-    "OMPI_",
-    "PMI",
-)
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC", "OMPI_", "PMI")
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -103,8 +103,7 @@ class RightTokens:
 
     def backward(self, loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
         mine = slice(
-            step.rank * POSITIONS // step.world_size,
-            (step.rank + 1) * POSITIONS // step.world_size,
+            step.rank * POSITIONS // step.world_size, (step.rank + 1) * POSITIONS // step.world_size
         )
         counts = counted(batch)[:, mine]
         outputs = self.model(token_rows(batch)[:, mine])[counts]

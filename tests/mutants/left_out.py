@@ -141,12 +141,7 @@ class ListsOnceAndForAll:
         _reduce([p.grad for p in self.listed if p.grad is not None], step)
 
 
-@mutant(
-    caught=f"local gradients bitwise, {ONE_STEP}",
-    workload=".small:Tied",
-    world=2,
-    steps=1,
-)
+@mutant(caught=f"local gradients bitwise, {ONE_STEP}", workload=".small:Tied", world=2, steps=1)
 class ReducesBeforeTheTie:
     """A tied weight is held twice; the second copy's gradient is added after the exchange."""
 

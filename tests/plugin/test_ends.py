@@ -110,9 +110,7 @@ def test_the_session_may_end_at_a_failure(run: Run, tmp_path: Path) -> None:
         pytest.param(["-n", "2"], signal.SIGTERM, id="xdist-15", marks=pytest.mark.sweep),
     ],
 )
-def test_nothing_survives_pytest(
-    tmp_path: Path, number: signal.Signals, options: list[str]
-) -> None:
+def test_no_process_survives(tmp_path: Path, number: signal.Signals, options: list[str]) -> None:
     """A fresh world that hangs, and a kept one that waits."""
     (tmp_path / "test_it.py").write_text(
         "import pytest\n" + NOTES + HANGS.replace("@both", "@FRESH").replace(", kind", "")

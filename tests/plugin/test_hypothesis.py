@@ -431,9 +431,7 @@ class Coded(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize("kind", [KeyError, Coded])
-def test_a_failure_reads_as_the_report_of_all_ranks(
-    pytestconfig: pytest.Config, kind: type[Exception]
-) -> None:
+def test_a_failure_reports_all_ranks(pytestconfig: pytest.Config, kind: type[Exception]) -> None:
     """Where it is shown as one of a group, of all that hypothesis has found; whatever its class
     would make of its text.
     """

@@ -384,15 +384,10 @@ def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [
-        ([], "pass --distcheck-strategy NAME"),
-        (["-p", "no:distcheck"], "remove -p no:distcheck"),
-    ],
+    [([], "pass --distcheck-strategy NAME"), (["-p", "no:distcheck"], "remove -p no:distcheck")],
     ids=["alone", "without-the-plugin"],
 )
-def test_the_conformance_suite_needs_a_strategy(
-    tmp_path: Path, options: list[str], sentence: str
-) -> None:
+def test_conformance_needs_a_strategy(tmp_path: Path, options: list[str], sentence: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=400,

@@ -14,10 +14,7 @@ def item(request: pytest.FixtureRequest) -> pytest.Item:
 
 def limit(seconds: float, *, method: str = "thread", despite_debugger: bool = False) -> object:
     return pytest_timeout.Settings(
-        timeout=seconds,
-        method=method,
-        func_only=False,
-        disable_debugger_detection=despite_debugger,
+        timeout=seconds, method=method, func_only=False, disable_debugger_detection=despite_debugger
     )
 
 
@@ -82,9 +79,7 @@ def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
     assert example == "In the example n=7"
 
 
-def test_a_limit_that_strikes_between_two_examples_tells_of_what_had_failed(
-    item: pytest.Item,
-) -> None:
+def test_a_timeout_between_examples_reports_the_failures(item: pytest.Item) -> None:
     search = timeouts.ExampleSearch(item)
     timeouts.note(item, limit(1000, method="signal"))
     with pytest.raises(AssertionError), search.example({"n": 7}):

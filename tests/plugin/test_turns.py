@@ -72,9 +72,7 @@ def test_no_more_at_once_than_there_are_turns() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_nobody_waits_where_there_are_turns_for_all(
-    monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
+def test_enough_turns_need_no_waiting(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setattr(turns, "_shared", None)
     turns.share("run", processes=processes)
     with turn():

@@ -182,9 +182,7 @@ def test_about_json_has_a_limit_where_its_checksum_is_right(sound: Path) -> None
 
 @pytest.mark.parametrize("name", ["bundle.json", "cases/case-w2.json"])
 @pytest.mark.parametrize("what", ["bytes", "values"])
-def test_members_of_a_bundle_have_a_limit(
-    name: str, what: str, sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_members(name: str, what: str, sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = b" " * (2 << 20) if what == "bytes" else b"[" + b"[]," * 2000 + b"[]]"
     zipped = zips.write(sound / "b.zip", zips.members(sound / "ran") | {name: data})
     assert zipfile.is_zipfile(zipped)
@@ -214,9 +212,7 @@ def test_code_of_any_size_and_depth_is_looked_at(tmp_path: Path) -> None:
     assert code_digest("strategy", f"{deep}:x") == "none"
 
 
-def test_a_trace_with_holes_is_refused_before_it_fills_memory(
-    sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sparse_trace_is_refused_early(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = sound / "run/traces/case-w2"
     for name in ("index.bin", "slot-000.safetensors"):
         too_large(place / "run-1" / name)

@@ -59,9 +59,7 @@ def test_a_run_is_ones_own(here: Path) -> None:
     assert mode_of(here / ".distcheck") == 0o700
 
 
-def test_a_clock_that_is_set_back_gives_no_folder_twice(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_clock_reuses_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
     stores = [Store.by_default() for _ in range(3)]
     folders = [store.folder for store in stores if store is not None]
@@ -177,9 +175,7 @@ def test_a_page_of_a_run_is_as_private_as_the_run(here: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["link.json", "folder/r.json", "own.json"])
-def test_a_report_goes_through_no_link_of_another_user(
-    path: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_link_is_refused(path: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine").mkdir()
     (here / "mine/r.json").write_text("precious")
     (here / "link.json").symlink_to("mine/r.json")

@@ -80,9 +80,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 
 
 @pytest.mark.parametrize("does", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_not_let_in_and_keep_nobody_waiting(
-    does: Callable[[socket.socket], None],
-) -> None:
+def test_strangers_are_rejected_without_delay(does: Callable[[socket.socket], None]) -> None:
     """Six silent ones took 30 s, the whole of the time in which ranks may come."""
     with door() as (handshakes, port):
         strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
@@ -330,9 +328,7 @@ def test_a_secret_is_made_once_and_for_its_owner_alone(home: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_secret_that_others_may_know_is_refused(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_public_secret_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret.shared_secret()
     place = home / ".config/distcheck/secret"
     place.chmod(0o644)

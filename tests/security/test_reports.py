@@ -290,10 +290,7 @@ def test_a_file_that_contradicts_itself_is_damaged(
 
 @pytest.mark.parametrize(
     ("forge", "sentence"),
-    [
-        (dropped, "' of its plan is not in it"),
-        (search_dropped, "search of 'ddp' is not in it"),
-    ],
+    [(dropped, "' of its plan is not in it"), (search_dropped, "search of 'ddp' is not in it")],
 )
 def test_a_pass_without_all_that_was_planned(
     tmp_path: Path,

@@ -38,9 +38,7 @@ def test_a_page_that_is_a_link_is_not_written_to(run: Path) -> None:
     assert "<!doctype html>" in (run / "report.html").read_text()
 
 
-def test_what_runs_are_called_stays_on_its_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_names_stay_on_their_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = document_of(PASSED)
     odd = "distcheck \x1b]0;title\x07\n::error::x\u202e"
     document["made"] = {"date": "", "command": odd, "commit": "", "clean": None}

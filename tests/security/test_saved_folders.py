@@ -215,9 +215,7 @@ def test_a_run_that_is_to_be_judged_by_less_is_refused(what: str, made: Path) ->
             rechecking._check_planned(trace)
 
 
-def test_a_case_that_is_called_otherwise_than_its_folder_is_refused(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_case_with_a_different_folder_name_is_refused(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made, run)
     (place,) = (run / "traces").iterdir()
@@ -230,9 +228,7 @@ def test_a_case_that_is_called_otherwise_than_its_folder_is_refused(
 
 
 @pytest.mark.parametrize("rank", [0, 2, -1])
-def test_the_end_of_a_rank_twice_or_of_none_is_refused(
-    rank: int, made: Path, tmp_path: Path
-) -> None:
+def test_a_rank_ends_once_or_is_refused(rank: int, made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made, run)
     (place,) = (run / "traces").iterdir()

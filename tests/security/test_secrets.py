@@ -167,9 +167,7 @@ def test_a_kept_run_of_a_job_is_masked(tmp_path: Path, monkeypatch: pytest.Monke
     assert TOKEN not in kept.read_text()
 
 
-def test_a_recording_has_only_variables_of_a_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_variables_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "ACCELERATE_HUB_TOKEN", "LOCAL_RANK",
                  "TORCHELASTIC_Y", "OMPI_COMM_WORLD_Z"):  # fmt: skip
         monkeypatch.setenv(name, "hunter2")

@@ -97,9 +97,7 @@ COMMANDS = (
 )
 
 
-def test_nothing_that_is_printed_is_a_command_of_githubs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_printed_is_a_github_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where wrapping begins a line with it; the runner leaves blanks at its start aside."""
     report = report_of(COMMANDS)
     for width in (40, 60, 80, 100):
@@ -221,9 +219,7 @@ def test_what_would_run_is_named_on_a_line_of_its_own(tmp_path: Path) -> None:
     ("asked", "width"),
     [("80", 80), ("", 100), ("wide", 100), ("0", 100), ("-1", 100), ("99999", 100)],
 )
-def test_a_width_that_is_none_is_the_usual_one(
-    asked: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absurd_width_is_80(asked: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", asked)
     assert console_for(io.StringIO()).width == width
 

@@ -93,9 +93,7 @@ def test_what_this_checkout_defines_is_known(spec: str, monkeypatch: pytest.Monk
      "distcheck.reports.files:write_text", "distcheck.workloads.mlp:torch.hub.load"],
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["strategy", "workload", "backend", "value"])
-def test_what_a_known_file_imports_is_asked_about(
-    spec: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_are_asked_about(spec: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(".")
     if where == "value":
         assert asked(adaptation=Adaptation(arguments=(("x", f"@{spec}"),))) == 1
@@ -123,9 +121,7 @@ def test_a_case_that_names_a_function_of_the_system_runs_nothing(tmp_path: Path)
     assert not mark.exists()
 
 
-def test_files_of_another_user_are_asked_about(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_files(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(strategy="mine.py:mean") == 0
     of_another(monkeypatch, checkout / "mine.py")
     assert asked(strategy="mine.py:mean") == 1
@@ -136,9 +132,7 @@ def test_files_of_another_user_are_asked_about(
     assert asked(strategy="../above.py:f") == 1
 
 
-def test_a_configuration_of_another_user_is_not_read(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_config(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text('[tool.distcheck]\nstrategies = ["ddp"]\n')
     assert read_configuration(None).strategies == ("ddp",)
@@ -190,9 +184,7 @@ def _kept_cases() -> Any:
 @pytest.mark.parametrize(
     "name", ["runs", "bundles", pytest.param("explore", marks=needs("explore"))]
 )
-def test_a_folder_within_that_is_a_link_is_not_used(
-    name: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_an_inner_folder_link_is_not_used(name: str, checkout: Path, tmp_path: Path) -> None:
     """As in a folder from elsewhere: old runs would be removed from wherever it leads."""
     home = tmp_path / "home"
     for number in range(15):
@@ -292,9 +284,7 @@ def test_a_text_for_a_function_of_this_checkout_is_asked_about(
 
 
 @pytest.mark.parametrize("changed", ["nothing", "the case", "a digest", "the user"])
-def test_only_what_this_user_has_run_is_run_again(
-    changed: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_own_runs_rerun(changed: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A `.distcheck` may come with a folder: that a case lies there says nothing."""
     text = ("args", f"'touch {checkout}/mark'")
     case = Case(id="c", strategy="subprocess:call", world=2, workload="mlp",
@@ -399,9 +389,7 @@ def test_without_git_changed_code_is_asked_about_again(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["sub/elsewhere.py", "__init__.py", "up.py"])
-def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
-    changed: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_changed_code_ends_the_trust(changed: str, checkout: Path, tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     (package / "sub").mkdir(parents=True)
     for name in ("__init__.py", "sub/__init__.py", "up.py"):
@@ -426,9 +414,7 @@ def test_a_kept_run_is_trusted_as_long_as_its_code_is_the_same(
 
 
 @pytest.mark.parametrize("file", ["/dev/zero", "../slot-000.safetensors", "a link", "a FIFO"])
-def test_a_case_starts_from_no_file_outside_its_run(
-    file: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_a_case_starts_from_files_of_its_run(file: str, checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "slot-000.safetensors").touch()
     (checkout / "gift").mkdir()
     inside = checkout / "gift/slot-000.safetensors"
@@ -447,9 +433,7 @@ def test_a_case_starts_from_no_file_outside_its_run(
             trust.require_trust("gift", [case], {}, doing="replaying", trusted=True)
 
 
-def test_the_source_that_was_read_is_the_code_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_read_source_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled copy that says of itself that it need not be checked."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
@@ -567,9 +551,7 @@ def test_an_archive_of_what_was_handed_over_is_not_imported_from(
         sys.path_importer_cache.clear()
 
 
-def test_what_was_trusted_is_what_runs(
-    tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trusted_code_runs(tracked: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked about a tracked file; one that takes its place afterwards does not run."""
     monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
     monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
@@ -587,9 +569,7 @@ def test_what_was_trusted_is_what_runs(
         sys.path_importer_cache.clear()
 
 
-def test_the_digests_of_a_large_checkout_fit_in_the_environment(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_of_a_large_checkout_fit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable may have 128 KiB; files that foreign code cannot reach are left out first."""
     monkeypatch.setenv(sources_only._VARIABLE, "{}")
     digests = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(5000)]
@@ -685,9 +665,7 @@ def test_what_stands_next_to_a_run_was_handed_over_with_it(checkout: Path) -> No
         assert len(trust.unknown_code([case], given=given, made=made)) == 1
 
 
-def test_a_shared_folder_does_not_come_before_pythons_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
     (tmp_path / "shared/in_a_shared_folder.py").write_text("import colorsys\n")
@@ -699,9 +677,7 @@ def test_a_shared_folder_does_not_come_before_pythons_own(
 
 
 @pytest.mark.parametrize("kind", ["a link", "outside", "someone's secret"])
-def test_a_bundle_packs_only_code_of_the_checkout(
-    kind: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_packs_code_of_the_checkout(kind: str, checkout: Path, tmp_path: Path) -> None:
     target = {"a link": checkout / "link.py", "outside": tmp_path / "secret.py",
               "someone's secret": checkout / "settings.py"}[kind]  # fmt: skip
     (tmp_path / "secret.py").write_text("TOKEN = 'precious'")

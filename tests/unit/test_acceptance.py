@@ -115,9 +115,7 @@ def quantize(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Ten
     bits=st.integers(2, 16),
     symmetric=st.booleans(),
 )
-def test_quantized_means_are_within_the_bound(
-    seed: int, world: int, bits: int, symmetric: bool
-) -> None:
+def test_quantized_means_within_bound(seed: int, world: int, bits: int, symmetric: bool) -> None:
     shards, weights = shards_of(seed, world, (300,)), [1 / world] * world
     halves = [quantum.half_quantum([shard], bits) for shard in shards]
     known = quantum.widened(interval(shards, weights), halves, weights, torch.float32)
@@ -200,9 +198,7 @@ def exchange(shards: list[torch.Tensor], rank: int, seed: int) -> torch.Tensor:
     columns=st.integers(3, 60),
     rank=st.integers(1, 2),
 )
-def test_projections_with_feedback_are_within_the_bound(
-    seed: int, world: int, rows: int, columns: int, rank: int
-) -> None:
+def test_projections_bound(seed: int, world: int, rows: int, columns: int, rank: int) -> None:
     left = [torch.zeros(rows, columns) for _ in range(world)]
     earlier = []
     for step in range(3):

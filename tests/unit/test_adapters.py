@@ -107,9 +107,7 @@ def choose_form(target: Target) -> str:
         ("f = 3", "f", ""),
     ],
 )
-def test_forms_are_chosen_by_the_signature(
-    tmp_path: Path, source: str, name: str, form: str
-) -> None:
+def test_the_signature_selects_the_form(tmp_path: Path, source: str, name: str, form: str) -> None:
     assert choose_form(target_of(tmp_path, source, name)) == form
 
 
@@ -251,9 +249,7 @@ def test_a_name_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     load_strategy(f"{file}:f", adaptation_of(variables={"OTHER": 2}))
 
 
-def test_a_hook_that_returns_no_future_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_without_a_future_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would end the process by a signal."""
     hooks = []
 

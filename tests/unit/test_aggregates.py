@@ -187,9 +187,7 @@ def keep(
     Store(runs / name, keep_everything=False).write_case(case, made)
 
 
-def test_the_last_green_run_is_the_newest_that_passed_with_the_same_strategy(
-    tmp_path: Path,
-) -> None:
+def test_the_last_green_run_is_the_newest_that_passed_the_strategy(tmp_path: Path) -> None:
     keep(tmp_path, "1", "pass", "mine", {"torch": "2.11"})
     green = {"torch": "2.12", "threads": 1, "libraries": {"x": "1"}, "cpu": "A B"}
     code = {"strategy": "aa", "workload": "bb"}

@@ -40,9 +40,7 @@ def plan_of(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunPla
         "--world 2 --arg a=--world",
     ],
 )
-def test_what_a_command_plans_is_what_it_asks_for(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_requested_cases(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def sync(model): ...\n")
     matrix = '[tool.distcheck]\nstrategies = ["ddp"]\nworlds = [4]\ndtypes = ["float64"]\n'
     (tmp_path / "pyproject.toml").write_text(matrix)
@@ -73,8 +71,6 @@ def test_a_dropped_case_is_missed(
         "distcheck verify --world", "distcheck verify --strategy 'a<$TOKEN>'",
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_asks_for_nothing(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_requests(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("--strategy allreduce", tmp_path, monkeypatch)
     assert not list(not_in_plan(command, plan))

@@ -18,9 +18,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> call_recorder.PostedCalls:
 
 
 @pytest.mark.parametrize(("counted", "expected"), [(0, 0), (1, 1)])
-def test_a_message_that_is_refused_does_not_count(
-    here: call_recorder.PostedCalls, counted: int, expected: int
-) -> None:
+def test_refused_posts(here: call_recorder.PostedCalls, counted: int, expected: int) -> None:
     """Unless torch has counted it. The calls after it would have other numbers than elsewhere."""
 
     class Group:
@@ -58,9 +56,7 @@ def posts(group: Counting, *_: Any) -> Work:
     return Work()
 
 
-def test_a_rank_that_posts_a_call_within_a_wait_does_not_wait(
-    here: call_recorder.PostedCalls,
-) -> None:
+def test_a_rank_that_posts_within_a_wait_is_active(here: call_recorder.PostedCalls) -> None:
     """A handler of a signal may do so, where the wait is a loop in Python."""
     taken_back: list[Any] = []
     here.after_wait = taken_back.append

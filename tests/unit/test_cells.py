@@ -103,9 +103,7 @@ def test_what_cannot_do_a_cell() -> None:
         (Training(resume_before=1), "resume"),
     ],
 )
-def test_what_holds_of_a_cell_holds_of_what_trains_as_it_does(
-    training: Training, cell: CellName
-) -> None:
+def test_a_training_like_a_cell_is_treated_like_it(training: Training, cell: CellName) -> None:
     def why(contract: Contract, **others: bool) -> str:
         (case,) = cases(workloads=["my.workloads:Mine"])
         facts = msgspec.structs.replace(facts_of(contract, **others), training=training)
@@ -173,9 +171,7 @@ def test_where_roundings_leave_no_bound_nothing_is_judged() -> None:
         (Training(clip_norm="2"), "Expected `float | null`, got `str` - at `$.clip_norm`"),  # type: ignore[arg-type]
     ],
 )
-def test_a_training_that_is_none_gets_one_sentence(
-    training: object, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_training_refused(training: object, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ingredients = open_ingredients(cases(workloads=["accumulation"])[0], b"", None)
     monkeypatch.setattr(type(ingredients.loaded.workload), "training", training)
     with pytest.raises(UsageError, match=re.escape(why)):

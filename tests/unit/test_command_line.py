@@ -246,9 +246,7 @@ def test_runs_lists_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize("command", ["open", "replay", "report"])
-def test_a_run_that_is_not_there_says_what_is(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_absent_run(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     for name, why in (("nowhere", "does not exist"), ("empty", "holds no")):
@@ -259,9 +257,7 @@ def test_a_run_that_is_not_there_says_what_is(
 
 
 @pytest.mark.parametrize("browser", [True, False])
-def test_open_shows_the_last_page(
-    browser: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_open_the_last_page(browser: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     opened: list[Any] = []
 

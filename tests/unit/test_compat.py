@@ -34,9 +34,7 @@ def test_functions_that_are_replaced_are_there(place: compat.Replaceable) -> Non
     assert callable(getattr(place.owner, place.name))
 
 
-def test_torch_calls_what_was_put_in_the_place_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
-) -> None:
+def test_replacements_are_called(monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup) -> None:
     """Torch's public functions call the private ones by these names."""
     called: list[str] = []
 
@@ -59,9 +57,7 @@ def test_torch_calls_what_was_put_in_the_place_of_its_own(
         assert compat.START_CUDA.name in called
 
 
-def test_ddp_asks_whether_it_has_sync_batchnorm(
-    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
-) -> None:
+def test_ddp_finds_syncbatchnorm(monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup) -> None:
     model = nn.SyncBatchNorm(2)
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         nn.parallel.DistributedDataParallel(model)

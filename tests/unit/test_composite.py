@@ -9,12 +9,7 @@ from distcheck.contract import Batch
 from distcheck.errors import UsageError
 from distcheck.judge.oracles import rounding
 from distcheck.training.loading import load_workload
-from distcheck.workloads.composite import (
-    LEARNING_RATE,
-    Composite,
-    CompositeWorkload,
-    workload,
-)
+from distcheck.workloads.composite import LEARNING_RATE, Composite, CompositeWorkload, workload
 
 OF_FEW_SAMPLES = ("expert.weight", "expert.bias")
 

@@ -18,13 +18,7 @@ from distcheck.records import (
     TensorSpec,
     VerdictName,
 )
-from distcheck.records.expected_events import (
-    PURPOSE,
-    EvalMode,
-    NotFinite,
-    StartsApart,
-    Unfrozen,
-)
+from distcheck.records.expected_events import PURPOSE, EvalMode, NotFinite, StartsApart, Unfrozen
 from distcheck.records.mistakes import NOTHING, Shown, both
 from distcheck.records.schedules import ScheduleRun, Searched
 from distcheck.training.jobs import TRAITS, CaseFacts
@@ -120,9 +114,7 @@ def test_what_a_case_had_is_not_named(name: str) -> None:
     had = HAVING[name].contents
     assert name in had.features
     assert _FEATURES[name] not in not_shown([had, Run().contents])
-    others = {
-        "integer_buffers": {"buffers"},
-    }.get(name, set())
+    others = {"integer_buffers": {"buffers"}}.get(name, set())
     assert set(had.features) == {name} | others
 
 

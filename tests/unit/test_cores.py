@@ -34,19 +34,11 @@ from distcheck.machine import resources
             },
             3,
         ),
-        (
-            "3:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            8,
-        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
     ],
 )
 def test_a_quota_bounds_the_cores(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    groups: str,
-    files: dict[str, str],
-    found: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, files: dict[str, str], found: int
 ) -> None:
     for name, text in files.items():
         path = tmp_path / "cgroup" / name

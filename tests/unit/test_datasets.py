@@ -97,9 +97,7 @@ def test_what_was_tried_is_said(tmp_path: Path, fd: int) -> None:
 
 @needs_torchvision
 @pytest.mark.parametrize("damage", ["cut", "missing", "not an archive"])
-def test_damaged_files_are_refused_in_one_sentence(
-    cifar: Path, tmp_path: Path, fd: int, damage: str
-) -> None:
+def test_damaged_files_are_refused(cifar: Path, tmp_path: Path, fd: int, damage: str) -> None:
     where = tmp_path / "copy"
     shutil.copytree(cifar, where)
     batch = where / "cifar-10-batches-py" / "data_batch_3"
@@ -167,9 +165,7 @@ def test_what_unpacks_to_too_much_is_refused(
 
 
 @needs_torchvision
-def test_a_download_that_fails_leaves_nothing(
-    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_download(tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import CIFAR10
 
     monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
@@ -180,9 +176,7 @@ def test_a_download_that_fails_leaves_nothing(
 
 
 @needs_torchvision
-def test_a_download_goes_where_it_was_asked(
-    cifar: Path, tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder(cifar: Path, tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a server on loopback, checksum and all."""
     import hashlib
     import threading
@@ -216,9 +210,7 @@ def test_a_download_goes_where_it_was_asked(
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["cifar-10-batches-py"]
 
 
-def test_without_torchvision_there_is_one_sentence(
-    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchvision(tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -226,9 +218,7 @@ def test_without_torchvision_there_is_one_sentence(
         prepare("cifar10", str(tmp_path), download=False, fd=fd)
 
 
-def test_an_archive_is_not_unpacked_without_a_filter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacking_needs_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pythons before 3.11.4 have none."""
     monkeypatch.delattr(tarfile, "data_filter")
     with pytest.raises(CannotRunError, match=r"unpack it, and pass its folder with --data-dir"):

@@ -120,9 +120,7 @@ def test_an_unknown_name_is_a_slip_and_only_what_can_run_is_offered(
         cases(**options)
 
 
-def test_cells_without_a_whole_batch_have_none_on_the_cpu_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cells_without_a_whole_batch_have_none_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 1)
     held = [
         case.workload for case in cases(device="cuda", thorough=True) if case.judged_on == "cpu"

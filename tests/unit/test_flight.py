@@ -24,9 +24,7 @@ def entry(number: int, name: str, created: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("initialized", [False, True])
-def test_nccls_recorder_is_asked_where_a_gpu_was_used(
-    monkeypatch: pytest.MonkeyPatch, initialized: bool
-) -> None:
+def test_a_gpu_uses_nccls_recorder(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:
     """They are two: collectives of both are told in the order in which they were entered."""
     recorders = {
         "_dump_fr_trace": [entry(1, "gloo:broadcast", 10), entry(2, "gloo:all_reduce", 30)],

@@ -78,10 +78,7 @@ SHORT = {"verdict": "fail", "rounded_to": "float32"}
     ids=str,
 )
 def test_a_float64_case_that_does_not_count(
-    of_cnn: dict[str, Any],
-    of_lattice: dict[str, Any],
-    of_double: dict[str, Any],
-    is_left_out: bool,
+    of_cnn: dict[str, Any], of_lattice: dict[str, Any], of_double: dict[str, Any], is_left_out: bool
 ) -> None:
     reports = [
         report("lattice", **of_lattice),
@@ -121,9 +118,7 @@ def test_cases_of_other_code_decide_nothing() -> None:
     ],
     ids=str,
 )
-def test_the_lattice_runs_again_without_its_scalar(
-    of_lattice: dict[str, Any], of_cnn: dict[str, Any], again: bool
-) -> None:
+def test_without_a_scalar(of_lattice: dict[str, Any], of_cnn: dict[str, Any], again: bool) -> None:
     reports = [report("lattice", **of_lattice), report("cnn", **of_cnn)]
     found = follow_ups(reports)
     assert [f.case.workload for f in found] == ["lattice:no-scalar"] * again
@@ -367,9 +362,7 @@ def test_it_has_no_say_in_whether_float64_counts() -> None:
         ("cnn", "float64", SHORT, False),
     ],
 )
-def test_a_failure_that_nothing_excuses_stands(
-    workload: str, dtype: str, said: dict[str, Any], so: bool
-) -> None:
+def test_no_excuse_no_pass(workload: str, dtype: str, said: dict[str, Any], so: bool) -> None:
     assert stands(report(workload, dtype, **said)) is so
 
 

@@ -27,9 +27,7 @@ def test_private_memory_of_no_file_is_what_a_fork_copies() -> None:
     ]
 
 
-def test_memory_is_gathered_at_the_first_and_whenever_they_have_doubled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_gathered_whenever_forks_double(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[bool] = []
     monkeypatch.setattr(forks, "gather_memory", lambda: gathered.append(True))
     many = forks.ManyForks(first=4)

@@ -166,9 +166,7 @@ def rank_by_rank(ingredients: Ingredients) -> tuple[float, list[torch.Tensor]]:
         (OwnForward, True),
     ],
 )
-def test_batchnorm_does_to_the_whole_batch_what_it_does_on_the_ranks(
-    workload: type, by_the_batch: bool
-) -> None:
+def test_batchnorm_on_the_whole_batch_equals_the_ranks(workload: type, by_the_batch: bool) -> None:
     """Each rank from running statistics of its own, which eval mode normalizes by."""
     ingredients = opened(workload)
     full, (loss, gradients) = reference(ingredients).run(0), rank_by_rank(ingredients)

@@ -136,9 +136,7 @@ def test_the_command_line_overrides_and_narrows(folder: Path) -> None:
     assert {c.batch for c in other.cases} == {64}, "what holds for all holds for one more"
 
 
-def test_a_file_that_is_named_and_paths_from_below(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_files_and_paths_from_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, 'strategies = ["code/sync.py:sync"]\nworlds = [2]\n', "gate.toml")
     assert {c.strategy for c in plan(config="gate.toml").cases} == {"code/sync.py:sync"}
     with pytest.raises(UsageError, match="no strategy was given"):

@@ -153,9 +153,7 @@ def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
         assert len(github.step_summary(document, room_bytes=room).encode()) <= room
 
 
-def test_github_is_told_of_errors_before_any_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_github_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError), errors_annotated({"github": ""}):
         raise UsageError("unknown strategy\nx")
     assert capsys.readouterr().out == "::error title=distcheck::unknown strategy%0Ax\n"

@@ -22,10 +22,7 @@ from distcheck.records.divergence import TraceComparison
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")
 LAYOUT = TraceLayout(
-    world=2,
-    steps=2,
-    max_shard=2,
-    model=ModelLayout(parameters=(WEIGHT,), buffers=(), optimizer=()),
+    world=2, steps=2, max_shard=2, model=ModelLayout(parameters=(WEIGHT,), buffers=(), optimizer=())
 )
 Place = tuple[int, Kind, int]  # rank, kind, slot
 # The gradient of rank 1 at the last step.
@@ -103,9 +100,7 @@ def test_equal_digests_are_equal_bits(record: Callable[..., int]) -> None:
 
 
 @pytest.mark.parametrize(("place", "kind"), [(GRADIENT, "gradients"), (LOCAL, "local gradients")])
-def test_a_change_is_placed_and_its_distance_stays_unknown(
-    record: Callable[..., int], place: Place, kind: str
-) -> None:
+def test_a_change_is_located(record: Callable[..., int], place: Place, kind: str) -> None:
     found = by_digest(record, {place: AN_ULP})
     assert found.first is not None
     assert (found.kind, found.first.parameter) == (kind, "weight")
@@ -155,9 +150,7 @@ def test_what_has_no_bound_is_judged_as_with_tensors(record: Callable[..., int])
     assert by_digest(record, {GRADIENT: AN_ULP}, dtype="bfloat16").not_judged == 1
 
 
-def test_an_exchange_out_of_sight_has_the_bound_of_the_whole_batch(
-    record: Callable[..., int],
-) -> None:
+def test_an_unseen_exchange_has_the_whole_batch_bound(record: Callable[..., int]) -> None:
     unseen: dict[Place, torch.Tensor | None] = {
         (rank, Kind.LOCAL_GRADIENT, step): None for rank in range(2) for step in range(2)
     }
@@ -185,9 +178,7 @@ def test_a_gradient_that_one_run_lacks_is_beyond(record: Callable[..., int], ten
 
 
 @pytest.mark.parametrize("tensors", [True, False])
-def test_none_and_a_tensor_of_another_shape_are_not_the_same(
-    record: Callable[..., int], tensors: bool
-) -> None:
+def test_none_differs_from_another_shape(record: Callable[..., int], tensors: bool) -> None:
     then, now = record({GRADIENT: None}), record({GRADIENT: torch.ones(5)})
     found = found_in(then, now, tensors=tensors)
     assert found.first is not None

@@ -60,9 +60,7 @@ def trial(way: Adaptation = OTHER, **seen: bool) -> Trial:
         (trial(GUESS), [trial(), trial(THIRD, exchanged=True)], "ask", [THIRD, OTHER]),
     ],
 )
-def test_what_follows_from_trials(
-    guess: Trial, others: list[Trial], what: str, ways: list[Adaptation]
-) -> None:
+def test_after_trials(guess: Trial, others: list[Trial], what: str, ways: list[Adaptation]) -> None:
     decision = decide(guess, others)
     assert (decision.what, [one.way for one in decision.ways]) == (what, ways)
 

@@ -59,9 +59,7 @@ def f({takes}):
     ],
     ids=["module", "parameter", "any-name"],
 )
-def test_what_the_code_keeps_in_what_was_said_stays(
-    tmp_path: Path, takes: str, kept: str, said: dict[str, Any]
-) -> None:
+def test_attributes_are_kept(tmp_path: Path, takes: str, kept: str, said: dict[str, Any]) -> None:
     """And is new where the code is loaded again, as after a resume."""
     source = ADDS_UP.format(takes=takes, kept=kept)
     assert gradients(run(loaded(tmp_path, source, **said), steps=3)) == {3.0}
@@ -130,9 +128,7 @@ def f({takes}):
         (TWICE.format(takes="optimizer, params"), {"arguments": {"optimizer": 0}}, 4.0),
     ],
 )
-def test_parameters_are_handed_over_as_callers_do(
-    tmp_path: Path, source: str, said: dict[str, Any], left: float
-) -> None:
+def test_call_conventions(tmp_path: Path, source: str, said: dict[str, Any], left: float) -> None:
     strategy = loaded(tmp_path, source, **said)
     assert gradients(run(strategy)) == {left}
     assert ("model.parameters(), a generator" in strategy.note) == (left == 4.0)
@@ -199,9 +195,7 @@ def test_what_else_is_returned_is_left_alone(tmp_path: Path, returned: str) -> N
     assert gradients(run(strategy, steps=2)) == {1.0}
 
 
-def test_a_namespace_says_what_is_so_in_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_namespace_sets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the first, from which on it is the same object."""
     monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)

@@ -79,9 +79,7 @@ def serve(
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
-def test_a_verdict_counts_though_its_front_is_gone(
-    monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
+def test_a_verdict_outlives_its_front(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     """A launcher would take another exit code for a failure, and start everything anew."""
     over = serve(monkeypatch, protocol.Shutdown(1, "FAIL"), reads=reads)
     assert (over.exit_code, over.summary) == (1, "FAIL")

@@ -329,9 +329,7 @@ def test_the_command_renders_a_file_or_a_run(tmp_path: Path) -> None:
     ],
     ids=["version", "other", "list", "empty", "malformed"],
 )
-def test_what_is_no_report_is_refused_in_one_sentence(
-    tmp_path: Path, content: Any, words: str
-) -> None:
+def test_an_invalid_report_is_refused(tmp_path: Path, content: Any, words: str) -> None:
     path = write(tmp_path, content)
     error = ask(path, "--html", tmp_path / "out.html").exception
     assert isinstance(error, UsageError)

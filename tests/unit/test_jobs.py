@@ -13,9 +13,7 @@ from tests.sources import MODULES, PACKAGE, nodes, text_of
 
 # The jobs of a room that knows no job: what only torch can ask of the launcher's store, and the
 # schedules of a simulated world, whatever its ranks do.
-OF_WORLDS = {
-    "distcheck.worlds.remote.bootstrap:through_store",
-}
+OF_WORLDS = {"distcheck.worlds.remote.bootstrap:through_store"}
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -35,9 +35,7 @@ def causes(factor: float, error: float, **about: Any) -> list[str]:
         (2.1, 1e-3, ["wrong-divisor"]),
     ],
 )
-def test_a_factor_is_compared_within_its_rounding(
-    factor: float, error: float, expected: list[str]
-) -> None:
+def test_a_factor_may_be_rounded(factor: float, error: float, expected: list[str]) -> None:
     assert causes(factor, error) == expected
 
 

@@ -44,9 +44,7 @@ def play(
 @pytest.mark.filterwarnings("ignore:c10d..broadcast_")
 @pytest.mark.parametrize("actions", list(itertools.product(ACTIONS, repeat=4)), ids="-".join)
 @pytest.mark.parametrize("first", [True, False], ids=["ours first", "ours last"])
-def test_hooks_of_the_code_are_called_as_without_ours(
-    first: bool, actions: tuple[str, ...]
-) -> None:
+def test_hooks_of_the_code_run_as_without_us(first: bool, actions: tuple[str, ...]) -> None:
     """Also those that the code registered before ours, which still sees what came before them."""
     watch_registrations()
     alone, watched = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))

@@ -148,9 +148,7 @@ def test_a_file_may_import_its_neighbors(file: Path) -> None:
     load(file, f"from neighbor_{file.parent.name} import x\ndef f(model): pass\n")
 
 
-def test_a_file_may_be_called_like_a_loaded_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_may_share_a_module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "torch.py"
     loaded = load(file, "def f(model): pass\n")
@@ -265,9 +263,7 @@ def test_every_strategy_has_a_line_of_its_own() -> None:
     assert len(set(lines)) == len(lines) > 12
 
 
-def test_a_module_that_cannot_be_loaded_and_is_not_used_does_not_matter(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_broken_module_is_ignored(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As mpi4py without an MPI: importing it is a RuntimeError."""
     broken = file.with_name("broken_mpi.py")
     broken.write_text('raise RuntimeError("cannot load MPI library")\n')

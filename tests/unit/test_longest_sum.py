@@ -59,9 +59,7 @@ class Ids(nn.Embedding):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_terms_of_one_sample_are_counted(
-    model: nn.Module, shape: tuple[int, ...], terms: int
-) -> None:
+def test_one_sample_has_its_terms(model: nn.Module, shape: tuple[int, ...], terms: int) -> None:
     for samples in (1, 6):
         with LongestSum(model, samples) as counted:
             model(torch.ones(samples, *shape))

@@ -92,9 +92,7 @@ def test_a_planned_cell_that_is_missing_is_unknown() -> None:
     assert join([one, two])["exit_code"] == ExitCode.UNKNOWN
 
 
-def test_a_missing_cell_has_the_keys_of_any_other_and_knows_of_no_part_where_there_are_none() -> (
-    None
-):
+def test_a_missing_cell_has_all_keys_and_no_part_without_parts() -> None:
     whole = join(parts(PASSED, FAILED)[:1])
     assert set(whole["cases"][1]) == set(whole["cases"][0])
     alone = document_of(PASSED, plan=(PASSED, FAILED))

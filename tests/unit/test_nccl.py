@@ -114,9 +114,7 @@ def test_what_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.describe() == "torch has none"
 
 
-def test_variables_are_set_where_gpus_are_shared_and_yours_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_for_shared_gpus_keep_yours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variables("nccl", 2) == SHARING
     assert variables("nccl", 1) == {}
     assert variables("gloo", 4) == {}
@@ -167,9 +165,7 @@ def test_ranks_get_them_before_they_begin(backend: str, size: int, extra: dict[s
         assert start.environment["WORLD_SIZE"] == str(size)
 
 
-def test_a_thorough_run_chooses_worlds_with_a_gpu_for_each_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thorough_run_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 3)
     asked = Request(strategies=("allreduce",), backend="nccl", device="cuda", thorough=True)
     assert widened(asked, world_given=False).worlds == (2, 3)

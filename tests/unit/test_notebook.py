@@ -42,9 +42,7 @@ class Tags(html.parser.HTMLParser):
 
 
 @pytest.mark.parametrize("case", [passing(), hostile()])
-def test_a_notebook_shows_its_page_in_a_frame_that_runs_nothing(
-    case: distcheck.records.CaseReport,
-) -> None:
+def test_a_notebook_shows_its_page_in_a_sandbox(case: distcheck.records.CaseReport) -> None:
     report = report_of(case)
     ((tag, attributes),) = Tags(report._repr_html_()).found
     assert tag == "iframe"

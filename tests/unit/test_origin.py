@@ -17,9 +17,7 @@ def git(*words: str) -> str:
     return ran.stdout.strip()
 
 
-def test_a_commit_and_whether_anything_differs_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_and_local_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert (origin_here().commit, origin_here().clean) == ("", None), "no repository"
@@ -77,9 +75,7 @@ def test_a_filter_of_the_user_starts_nothing_that_a_repository_names(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_repository_from_elsewhere_runs_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_repository_is_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A monitor, a hook, a submodule's filter, and a remote from which an object is missing."""
     here = repository(tmp_path, monkeypatch)
     sub = here / "sub"

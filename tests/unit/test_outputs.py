@@ -146,9 +146,7 @@ def test_rows_lie_where_their_samples_do(fd: int) -> None:
         ([([1, 2], rows_of(1, 2))], EntryState.STORED),
     ],
 )
-def test_what_is_no_table_is_not_taken_for_one(
-    fd: int, returned: Returned, state: EntryState
-) -> None:
+def test_a_bad_table_is_refused(fd: int, returned: Returned, state: EntryState) -> None:
     record(fd, 0, [1, 2], returned)
     assert TraceReader(fd, LAYOUT).entry(0, Kind.OUTPUT, 0, 0).state is state
 

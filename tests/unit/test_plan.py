@@ -120,9 +120,7 @@ def test_the_default_run() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_default_run_need_not_finish_is_not_run(
-    asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unneeded_is_skipped(asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcheck.backends.missing", lambda name: "")
     assert not any(counts_if_finished(case) for case in cases(**asked))
 
@@ -337,9 +335,7 @@ def test_random_forward_passes_have_no_full_batch() -> None:
         ("bfloat16", ("bfloat16",), ""),
     ],
 )
-def test_a_shorter_dtype_leaves_the_full_batch_no_bound(
-    dtype: str, rounds_to: tuple[str, ...], why: str
-) -> None:
+def test_low_precision_full_batch(dtype: str, rounds_to: tuple[str, ...], why: str) -> None:
     """What is left out is said, and X and R are required in any case."""
     (case,) = cases(workloads=["my.workloads:Mine"], dtype=dtype)
     facts = msgspec.structs.replace(facts_of(ORDERED), rounds_to=rounds_to)

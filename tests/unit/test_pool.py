@@ -117,9 +117,7 @@ def further(monkeypatch: pytest.MonkeyPatch) -> type[Further]:
     return Further
 
 
-def test_interpreters_are_started_in_turn(
-    monkeypatch: pytest.MonkeyPatch, further: type[Further]
-) -> None:
+def test_spares_start_in_turn(monkeypatch: pytest.MonkeyPatch, further: type[Further]) -> None:
     """On two cores one beside the helper; the second when one of the two is ready."""
     monkeypatch.setattr("distcheck.worlds.pool.cores", lambda: 2)
     pool = Pool(Helper(ready=False))
@@ -160,9 +158,7 @@ def test_an_interpreter_that_cannot_start_fails_nothing(
     pool.close()
 
 
-def test_an_interpreter_is_not_started_where_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch, further: type[Further]
-) -> None:
+def test_low_memory_starts_none(monkeypatch: pytest.MonkeyPatch, further: type[Further]) -> None:
     monkeypatch.setattr("distcheck.worlds.pool.available_bytes", lambda: 700 << 20)
     pool = Pool(Helper(ready=True))
     pool.open_interpreters()

@@ -24,9 +24,7 @@ def read(size: int, batch: int, world: int, step: int) -> list[list[int]]:
 
 
 @given(SHAPES)
-def test_an_epoch_is_covered_once_but_for_a_last_batch_smaller_than_the_world(
-    shape: tuple[int, int, int],
-) -> None:
+def test_an_epoch_is_covered_once_except_its_end(shape: tuple[int, int, int]) -> None:
     world, batch, size = shape
     steps = steps_per_epoch(size, batch, world)
     seen = [i for step in range(steps) for shard in read(size, batch, world, step) for i in shard]

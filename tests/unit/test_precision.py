@@ -14,9 +14,7 @@ from tests.unit.test_diagnosis import causes, equal, measured
         (16, True, {"low-precision", "unexplained"}),  # numbers of bfloat16 are no accident
     ],
 )
-def test_the_size_of_errors_says_nothing_beside_what_is_wrong_in_another_way(
-    elements: int, grid: bool, named: set[str]
-) -> None:
+def test_error_size_needs_one_cause(elements: int, grid: bool, named: set[str]) -> None:
     step = measured([equal(2)] * 2, equal(2), seed=0)
     none = (0, 0)
     first, other, last = (

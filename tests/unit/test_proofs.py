@@ -55,9 +55,7 @@ def said_of(*said: Waits) -> tuple[str, str]:
         ({"dtype": "float64"}, "they differ in the dtype"),
     ],
 )
-def test_calls_of_one_number_that_are_apart_are_a_mismatch(
-    about: dict[str, Any], words: str
-) -> None:
+def test_different_calls_with_a_number_mismatch(about: dict[str, Any], words: str) -> None:
     about = {"kind": "all_reduce", **about}
     how, what = said_of(waits(call(0)), waits(call(1)), waits(call(2, place="other.py:7", **about)))
     assert how == "mismatch"

@@ -74,9 +74,7 @@ def test_a_lost_peer_and_a_librarys_trouble_are_none(kind: str, message: str) ->
     ],
     ids=str,
 )
-def test_what_others_code_may_have_left_behind_is_none_once_it_is_loaded(
-    change: dict[str, Any],
-) -> None:
+def test_damage_by_other_code_is_none_once_loaded(change: dict[str, Any]) -> None:
     case = changed(**change)
     assert met(case, raised("AttributeError")) is None
     early = raised("AttributeError")

@@ -99,9 +99,7 @@ def test_a_document_is_made_of_dictionaries_and_lists() -> None:
     assert json.loads(msgspec.json.encode(document)) == written("crash")
 
 
-def test_the_page_sends_numbers_to_trackers_of_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_logs_to_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the two libraries pretended: neither is installed for tests."""
     monkeypatch.chdir(tmp_path)
     Path("report.json").write_text(render_json(REPORTS["several"]))

@@ -33,9 +33,7 @@ def _call(name: str, number: int, shapes: str = "", **about: Any) -> Collective:
         (None, ""),
     ],
 )
-def test_a_victim_says_where_it_was_when_it_lost_its_peer(
-    collective: Collective | None, said: str
-) -> None:
+def test_a_victim_names_its_last_place(collective: Collective | None, said: str) -> None:
     child = RemoteChild(gone=True, exit_code=1)
     child.take(messages.Raised("RuntimeError", "Connection reset", _FRAMES, 1.0, None, collective))
     first, *_ = root_cause.outcomes([child], hung=False)[0].detail.splitlines()

@@ -105,9 +105,7 @@ def of_calibrating(monkeypatch: pytest.MonkeyPatch, found: Calibration) -> list[
         ({}, "no room", "no room"),
     ],
 )
-def test_a_rerun_that_shares_process_state_says_why(
-    change: dict[str, Any], why_not: str, reason: str
-) -> None:
+def test_a_shared_rerun_has_a_reason(change: dict[str, Any], why_not: str, reason: str) -> None:
     run = case_run(**change)
     run.decide_surroundings(why_not)
     assert run.surroundings == TOGETHER

@@ -41,9 +41,7 @@ def written(folder: Path, texts: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_all_files_that_python_imports_for_one_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imported_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each import of `sync.py` needs another rule; `other.py` is imported by none."""
     monkeypatch.chdir(tmp_path)
     written(
@@ -99,9 +97,7 @@ def test_a_relative_import_that_leads_out_of_everything_is_passed_over(tmp_path:
     ]
 
 
-def test_modules_of_one_name_in_several_folders_all_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_module_names_all_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which one Python finds depends on the order in which files are loaded."""
     places = ("own", "here", "one", "two")
     written(tmp_path, {f"{place}/{file}": "import near\n" for place in places

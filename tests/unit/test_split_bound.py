@@ -30,9 +30,7 @@ def a_step(tensor: int, *, data: int = 1) -> Any:
 
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize(("ranks", "splits"), BY_HAND)
-def test_additions_between_ranks_are_those_counted_by_hand(
-    ranks: int, splits: int, data: int
-) -> None:
+def test_additions_between_ranks_by_hand(ranks: int, splits: int, data: int) -> None:
     assert full_batch_bound._splits(a_step(ranks, data=data)) == splits
 
 

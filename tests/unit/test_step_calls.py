@@ -54,9 +54,7 @@ def test_a_gradient_goes_through_the_call_that_was_given_it(calls: StepCalls) ->
     assert found.reducing == {line}
 
 
-def test_copies_may_have_carried_every_gradient_but_a_number_those_that_have_one(
-    calls: StepCalls,
-) -> None:
+def test_copies_may_carry_all_gradients_and_counts_only_some(calls: StepCalls) -> None:
     line = call("all_reduce", torch.ones(10))
     count = other("all_reduce", torch.ones(1))
     found = ways(calls, a=torch.ones(2), scale=torch.ones(1))
@@ -161,9 +159,7 @@ A = CallSite(file="/a.py", line=3)
         ("unexplained", way("a.py"), None),
     ],
 )
-def test_a_line_is_named_where_it_can_be_one(
-    cause: str, found: LineMeasurements, expected: CallSite | None
-) -> None:
+def test_single_line_named(cause: str, found: LineMeasurements, expected: CallSite | None) -> None:
     assert site(cause, found=found) == expected
 
 

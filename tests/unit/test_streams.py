@@ -30,16 +30,11 @@ def without_reader() -> int:
 
 @pytest.mark.parametrize(
     ("opened", "lost"),
-    [
-        (without_reader, ""),
-        (lambda: os.open("/dev/full", os.O_WRONLY), "No space left on device"),
-    ],
+    [(without_reader, ""), (lambda: os.open("/dev/full", os.O_WRONLY), "No space left on device")],
     ids=["a pipe without a reader", "a full disk"],
 )
 @pytest.mark.parametrize("buffered", [True, False])
-def test_an_output_drops_what_it_cannot_write(
-    opened: Callable[[], int], lost: str, buffered: bool
-) -> None:
+def test_unwritable_text_is_dropped(opened: Callable[[], int], lost: str, buffered: bool) -> None:
     with os.fdopen(opened(), "w", buffering=-1 if buffered else 1) as stream:
         output = Output(stream)
         for _ in range(3):
@@ -62,9 +57,7 @@ def test_an_output_drops_what_it_cannot_write(
         ("report there-is-none | true", 2, "there-is-none does not exist"),
     ],
 )
-def test_the_exit_code_is_that_of_the_command(
-    words: str, code: int, said: str, tmp_path: Path
-) -> None:
+def test_the_exit_code_is_kept(words: str, code: int, said: str, tmp_path: Path) -> None:
     found, error = run(f"{COMMAND} {words}", tmp_path)
     assert (found, said in error, "Traceback" in error) == (code, True, False), error
     assert said or not error, error

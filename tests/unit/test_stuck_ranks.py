@@ -54,7 +54,5 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
         ({}, []),
     ],
 )
-def test_a_cycle_has_only_ranks_that_wait_for_the_next(
-    missing: dict[int, Sequence[int]], cycle: list[int]
-) -> None:
+def test_cycles_have_only_waiting(missing: dict[int, Sequence[int]], cycle: list[int]) -> None:
     assert cycle_of(missing) == cycle

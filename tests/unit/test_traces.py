@@ -295,9 +295,7 @@ def test_a_sparse_trace_takes_up_only_what_was_written(fd: int) -> None:
     steps=st.integers(1, 4),
     shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5),
 )
-def test_any_layout_keeps_its_regions_apart(
-    world: int, steps: int, shapes: list[tuple[int, int]]
-) -> None:
+def test_regions_do_not_overlap(world: int, steps: int, shapes: list[tuple[int, int]]) -> None:
     specs = tuple(
         TensorSpec(name=str(i), shape=shape, dtype="float32") for i, shape in enumerate(shapes)
     )

@@ -90,10 +90,7 @@ def test_a_pass_that_compared_less_than_it_owes_is_unknown(fewer: str) -> None:
     report = run([OUTCOME, GRADIENTS], [result(GRADIENTS, compared=less)])
     assert report.verdict == "unknown"
     have, want = getattr(less, fewer), getattr(REQUIRED, fewer)
-    assert checks(report)["gradients"] == (
-        "unknown",
-        f"compared only {have} of {want} {fewer}",
-    )
+    assert checks(report)["gradients"] == ("unknown", f"compared only {have} of {want} {fewer}")
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,7 @@ def test_a_pass_that_compared_less_than_it_owes_is_unknown(fewer: str) -> None:
         (FINISHED, "unknown", "not judged"),
     ],
 )
-def test_a_check_that_nobody_judged_is_unknown_and_says_why(
-    outcomes: list[Outcome], verdict: str, reason: str
-) -> None:
+def test_an_unjudged_check_is_unknown(outcomes: list[Outcome], verdict: str, reason: str) -> None:
     report = run([OUTCOME, GRADIENTS], [], outcomes=outcomes)
     assert (report.verdict, checks(report)["gradients"]) == (verdict, ("unknown", reason))
 
@@ -266,9 +261,7 @@ def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) 
     ("compared", "verdict", "there"),
     [(Compared(), "pass", False), (Compared(tensors=1, elements=1), "unknown", True)],
 )
-def test_outputs_that_no_rank_gave_are_a_note_and_no_row(
-    compared: Compared, verdict: str, there: bool
-) -> None:
+def test_missing_outputs_are_a_note(compared: Compared, verdict: str, there: bool) -> None:
     outputs = PlannedCheck(
         check="outputs", layer="full batch float32", scope="step", required=REQUIRED
     )

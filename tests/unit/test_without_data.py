@@ -53,9 +53,7 @@ def test_who_has_data_is_part_of_the_case_and_of_its_command() -> None:
 
 
 @given(st.integers(2, 6), st.integers(0, 40), st.integers(0, 2), st.data())
-def test_shards_are_those_of_a_world_without_them(
-    world: int, more: int, step: int, data: st.DataObject
-) -> None:
+def test_usual_shards_of_the_others(world: int, more: int, step: int, data: st.DataObject) -> None:
     without = data.draw(st.sets(st.integers(0, world - 1), min_size=1, max_size=world - 1))
     ranks = [rank for rank in range(world) if rank not in without]
     loaded, batch = load_workload("mlp"), len(ranks) + more

@@ -207,8 +207,7 @@ PROBES: dict[str, Probe] = {
         lambda: int(warnings.filters[0][1].pattern[-1]),  # type: ignore[union-attr]
     ),
     "the level of the root logger": Probe(
-        lambda rank: logging.getLogger().setLevel(30 + rank),
-        lambda: logging.getLogger().level - 30,
+        lambda rank: logging.getLogger().setLevel(30 + rank), lambda: logging.getLogger().level - 30
     ),
     "a handler of the root logger": Probe(
         lambda rank: logging.getLogger().addHandler(Handler(rank)), _of_root

@@ -122,10 +122,7 @@ class PowerSGD:
     """DDP with torch's powerSGD_hook, two steps exact, then two directions a matrix."""
 
     state: Any = partial(
-        powerSGD_hook.PowerSGDState,
-        None,
-        matrix_approximation_rank=2,
-        start_powerSGD_iter=2,
+        powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=2, start_powerSGD_iter=2
     )
 
     def wrap(self, model: nn.Module) -> nn.Module:

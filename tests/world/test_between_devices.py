@@ -130,14 +130,8 @@ def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> Chec
     ("strategy", "workload", "verdict", "said"),
     [
         ("correct", WithReLU, "pass", OTHERWISE),
-        pytest.param(
-            *("correct", WithMaximum, "pass", OTHERWISE),
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            *("correct", WithOverlaps, "pass", OTHERWISE),
-            marks=pytest.mark.sweep,
-        ),
+        pytest.param(*("correct", WithMaximum, "pass", OTHERWISE), marks=pytest.mark.sweep),
+        pytest.param(*("correct", WithOverlaps, "pass", OTHERWISE), marks=pytest.mark.sweep),
         ("correct", WithAnotherKink, "unknown", "is not known here (leaky_relu)"),
         pytest.param("correct", Smooth, "pass", "", marks=pytest.mark.sweep),
         ("undivided", WithReLU, "fail", ""),

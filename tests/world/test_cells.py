@@ -260,9 +260,7 @@ def test_no_workload_of_ones_own_raises_a_false_alarm() -> None:
         ("unweighted", "FrozenStatistics", {"rounding", "full batch float32"}),
     ],
 )
-def test_what_is_wrong_fails_in_workloads_of_ones_own(
-    wrong: str, name: str, layers: set[str]
-) -> None:
+def test_mistakes_fail_in_own_workloads(wrong: str, name: str, layers: set[str]) -> None:
     """By R, and by full batch float32 wherever that is required."""
     case = in_ones_own(f"{__name__}:{wrong}", name)[name]
     failed = {r.layer for r in case.checks if r.check == "gradients" and r.verdict == "fail"}

@@ -53,9 +53,7 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ("page", "world"),
     [("README.md", "2"), pytest.param("docs/tutorial.md", "3", marks=pytest.mark.sweep)],
 )
-def test_a_failure_looks_as_the_page_shows_it(
-    page: str, world: str, console: Run, tmp_path: Path
-) -> None:
+def test_a_failure_is_as_documented(page: str, world: str, console: Run, tmp_path: Path) -> None:
     """But for the trainings beside the first, which are not run here."""
     text = (ROOT / page).read_text()
     code = re.search(r"```python\n(# my_sync.py\n.+?)```", text, re.DOTALL)
@@ -114,11 +112,7 @@ def _without_what_varies(screen: str) -> str:
         (["verify", "--strategy", "bad.py"], 2, "for example bad.py:good"),
         (["verify", "--strategy", "bad.py:nothing"], 2, "it defines good, no_sync, crash, doubled"),
         (["verify", "--strategy", "ddp", "--device", "cuda"], 3, "'cuda' is not available"),
-        (
-            ["verify", "--strategy", "ddp", "--backend", "nccl"],
-            3,
-            "needs an NVIDIA GPU",
-        ),
+        (["verify", "--strategy", "ddp", "--backend", "nccl"], 3, "needs an NVIDIA GPU"),
         (["verify", "--strategy", "ddp", "--json", "no/such/dir/x"], 3, "cannot be written"),
         (["verify", "--strategy", "ddp", "--save", "bad.py"], 2, "bad.py is a file"),
         (["verify", "--strategy", "ddp", "--save", "."], 2, "is not empty"),
@@ -242,9 +236,7 @@ def test_save_and_recheck(distcheck: Run, tmp_path: Path) -> None:
     assert "an earlier version of distcheck wrote it" in unknown.stderr
 
 
-def test_recheck_elsewhere_does_not_hold_bits_against_anybody(
-    distcheck: Run, tmp_path: Path
-) -> None:
+def test_recheck_elsewhere_does_not_compare_bits(distcheck: Run, tmp_path: Path) -> None:
     ran = distcheck("verify", "--strategy", "bad.py:doubled_on_the_way", *QUICK, "--save", "kept")
     assert ran.returncode == 1, "only local gradients differ, to the bit"
     (about,) = tmp_path.glob("kept/traces/*/about.json")

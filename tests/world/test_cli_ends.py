@@ -85,9 +85,7 @@ def _is_there(process: psutil.Process) -> bool:
     ("separate", "children"),
     [("--no-separate", 3), pytest.param("--separate", 5, marks=pytest.mark.sweep)],
 )
-def test_ctrl_c_leaves_nothing_and_reports_what_there_is(
-    tmp_path: Path, separate: str, children: int
-) -> None:
+def test_ctrl_c_reports_and_cleans_up(tmp_path: Path, separate: str, children: int) -> None:
     """The helper, two ranks and, for a rerun in them, two further interpreters. Such a rerun may
     come after the other case's first world, which hangs here.
     """
@@ -195,9 +193,7 @@ def test_a_disk_that_fills_up_meanwhile_loses_no_verdict(tmp_path: Path) -> None
         ),
     ],
 )
-def test_who_reads_the_report_changes_no_verdict(
-    strategy: str, behind: str, code: int, tmp_path: Path
-) -> None:
+def test_closed_pipes_keep_a_verdict(strategy: str, behind: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     words = f"verify --strategy bad.py:{strategy} {' '.join(QUICK)} {behind}"
     ran = subprocess.run(

@@ -21,9 +21,7 @@ LOOKED_AT = ("ring", "fsdp")  # a promised order, and sharded parameters
     "strategy",
     [name if name in LOOKED_AT else pytest.param(name, marks=pytest.mark.sweep) for name in RIGHT],
 )
-def test_right_code_has_no_cause(
-    strategy: str, world: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_code_is_named(strategy: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Measurements | None] = []
 
     def note(

@@ -31,16 +31,14 @@ FAILS = {  # exit codes, one for each time that a page has the line
     ("testing.md", "pytest test_mean.py"): (1,),
     ("tutorial.md", "distcheck verify --strategy my_sync.py:sync --world 2 --world 3"): (1, 0),
     ("README.md", "distcheck verify --strategy my_sync.py:sync --world 2 --world 3"): (1,),
-    (
-        "README.md",
-        "torchrun --nproc-per-node 4 -m distcheck verify --strategy my_sync.py:sync",
-    ): (1,),
+    ("README.md", "torchrun --nproc-per-node 4 -m distcheck verify --strategy my_sync.py:sync"): (
+        1,
+    ),
     ("README.md", "distcheck merge part-*.json --junit distcheck.xml --github"): (5,),
     ("capabilities.md", "distcheck backends"): (1,),
-    (
-        "capabilities.md",
-        "distcheck backends --backend gloo --op all_reduce --form strided -v",
-    ): (1,),
+    ("capabilities.md", "distcheck backends --backend gloo --op all_reduce --form strided -v"): (
+        1,
+    ),
     ("capabilities.md", "distcheck backends --backend gloo --json gloo.json"): (1,),
     ("capabilities.md", "distcheck backends --backend my_backend.py:register"): (1,),
 }

@@ -177,9 +177,7 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
         pytest.param("writes_text", "raised", "did not write", marks=pytest.mark.sweep),
     ],
 )
-def test_a_rank_that_harms_its_world_is_named(
-    tmp_path: Path, name: str, outcome: str, said: str
-) -> None:
+def test_harmful_ranks_are_named(tmp_path: Path, name: str, outcome: str, said: str) -> None:
     found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline", "200"))
     assert (found["rank"], found["outcome"]) == (1, outcome)
     assert said in found["detail"]
@@ -193,9 +191,7 @@ def in_process(folder: Path, name: str, **more: Any) -> distcheck.Report:
     )  # fmt: skip
 
 
-def test_a_rank_that_is_stopped_for_long_has_hung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_stopped_for_long_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "_STOPPED_S", 1.0)
     (case,) = in_process(tmp_path, "stops_itself", deadline_s=2).cases
     first, (cause, *_) = case.outcomes[0], case.diagnosis
@@ -261,9 +257,7 @@ def test_a_folder_that_is_gone_ends_the_run_in_a_sentence(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 4
 
 
-def test_a_helper_that_is_stopped_before_ranks_exist_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_helper_stopped_before_ranks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_STOPPED_S", 1.0)
     pool = Pool(ForkedHelper())
     pool.wait_ready()
@@ -302,9 +296,7 @@ def test_a_pause_of_everything_is_no_stopped_helper(monkeypatch: pytest.MonkeyPa
         pytest.param([signal.SIGQUIT], id="SIGQUIT", marks=pytest.mark.sweep),
     ],
 )
-def test_signals_end_a_verification_with_its_report(
-    tmp_path: Path, signals: list[signal.Signals]
-) -> None:
+def test_signals_still_give_a_report(tmp_path: Path, signals: list[signal.Signals]) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     words = ["verify", "--strategy", "ends.py:sleeps", *QUICK, "--no-separate", "--json", "r.json"]
     front = subprocess.Popen(
@@ -350,9 +342,7 @@ def test_the_third_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert left == [130]
 
 
-def test_a_cause_that_was_not_looked_for_is_said_to_be_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_search_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks have failed when Ctrl-C comes, and the closer look has not begun."""
 
     def interrupted(*_: object) -> bool:
@@ -366,9 +356,7 @@ def test_a_cause_that_was_not_looked_for_is_said_to_be_that(
     assert "not possible: the run was interrupted before this case" in found[0].evidence
 
 
-def test_a_stopped_process_that_judges_is_waited_for_as_long_as_the_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_judge_gets_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be silent for minutes, but not stopped."""
     monkeypatch.setattr(world, "_STOPPED_S", 1.0)
     stopped: Any = SimpleNamespace(done=None, is_stopped=True)

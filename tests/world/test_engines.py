@@ -133,9 +133,7 @@ def test_what_is_no_engine_is_refused() -> None:
         verify("missing")
 
 
-def test_a_library_that_a_file_imports_has_its_pip_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_import_has_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)  # as where it is not installed
     (tmp_path / "needs_megatron.py").write_text("import megatron.core\n")
     with pytest.raises(CannotRunError, match="run pip install megatron-core"):

@@ -127,9 +127,7 @@ def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = F
     return {**document, "code": code}
 
 
-def test_the_same_code_gives_the_same_bits(
-    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unchanged_code(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = compare(golden / "golden", None, tmp_path, bits=True)
     (case,) = found["cases"]
     assert (found["code"], case["verdict"], case["bits"]) == (0, "pass", "same")
@@ -160,9 +158,7 @@ def test_another_order_of_rounding_is_within(golden: Path, tmp_path: Path) -> No
     [({"scale": "/= 3.0001"}, "gradients"), ({"factor": 1.0001}, "loss")],
     ids=["exchange", "backward"],
 )
-def test_a_ten_thousandth_is_beyond(
-    golden: Path, tmp_path: Path, changed: dict[str, object], kind: str
-) -> None:
+def test_one_in_10000(golden: Path, tmp_path: Path, changed: dict[str, object], kind: str) -> None:
     """In the exchange, and in the backward pass, which alone can bring it to the bounds of local
     gradients and of loss: the later run trains correctly, on another loss.
     """
@@ -328,9 +324,7 @@ class Drifted(MLP):
 """
 
 
-def test_an_initial_state_that_rounds_differently_is_taken_from_the_record(
-    command: Run, tmp_path: Path
-) -> None:
+def test_the_initial_state_is_that_of_the_record(command: Run, tmp_path: Path) -> None:
     """Two recorded runs of it cannot be compared; a run from the recorded state can."""
     (tmp_path / "drifted.py").write_text(DRIFTED)
     words = ("--strategy", "bad.py:good", "--workload", "drifted.py:Drifted", "--dtype", "float32",
@@ -346,9 +340,7 @@ def test_an_initial_state_that_rounds_differently_is_taken_from_the_record(
     assert "bits same; all bits are identical" in again.stdout
 
 
-def test_a_comparison_that_is_killed_leaves_no_folder(
-    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_folder_of_a_kill(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while the second run trains: what there is of it is where every run is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scratch").mkdir()
@@ -373,9 +365,7 @@ def test_a_comparison_that_is_killed_leaves_no_folder(
     assert len(list(tmp_path.glob(".distcheck/runs/*/cases/*.json"))) == 1
 
 
-def test_where_the_second_run_is_kept(
-    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among the last ten, of which it pushes out none that it is to be compared with."""
     monkeypatch.chdir(tmp_path)
     runs = Path(".distcheck/runs")
@@ -393,9 +383,7 @@ def test_where_the_second_run_is_kept(
         )
 
 
-def test_a_bundle_is_there_whole_or_not_at_all(
-    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_is_atomic(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import os, pathlib, sys, zipfile; from distcheck.store.bundle import make_bundle\n"
         "zipfile.ZipFile.write = lambda *given: os.kill(os.getpid(), 9)\n"
@@ -454,9 +442,7 @@ def test_a_bundle_is_replayed_elsewhere(
     assert not [note for note in case["notes"] if "since this case was saved" in note]
 
 
-def test_a_replay_says_what_has_changed(
-    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_named(tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Path(record(tmp_path, "run"))
     (file,) = (run / "cases").iterdir()
     # Of another size: within a second, Python tells by that which bytecode is old.

@@ -36,8 +36,7 @@ DTYPES = [
 
 @pytest.mark.parametrize(("dtype", "layer"), DTYPES)
 @pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in LAYOUTS],
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in LAYOUTS]
 )
 def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     asked = {"world": WORLDS.get(name, 2), "dtype": dtype, "batch": 32, "separate": False}
@@ -85,9 +84,7 @@ def test_a_loop_that_would_clip_by_parts_is_left_out() -> None:
         sweep("tensor_parallel", "transformer", 2, "it is a Transformer, and not a chain"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused(
-    name: str, workload: str, world: int, said: str
-) -> None:
+def test_an_indivisible_model_refused(name: str, workload: str, world: int, said: str) -> None:
     with pytest.raises(UsageError, match=f"does not shard this model: {said}"):
         distcheck.verify(name, world=world, workload=workload, dtype="float32")
 
@@ -123,9 +120,7 @@ class OffByOne(RowParallel):
         (f"{__name__}:OffByOne", "float32", "fail"),
     ],
 )
-def test_outputs_that_cancel_are_not_accused_of_their_rounding(
-    name: str, dtype: str, verdict: str
-) -> None:
+def test_canceling_outputs_may_be_rounded(name: str, dtype: str, verdict: str) -> None:
     report = distcheck.verify(
         name, world=2, workload="tests.unusual.canceling:Canceling", dtype=dtype, batch=64,
         steps=1, separate=False,

@@ -70,9 +70,7 @@ def found() -> dict[str, dict[tuple[str, str], CheckResult]]:
     }
 
 
-def test_a_long_convolution_passes(
-    found: dict[str, dict[tuple[str, str], CheckResult]],
-) -> None:
+def test_a_long_convolution_passes(found: dict[str, dict[tuple[str, str], CheckResult]]) -> None:
     results = found["LongConvolution"]
     assert {result.verdict for result in results.values()} == {"pass"}
     said = results[
@@ -81,17 +79,13 @@ def test_a_long_convolution_passes(
     assert not said or "a long sum rounds by more than the tolerance" in said
 
 
-def test_a_long_loss_is_taken_rank_by_rank(
-    found: dict[str, dict[tuple[str, str], CheckResult]],
-) -> None:
+def test_a_long_loss_by_rank(found: dict[str, dict[tuple[str, str], CheckResult]]) -> None:
     results = found["LongLoss"]
     assert {result.verdict for result in results.values()} == {"pass"}
     assert "the loss sums so many terms" in results["loss", "full batch float32"].reason
 
 
-def test_a_loss_that_is_another_in_float64_fails(
-    found: dict[str, dict[tuple[str, str], CheckResult]],
-) -> None:
+def test_a_float64_only_loss_fails(found: dict[str, dict[tuple[str, str], CheckResult]]) -> None:
     results = found["OtherLoss"]
     failed = {pair for pair, result in results.items() if result.verdict == "fail"}
     assert failed == {("loss", "full batch float32")}

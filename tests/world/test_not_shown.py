@@ -101,9 +101,7 @@ def draws_and_puts_back(model: nn.Module, step: Step) -> None:
         (f"{SUBTLE}:seeds_all_ranks_alike", SMALL, 0),  # which draws nothing
     ],
 )
-def test_ranks_that_are_seeded_alike_get_a_remark(
-    strategy: str, workload: str, remarks: int
-) -> None:
+def test_ranks_with_one_seed_get_a_remark(strategy: str, workload: str, remarks: int) -> None:
     report = distcheck.verify(strategy, world=2, workload=workload, batch=64, steps=2)
     (case,) = report.cases
     said = "ranks 0, 1 begin step 1 with the same RNG state"

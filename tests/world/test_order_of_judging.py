@@ -191,9 +191,7 @@ def saved(
         ("allreduce", f"{__name__}:SeesOthersAtFirst", 6),
     ],
 )
-def test_order_and_split_change_nothing(
-    pool: Pool, tmp_path: Path, spec: str, workload: str, batch: int
-) -> None:
+def test_same_verdicts(pool: Pool, tmp_path: Path, spec: str, workload: str, batch: int) -> None:
     run = next(saved(pool, tmp_path / "run", spec, [workload], batch=batch))
     whole = tuple(range(STEPS))
     shuffled = list(whole)

@@ -43,9 +43,7 @@ EXAMPLES = st.lists(
 @pytest.mark.world([2, 3, 5], reuse=True)
 @settings(max_examples=6)
 @given(examples=EXAMPLES)
-def test_all_reduce_adds_in_the_predicted_order(
-    world: WorldView, examples: list[tuple[int, str, int, str]]
-) -> None:
+def test_all_reduce_orders(world: WorldView, examples: list[tuple[int, str, int, str]]) -> None:
     for elements, dtype, seed, how in examples:
         assert_as_predicted(world, elements, getattr(torch, dtype), seed, how)
 
@@ -54,9 +52,7 @@ def test_all_reduce_adds_in_the_predicted_order(
 @pytest.mark.world([4, 6, 7, 16], reuse=True)
 @settings(max_examples=20)
 @given(examples=EXAMPLES)
-def test_all_reduce_does_so_in_other_worlds(
-    world: WorldView, examples: list[tuple[int, str, int, str]]
-) -> None:
+def test_other_world_sizes(world: WorldView, examples: list[tuple[int, str, int, str]]) -> None:
     for elements, dtype, seed, how in examples:
         assert_as_predicted(world, elements, getattr(torch, dtype), seed, how)
 

@@ -82,9 +82,7 @@ def test_names_are_looked_up_again_as_configured(monkeypatch: pytest.MonkeyPatch
         ("passwd: files\n#hosts: dns\n", "files dns"),
     ],
 )  # fmt: skip
-def test_where_names_come_from(
-    configured: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_origins(configured: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: configured)
     assert linux._configured_sources() == expected
 

@@ -181,9 +181,7 @@ def average(model, step):
               "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
               "torch.backends.disable_global_flags()"],
 )  # fmt: skip
-def test_what_a_training_script_sets_at_its_top_is_pinned_all_the_same(
-    tmp_path: Path, newer: str
-) -> None:
+def test_global_settings_of_a_script_are_pinned(tmp_path: Path, newer: str) -> None:
     """Of the two interfaces to TF32 the older cannot be read where the newer was used."""
     file = tmp_path / "script.py"
     file.write_text(SETTINGS.format(newer=newer))

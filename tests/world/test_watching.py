@@ -81,9 +81,7 @@ def test_what_does_not_go_with_it_is_said(distcheck: Run) -> None:
     assert unknown.returncode == 2, "it does not wait for a file that it cannot know"
 
 
-def test_without_its_library_one_sentence_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_its_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find: Callable[[str], object] = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "watchfiles" else find(name)

@@ -132,9 +132,7 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
         assert "jobs.py" in waiting.detail
 
 
-def test_a_hang_is_told_alike_where_ranks_are_killed_at_leisure(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_kills_report_the_same_hang(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where a rank's collective fails before its own turn comes."""
     signal_all = World._signal
 
@@ -371,9 +369,7 @@ def test_only_what_is_new_is_said_to_be_imported(monkeypatch: pytest.MonkeyPatch
     assert _imported_since(before) == ["distcheck.second"]  # fewer, and never one that was there
 
 
-def test_another_thread_may_import_while_modules_are_listed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_may_import_during_the_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """To know less costs the next child a moment; to fail would cost this one its world."""
 
     class Growing(dict[str, object]):

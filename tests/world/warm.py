@@ -112,11 +112,7 @@ def distcheck(tmp_path: Path) -> Run:
 
 
 def _console(
-    program: str,
-    words: tuple[str, ...],
-    folder: str,
-    environment: dict[str, str],
-    files: list[str],
+    program: str, words: tuple[str, ...], folder: str, environment: dict[str, str], files: list[str]
 ) -> NoReturn:
     """In the forked process: the console script from its first line to its last."""
     code = 70

@@ -185,9 +185,7 @@ def test_backends_that_cannot_be_loaded(pool: Pool, backend: str, said: str) -> 
         look_at(pool, backend=f"tests.world.bad_backends:{backend}", device="", world=3)
 
 
-def test_a_backend_that_this_machine_has_not_is_said_and_exits_3_where_it_was_asked_for(
-    pool: Pool,
-) -> None:
+def test_a_missing_backend_that_was_requested_exits_3(pool: Pool) -> None:
     if devices.gpu_count() >= 3:
         pytest.skip("here it can run")
     asked = run("--backend", "nccl", *QUICK)

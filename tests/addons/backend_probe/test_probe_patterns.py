@@ -95,9 +95,7 @@ def test_no_two_parts_are_alike(dtype: str) -> None:
      ("complex64", "bfloat16")],
 )  # fmt: skip
 @pytest.mark.parametrize("reduction", ["SUM", "PRODUCT", "MIN"])
-def test_a_path_through_a_narrower_dtype_loses_bits(
-    dtype: str, narrower: str, reduction: str
-) -> None:
+def test_a_narrower_dtype_loses_bits(dtype: str, narrower: str, reduction: str) -> None:
     if not patterns.is_meaningful(reduction, dtype):
         return
     if dtype == "float16" and reduction != "SUM":
@@ -199,9 +197,7 @@ def results(*statuses: str) -> dict[int, RankResult]:
         (("absent", "absent", "absent"), "wrong", ""),
     ],
 )
-def test_a_cell_is_what_all_of_its_ranks_say(
-    statuses: tuple[str, ...], verdict: str, detail: str
-) -> None:
+def test_a_cell_joins_all_ranks(statuses: tuple[str, ...], verdict: str, detail: str) -> None:
     cell = cell_of(PROBE, results(*statuses))
     assert (cell.verdict, cell.detail) == (verdict, detail)
 

@@ -49,9 +49,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     subprocess.run([*words, "stop", "--force"], check=True, capture_output=True, timeout=200)
 
 
-def test_parts_are_judged_where_a_copy_of_the_folder_is(
-    distcheck: Run, tmp_path: Path, cluster: str
-) -> None:
+def test_parts_are_judged_in_a_copied_folder(distcheck: Run, tmp_path: Path, cluster: str) -> None:
     words = ("verify", "--strategy", "bad.py:good", "--strategy", "bad.py:no_sync", *QUICK)
     ran = distcheck(
         *words, "--on", "ray", "--json", "whole.json", env={"RAY_ADDRESS": cluster, **ALONE}

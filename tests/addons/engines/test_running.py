@@ -96,10 +96,7 @@ def test_reports_that_come_back_are_one(run: Any) -> None:
     ("end", "why"),
     [
         (Lost("Ray lost its task: OOM"), "Ray lost its task: OOM"),
-        (
-            (2, "", "x\ndistcheck: no such file\n\n"),
-            "its distcheck exited with code 2: dis",
-        ),
+        ((2, "", "x\ndistcheck: no such file\n\n"), "its distcheck exited with code 2: dis"),
         ((137, "", ""), "its distcheck exited with code 137: nothing"),
         (
             ended(3, digest="e"),
@@ -165,11 +162,7 @@ def test_nothing_that_came_back_is_no_verdict(run: Any) -> None:
     ],
 )
 def test_what_cannot_be_used_gets_one_sentence(
-    engine: str,
-    error: type[Exception],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    engine: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

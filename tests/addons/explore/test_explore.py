@@ -49,11 +49,7 @@ def search_in(
 ) -> Search:
     runner = runner or Runner(pool)
     found = Search(
-        runner=runner,
-        space=space,
-        seed=1,
-        until=time.monotonic() + 450,
-        most_cases=most,
+        runner=runner, space=space, seed=1, until=time.monotonic() + 450, most_cases=most
     )
     try:
         found.run()
@@ -189,9 +185,7 @@ class Once:
 """
 
 
-def test_what_cannot_be_used_twice_in_a_process_is_given_fresh_ones(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_single_use_code_gets_fresh_processes(pool: Pool, tmp_path: Path) -> None:
     """Also where the first case to fail is one that is run twice by itself."""
     (tmp_path / "once.py").write_text(ONCE)
     strategy = f"{tmp_path}/once.py:Once"
@@ -276,9 +270,7 @@ def test_a_case_that_could_not_show_a_mistake_is_not_counted_as_passed(pool: Poo
     assert json.loads(as_json(story))["insensitive"][0]["id"] == "wide"
 
 
-def test_a_budget_that_is_too_short_for_one_case_says_so(
-    pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_below_one_case(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     found = Search(Runner(pool), st.nothing(), seed=0, until=0.0)
     story = ExploreResult(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0,
                   unreadable=(), interrupted=False, kept_as=None)  # fmt: skip

@@ -290,20 +290,14 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
         ("linear", "'linear': linear takes a size from 1 to 4096, for example linear3"),
         ("linear0", "linear takes a size from 1"),
         ("scale2", "'scale2': scale takes no size"),
-        (
-            "linear2.tide",
-            "linear does not take 'tide'; it takes bias, frozen, strided, tied",
-        ),
+        ("linear2.tide", "linear does not take 'tide'; it takes bias, frozen, strided, tied"),
         ("running.nested4", "running does not take 'nested4'; it takes nested1 to nested3"),
         ("scale.absent-scale.frozen", "every trainable layer is absent for half of the samples"),
         ("scale-norm", "there is at most one norm, and it must precede every other layer"),
         ("linear2-conv2", "a conv needs an image, so it must precede every linear layer"),
         ("conv1-conv1-conv1-conv1", "more than 3 convs reduce a 4x4 image to nothing"),
         ("scale.frozen-running", "no parameter is trainable"),
-        (
-            "scale;rmsprop",
-            "'rmsprop' is not one of sgd, momentum, adam, groups, schedule, s",
-        ),
+        ("scale;rmsprop", "'rmsprop' is not one of sgd, momentum, adam, groups, schedule, s"),
         ("scale;samples=0", "'samples=0' is not one of"),
         ("scale;accumulate=1", "'accumulate=1' is not one of"),
         ("scale;accumulate=5", "accumulate=N with N from 2 to 4"),
@@ -361,9 +355,7 @@ as = "model"
 """
 
 
-def test_a_matrix_is_searched_strategy_by_strategy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_is_searched_by_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the message says that comes where neither a strategy nor a matrix is given."""
     (tmp_path / "pyproject.toml").write_text(MATRIX)
     (tmp_path / "mine.py").write_text("def sync(model): pass")
@@ -492,9 +484,7 @@ def test_no_strategy_and_no_hypothesis_are_said(monkeypatch: pytest.MonkeyPatch)
     assert "pip install 'distcheck[explore]'" in str(ran.exception)
 
 
-def test_found_cases_are_kept_apart_and_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_found_cases_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     case = Case(
         id="allreduce-1", strategy="allreduce", world=2, workload="generated:scale", batch=2,

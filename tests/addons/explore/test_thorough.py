@@ -87,10 +87,7 @@ def test_only_worlds_that_were_not_given_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (
-            {"accept": "quantized:8"},
-            "explored cases have no bounds for --accept quantized:8",
-        ),
+        ({"accept": "quantized:8"}, "explored cases have no bounds for --accept quantized:8"),
         ({"backend": "mpi"}, "explore runs only with gloo on the CPU, not with mpi"),
         ({"device": "cuda"}, "explore runs only with gloo on the CPU, not with cuda"),
         ({"dtype": "float16"}, "explore draws no case in float16"),
@@ -177,9 +174,7 @@ explore_s = 0
 """
 
 
-def test_the_matrix_and_the_command_line_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_and_command_line_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = planned(folder=tmp_path, config=MATRIX)
     worlds = {name: {c.world for c in whole.every if c.strategy == name} for name in

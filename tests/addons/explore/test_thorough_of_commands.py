@@ -56,9 +56,7 @@ def test_a_search_that_finds_nothing_passes_and_says_how_far_it_went() -> None:
 
 
 @pytest.mark.sweep
-def test_a_world_that_does_not_fit_is_left_out_unless_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_requested_world_may_exceed_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     check_room = limits.check_room
 
     def little_room(case, *about, **more) -> None:  # type: ignore[no-untyped-def]

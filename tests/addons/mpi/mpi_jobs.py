@@ -232,10 +232,7 @@ def layouts(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
         dist.reduce_scatter(room, [view(vector(rank, size, "float32"))] * world)
         ledger.same(f"reduce_scatter {name}", room, expected)
         room, there, back = view(torch.zeros(size)), (rank + 1) % world, (rank - 1) % world
-        works = [
-            dist.isend(view(vector(rank, size, "float32")), there),
-            dist.irecv(room, back),
-        ]
+        works = [dist.isend(view(vector(rank, size, "float32")), there), dist.irecv(room, back)]
         for work in works:
             work.wait()
         ledger.same(f"message {name}", room, view(vector(back, size, "float32")))

@@ -131,9 +131,7 @@ def test_a_kept_world(world: WorldView, turn: int) -> None:
     assert total.tolist() == [2.0 * turn] * 2
 
 
-def test_an_outer_launcher_is_not_taken_for_ours(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outer_launcher_is_not_ours(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "7")
     assert not {n for n in library.clean_environment() if n.startswith(("PMI", "SLURM"))}

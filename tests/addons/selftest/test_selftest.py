@@ -184,9 +184,7 @@ def test_the_zoo_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["gloo on cuda"] * 2
 
 
-def test_a_mutant_that_cannot_show_there_is_told_and_was_not_planted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mutant_that_cannot_show_is_not_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that is caught earlier there is judged by what it is listed with."""
     asked: list[str] = []
 

@@ -84,9 +84,7 @@ def test_a_tensor_that_is_only_sent_may_be_read(seen: InFlight, use: Use, wrong:
         (slice(0, 8, 2), slice(2, 8, 4), True),
     ],
 )
-def test_parts_of_one_tensor_are_compared_by_their_bytes(
-    seen: InFlight, held: slice, other: slice, wrong: bool
-) -> None:
+def test_overlap_is_judged_by_bytes(seen: InFlight, held: slice, other: slice, wrong: bool) -> None:
     whole = torch.ones(8)
     seen.begin(a_call(sends=[whole[held]], leaves=[whole[held]]))
     assert used(seen, torch.Tensor.zero_, whole[other]) == wrong

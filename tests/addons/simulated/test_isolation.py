@@ -125,9 +125,7 @@ def test_nothing_is_left_of_a_world(what: str, tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_global_variables_of_a_package_are_a_ranks_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_globals_are_per_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that functions of a package assign which code under test imports."""
     (tmp_path / "kept_library.py").write_text(
         "STATE, ALIKE = 0, [0]\n"
@@ -163,9 +161,7 @@ def test_global_variables_of_a_package_are_a_ranks_own(
     del sys.modules[NAME], sys.modules["kept_library"]
 
 
-def test_a_package_that_a_library_imports_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_imported_package_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch imports others on its own, whose state is of no rank."""
     (tmp_path / "kept_library.py").write_text(
         "STATE = 0\ndef keep():\n    global STATE\n    STATE = 1\n"

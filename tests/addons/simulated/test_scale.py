@@ -50,19 +50,12 @@ def test_every_world_has_the_batch_of_the_largest_and_a_sample_for_each_rank() -
         ("²", None, {}, r"--world '²' is not a list"),
         ("1,2", None, {}, r"--world: 1 is out of range; a world takes 2 to 4096"),
         ("2,5000", None, {}, r"5000 is out of range"),
-        (
-            "2",
-            "rign",
-            {},
-            r"unknown order 'rign' \(did you mean ring\?\); known are gloo",
-        ),
+        ("2", "rign", {}, r"unknown order 'rign' \(did you mean ring\?\); known are gloo"),
         ("2", None, {"strategies": ()}, r"no strategy was given"),
         ("2,8", None, {"batch": 4}, r"--batch 4 is smaller than --world 8"),
     ],
 )
-def test_bad_input_is_one_sentence(
-    worlds: str, orders: str | None, more: dict[str, Any], said: str
-) -> None:
+def test_bad_input(worlds: str, orders: str | None, more: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(worlds, orders, **more)
 

@@ -108,10 +108,7 @@ def all_of(one: Callable[[Schedule], ScheduleRun]) -> RunAll:
 
 def judged(found: object, **more: object) -> tuple[str, str, list[str]]:
     result, causes = judging.judged(
-        found,
-        ranks=2,
-        digests=lambda bits: [bits.decode()],
-        replay="distcheck verify",
+        found, ranks=2, digests=lambda bits: [bits.decode()], replay="distcheck verify"
     )
     return (
         result.verdict,
@@ -256,9 +253,7 @@ def stop(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("turns", "orders"), [((2, 2), 6), ((1, 2, 2), 30)])
-def test_without_a_bound_every_order_is_run_and_that_is_all(
-    turns: tuple[int, ...], orders: int
-) -> None:
+def test_without_a_bound_every_order_is_run(turns: tuple[int, ...], orders: int) -> None:
     tree, ran = interleaved(turns, most=10, limit=10_000)
     assert len(set(ran)) == orders  # the multinomial coefficient
     assert tree.covered.all

@@ -80,9 +80,7 @@ def test_every_call_leaves_the_bits_that_gloo_leaves(pool: Pool, world: int) -> 
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero1", *sweep(*(s for s in STRATEGIES if s not in ("ddp", "zero1")))]
 )
-def test_training_leaves_the_bits_that_gloo_leaves(
-    pool: Pool, strategy: str, world: int, workload: str
-) -> None:
+def test_training_equals_gloo(pool: Pool, strategy: str, world: int, workload: str) -> None:
     request = Request(
         strategies=(strategy,), worlds=(world,), workloads=(workload,), batch=48, steps=3,
         dtype="float32",
@@ -124,9 +122,7 @@ NO_LATTICE_AT_256 = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("strategy", "why"), NO_LATTICE_AT_256.items())
-def test_a_lattice_that_a_dtype_cannot_hold_is_refused_at_256_ranks(
-    strategy: str, why: str
-) -> None:
+def test_a_lattice_beyond_the_dtype_is_refused_at_256_ranks(strategy: str, why: str) -> None:
     with pytest.raises(LeftOutError, match=why):
         distcheck.verify(strategy, backend="simulated", world=256, workload="lattice", steps=2)
 
@@ -219,9 +215,7 @@ def test_a_rank_by_itself_sees_what_it_keeps(pool: Pool) -> None:
         ("other_splits", "they differ in the split sizes", "dist", "dist"),
     ],
 )
-def test_a_mismatch_is_named_with_both_lines(
-    pool: Pool, name: str, words: str, odd: str, usual: str
-) -> None:
+def test_a_mismatch_names_2_lines(pool: Pool, name: str, words: str, odd: str, usual: str) -> None:
     outcomes, cause = program(pool, name)
     assert {o.outcome for o in outcomes} == {RankEnd.HUNG}
     assert cause.cause == "collective-mismatch"
@@ -256,9 +250,7 @@ def test_messages_must_fit_each_other(pool: Pool) -> None:
         ("sleeps", "hang", "rank 2 sleeps for 1000 s, longer than the deadline of 30 s"),
     ],
 )
-def test_ranks_that_all_wait_are_a_deadlock_at_once(
-    pool: Pool, name: str, cause: str, said: str
-) -> None:
+def test_ranks_that_all_wait_are_deadlocked(pool: Pool, name: str, cause: str, said: str) -> None:
     begun = time.monotonic()
     _, found = program(pool, name)
     assert found.cause == cause
@@ -362,9 +354,7 @@ def test_what_cannot_be_simulated_is_refused(pool: Pool, name: str, said: str) -
     assert refused.exit_code == ExitCode.CANNOT_RUN == 3
 
 
-def test_a_front_that_is_slow_hears_the_same_refusal(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_front_gets_the_same_refusal(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for the thread raises its error as well, which says less."""
     ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program="talks_from_a_pool")
     pump = pool.pump
@@ -449,9 +439,7 @@ def test_groups_that_are_never_destroyed_are_a_note_and_no_failure(
     assert f"{tmp_path / 'sync.py'}:3, one after the other, and never destroyed them" in note
 
 
-def test_unused_groups_of_setting_up_are_no_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_groups_of_setup_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sync.py").write_text(
         "import torch.distributed as dist\n"
         "class Sync:\n"
@@ -476,9 +464,7 @@ def test_unused_groups_of_setting_up_are_no_note(
     assert not [note for note in case.notes if note.startswith("groups-not-destroyed: ")]
 
 
-def test_unusual_calls_are_notes_and_the_numbers_decide(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusual_calls_are_only_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sync.py").write_text(
         "import torch.distributed as dist\n"
         "def flat_on_one(model, step):\n"
@@ -509,12 +495,7 @@ def test_unusual_calls_are_notes_and_the_numbers_decide(
 
 @pytest.mark.sweep  # the search is held by tests/addons/simulated/test_schedules.py
 @pytest.mark.parametrize(
-    ("source", "cause"),
-    [
-        ("", "message-race"),
-        ("s", ""),
-    ],
-    ids=["from_any", "from_each"],
+    ("source", "cause"), [("", "message-race"), ("s", "")], ids=["from_any", "from_each"]
 )
 def test_schedules_name_a_receive_from_any_and_not_its_right_twin(
     source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
