@@ -94,15 +94,9 @@ def digests(world: int, steps: int, *, odd: int | None = None, since: int = 0) -
 
 
 def check(
-    name: str,
-    layer: str,
-    verdict: str = "pass",
-    sums: Aggregates | None = None,
-    *,
-    ranks: int = 4,
-    steps: int = 3,
-    **more: Any,
-) -> CheckResult:
+    name: str, layer: str, verdict: str = "pass", sums: Aggregates | None = None, *,
+    ranks: int = 4, steps: int = 3, **more: Any,
+) -> CheckResult:  # fmt: skip
     return CheckResult(
         check=name,
         layer=layer,
@@ -122,13 +116,9 @@ def place(name: str, step: int) -> Difference:
 
 def case(strategy: str, world: int, workload: str, dtype: str, steps: int) -> Case:
     return Case(
-        id=f"{strategy}-w{world}-{workload}-{dtype}",
-        strategy=strategy,
-        world=world,
-        workload=workload,
-        dtype=dtype,
-        steps=steps,
-    )
+        id=f"{strategy}-w{world}-{workload}-{dtype}", strategy=strategy, world=world,
+        workload=workload, dtype=dtype, steps=steps,
+    )  # fmt: skip
 
 
 def passing(
@@ -145,15 +135,12 @@ def passing(
         check("agreement", "-", sums=digests(world, steps)),
     )
     return CaseReport(
-        case=case(strategy, world, "cnn", dtype, steps),
-        strategy_file="allreduce.py",
+        case=case(strategy, world, "cnn", dtype, steps), strategy_file="allreduce.py",
         verdict="pass",
         outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(world)),
-        checks=checks,
-        timings_s={"world": 1.25, "judge": 0.5},
-        replay="distcheck replay cases/allreduce.json",
-        notes=("uneven shards",),
-    )
+        checks=checks, timings_s={"world": 1.25, "judge": 0.5},
+        replay="distcheck replay cases/allreduce.json", notes=("uneven shards",),
+    )  # fmt: skip
 
 
 def mismatch(strategy: str = "mine.py:sync", steps: int = 3) -> CaseReport:

@@ -29,11 +29,9 @@ def write_cifar10(parent: Path) -> Path:
     batches["test_batch"] = (test, test_labels)
     for name, (data, labels) in batches.items():
         content = {
-            "batch_label": name,
-            "labels": labels.tolist(),
-            "data": data,
+            "batch_label": name, "labels": labels.tolist(), "data": data,
             "filenames": [f"{i}.png" for i in range(len(labels))],
-        }
+        }  # fmt: skip
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
     names = ["airplane", "automobile", "bird", "cat", "deer"]
     names += ["dog", "frog", "horse", "ship", "truck"]

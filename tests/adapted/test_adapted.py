@@ -339,12 +339,9 @@ def test_a_form_that_is_found_hides_no_bug(name: str, cause: str) -> None:
 )
 def test_the_optimizer_of_the_workload_replaces_a_sharded_one(name: str, causes: list[str]) -> None:
     (case,) = distcheck.verify(
-        f"{HERE / 'guessed.py'}:{name}",
-        form="sharded-optimizer",
-        workload="adamw",
-        world=2,
+        f"{HERE / 'guessed.py'}:{name}", form="sharded-optimizer", workload="adamw", world=2,
         steps=2,
-    ).cases
+    ).cases  # fmt: skip
     assert [found.cause for found in case.diagnosis] == causes
 
 

@@ -161,12 +161,9 @@ def of_console(promise: Promise, tmp_path: Path) -> tuple[int, str, set[str], st
     """Exit code, first verdict, causes and complaint of the command as it stands."""
     file = tmp_path / "report.json"
     ran = subprocess.run(
-        [*COMMAND, "verify", *promise.words, "--json", str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+        [*COMMAND, "verify", *promise.words, "--json", str(file)], cwd=ROOT, capture_output=True,
+        text=True, timeout=400,
+    )  # fmt: skip
     causes = set()
     if file.exists():
         cases = json.loads(file.read_text())["cases"]

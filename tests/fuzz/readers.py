@@ -419,12 +419,10 @@ def _compare(then: Path, now: Path, name: str) -> int:
             fds += own
             first.append(own[0])
         job = CompareRequest(
-            case=saved[1].case,
-            contracts=(saved[0].facts.contract, saved[1].facts.contract),
-            training=saved[0].facts.training,
-            layouts=(saved[0].layout, saved[1].layout),
+            case=saved[1].case, contracts=(saved[0].facts.contract, saved[1].facts.contract),
+            training=saved[0].facts.training, layouts=(saved[0].layout, saved[1].layout),
             tensors=all(one.tensors for one in saved),
-        )
+        )  # fmt: skip
         readers = [
             TraceReader(fd, one.layout, tensors=job.tensors)
             for fd, one in zip(first, saved, strict=True)

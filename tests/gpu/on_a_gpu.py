@@ -111,11 +111,9 @@ class Memory:
         self._looking: subprocess.Popen[str] | None = None
         with contextlib.suppress(OSError):
             self._looking = subprocess.Popen(
-                [*words, "-lms", "250"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                [*words, "-lms", "250"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 text=True,
-            )
+            )  # fmt: skip
             threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:

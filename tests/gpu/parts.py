@@ -394,33 +394,24 @@ def phases(place: Place) -> list[tuple[list[Part], int]]:
         Part("doctor", [*DISTCHECK, "doctor"], 60, read_lines, newer_nccl=True),
     ]
     over_nccl = [
-        *strategies(place, "nccl", 2),
-        job(place, "nccl", 0, limit_s=90),
-        *strategies(place, "nccl", 4, *FEWER),
-        job(place, "nccl", 1, limit_s=90),
-        *strategies(place, "nccl", 1, *FEWER),
-        job(place, "nccl", 2, limit_s=90),
+        *strategies(place, "nccl", 2), job(place, "nccl", 0, limit_s=90),
+        *strategies(place, "nccl", 4, *FEWER), job(place, "nccl", 1, limit_s=90),
+        *strategies(place, "nccl", 1, *FEWER), job(place, "nccl", 2, limit_s=90),
         *(usual_job(place, number) for number in range(len(USUAL))),
-        *(streams(place) if place.device == "cuda" else ()),
-        probe(place, "nccl"),
-    ]
+        *(streams(place) if place.device == "cuda" else ()), probe(place, "nccl"),
+    ]  # fmt: skip
     over_gloo = [
         *strategies(place, "gloo", 4),
         *(mutants(place, shard) for shard in range(2 if place.small else SHARDS)),
         *(job(place, "gloo", number, limit_s=100) for number in range(1 + len(BUGS))),
-        in_tf32(place),
-        tests(),
-        program("bits", bits, read_printed, limit_s=90),
+        in_tf32(place), tests(), program("bits", bits, read_printed, limit_s=90),
         probe(place, "gloo"),
-    ]
+    ]  # fmt: skip
     beside = 1 if place.small else 8
     return [
-        (first, 2),
-        ([sharing(place)], 1),
-        (figures(place), 1),
-        (over_nccl, min(4, beside)),
+        (first, 2), ([sharing(place)], 1), (figures(place), 1), (over_nccl, min(4, beside)),
         (over_gloo, beside),
-    ]
+    ]  # fmt: skip
 
 
 def derived(results: dict[str, tuple[float, dict[str, Any]]]) -> dict[str, float]:

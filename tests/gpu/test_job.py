@@ -79,16 +79,11 @@ def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]
     ("find", "put", "steps", "failed"),
     [
         pytest.param("world\n", "world\n", 3, set(), marks=pytest.mark.sweep),
-        pytest.param(
-            "/= world\n",
-            "/= world * world\n",
-            1,
-            {"gradients rounding", "gradients full batch float32"},
-            marks=pytest.mark.sweep,
-        ),
+        pytest.param("/= world\n", "/= world * world\n", 1,
+            {"gradients rounding", "gradients full batch float32"}, marks=pytest.mark.sweep),
     ],
     ids=["right", "divided twice"],
-)
+)  # fmt: skip
 def test_job_is_compared(tmp_path: Path, find: str, put: str, steps: int, failed: set[str]) -> None:
     case = judge(tmp_path, "on a GPU", SCRIPT.replace(find, put), str(steps))
     assert case["device"] == "cuda"

@@ -27,12 +27,10 @@ PRESUMES = {
     r"(leave|set|inside) no_sync\(\)": r"no_(backward_)?sync|require_backward_grad_sync",
     r"\bscaler\.|GradScaler": r"[Ss]caler",
     r"\bscheduler\.|the scheduler": r"[Ss]ched|LR\(|lr_lambda",
-    r"call sampler\.set_epoch": r"[Ss]ampler",
-    r"the DataLoader": r"DataLoader",
-    r"(leave|for|before) clipping|the clip": r"clip",
-    r"the checkpoint": r"load|resume",
+    r"call sampler\.set_epoch": r"[Ss]ampler", r"the DataLoader": r"DataLoader",
+    r"(leave|for|before) clipping|the clip": r"clip", r"the checkpoint": r"load|resume",
     r"micro-batch": r"accum|micro|no_sync|%|chunk|split|zip",
-}
+}  # fmt: skip
 
 
 def unfounded(case: Mapping[str, Any], script: str) -> list[str]:

@@ -169,31 +169,19 @@ def test_ddp_passes(world: Any) -> None:
 @pytest.mark.parametrize(
     ("exchange", "cause", "said"),
     [
-        (
-            padding_taken_for_gradients,
-            "wrong-reduction",
-            "2.bias: the gradient passed to the optimizer is",
-        ),
+        (padding_taken_for_gradients, "wrong-reduction",
+         "2.bias: the gradient passed to the optimizer is"),
         (half_of_one, "wrong-reduction", "2.weight: the gradient passed to the optimizer is"),
-        (
-            last_rank_forgotten,
-            "dropped-rank",
-            "passed to the optimizer do not include those of rank 2",
-        ),
-        (
-            first_rank_for_all,
-            "dropped-rank",
-            "passed to the optimizer do not include those of ranks 1, 2",
-        ),
-        (
-            stale,
-            "wrong-reduction",
-            "not a weighted mean of the ranks' gradients (7 of 8 parameters)",
-        ),
+        (last_rank_forgotten, "dropped-rank",
+         "passed to the optimizer do not include those of rank 2"),
+        (first_rank_for_all, "dropped-rank",
+         "passed to the optimizer do not include those of ranks 1, 2"),
+        (stale, "wrong-reduction",
+         "not a weighted mean of the ranks' gradients (7 of 8 parameters)"),
         (once, "wrong-reduction", "not reproduced at the next step"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
-)
+)  # fmt: skip
 def test_a_common_mistake_is_found(world: Any, exchange: Exchange, cause: str, said: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -182,10 +182,8 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path: Path) -> None:
     assert any("instead of GPUs" in note for note in case["notes"])
     checks = {(c["check"], c["layer"]) for c in case["checks"]}
     assert {
-        ("gradients", "full batch float32"),
-        ("loss", "full batch float32"),
-        ("loss scaler", "-"),
-    } <= checks
+        ("gradients", "full batch float32"), ("loss", "full batch float32"), ("loss scaler", "-"),
+    } <= checks  # fmt: skip
 
 
 @pytest.mark.sweep

@@ -496,11 +496,9 @@ def first_rank(start: Tensors, after: list[Tensors]) -> Tensors:
     ],
 )
 def test_ranks_that_average_parameters_are_another_algorithm(
-    tmp_path: Path,
-    joined: Callable[[Tensors, list[Tensors]], Tensors],
-    verdict: str,
+    tmp_path: Path, joined: Callable[[Tensors, list[Tensors]], Tensors], verdict: str,
     named: list[str],
-) -> None:
+) -> None:  # fmt: skip
     """Local SGD: every step is by the rank's own gradients, and parameters are joined after it."""
 
     def own_steps(facts: Facts) -> None:

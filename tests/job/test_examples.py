@@ -21,11 +21,9 @@ from tests.job.planted import BUGS, FOLDER, PRESUMES, SCRIPTS, Bug, plant, unfou
 from tests.launchers.processes import free_port
 
 FRAMEWORKS = {
-    "with_accelerate": "accelerate",
-    "resuming_accelerate": "accelerate",
-    "with_fabric": "lightning_fabric",
-    "with_trainer": "transformers",
-}
+    "with_accelerate": "accelerate", "resuming_accelerate": "accelerate",
+    "with_fabric": "lightning_fabric", "with_trainer": "transformers",
+}  # fmt: skip
 
 
 def judge(script: Path, folder: Path, *options: str, world: int = 2) -> tuple[int, dict[str, Any]]:

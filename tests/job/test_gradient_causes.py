@@ -79,16 +79,12 @@ def three_times_over_three_passes(facts: Facts) -> None:
 
 negated = per_tensor(torch.neg)
 SAME_AS_ONE_PROCESS = (
-    (stale, "stale-gradient"),
-    (accumulates, "accumulated-gradient"),
-    (swaps, "wrong-parameter-order"),
-    (shares_a_buffer, "bucket-reused-in-flight"),
-    (negated, "wrong-sign"),
-    (adds_noise, "noise"),
-    (in_bfloat16, "low-precision"),
+    (stale, "stale-gradient"), (accumulates, "accumulated-gradient"),
+    (swaps, "wrong-parameter-order"), (shares_a_buffer, "bucket-reused-in-flight"),
+    (negated, "wrong-sign"), (adds_noise, "noise"), (in_bfloat16, "low-precision"),
     (per_tensor(lambda g: 0.7 * g), "gradients-modified-before-step"),
     (per_tensor(torch.sign), "gradients-modified-before-step"),
-)
+)  # fmt: skip
 OF_RANKS = (
     (weighted(0, 1 / 3, 1 / 3, 1 / 3), "dropped-rank"),
     (weighted(0.5, 0.25, 0.25, 0), "duplicated-rank"),

@@ -310,11 +310,9 @@ def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> N
         assert judging.if_interacts(job, failed, [failed]).verdict == verdict
         # The same loss as of one batch: the term is over all samples on the ranks, too.
         loss = CheckResult(
-            check="loss",
-            layer="full batch float32",
-            verdict="pass",
+            check="loss", layer="full batch float32", verdict="pass",
             compared=Compared(elements=1, ranks=2),
-        )
+        )  # fmt: skip
         assert judging.if_interacts(job, failed, [failed, loss]).verdict == "fail"
 
 

@@ -140,14 +140,9 @@ GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
     ],
 )  # fmt: skip
 def test_why_nothing_was_recorded(
-    tmp_path: Path,
-    notes: dict[str, str],
-    ran: Ran,
-    kind: type[DistcheckError],
-    code: ExitCode,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path: Path, notes: dict[str, str], ran: Ran, kind: type[DistcheckError], code: ExitCode,
+    said: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # a traceback is saved there
     for name, text in notes.items():
         (tmp_path / name).write_text(text)

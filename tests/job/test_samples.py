@@ -132,11 +132,9 @@ def test_the_last_batch_may_be_filled(number: int, verdict: str, tmp_path: Path)
 
 
 SHARDS = [
-    (augmented, "own", "pass", []),
-    (augmented, "same", "fail", ["same-data"]),
-    (own_data, "own", "pass", []),
-    (own_data, "same", "fail", ["same-data"]),
-]
+    (augmented, "own", "pass", []), (augmented, "same", "fail", ["same-data"]),
+    (own_data, "own", "pass", []), (own_data, "same", "fail", ["same-data"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "data", "verdict", "named"), SHARDS)

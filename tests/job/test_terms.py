@@ -203,21 +203,15 @@ def test_undivided_terms(found: tuple[Term, ...], cause: str, said: str, tmp_pat
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        (
-            (term("ce", 1 / 4), term("aux", 0.1)),
-            "aux is not, unless the division is in its weight 0.1",
-        ),
+        ((term("ce", 1 / 4), term("aux", 0.1)),
+         "aux is not, unless the division is in its weight 0.1"),
         ((term("ce", 0.4), term("aux", 0.1)), "none of its terms is divided by the number"),
-        (
-            (term("ce", 1 / 4, 1 / 4), term("aux", 1 / 4, 1 / 4)),
-            "by the number of backward passes twice",
-        ),
-        (
-            (term("ce", 1 / 4), term("l2", reduction="sum", call=-1)),
-            "unless the division is within the term",
-        ),
+        ((term("ce", 1 / 4, 1 / 4), term("aux", 1 / 4, 1 / 4)),
+         "by the number of backward passes twice"),
+        ((term("ce", 1 / 4), term("l2", reduction="sum", call=-1)),
+         "unless the division is within the term"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_scale_has_a_reason(found: tuple[Term, ...], why: str, tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(*found))
     result = exchange.loss_scale(job, job.steps)

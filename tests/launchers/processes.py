@@ -51,13 +51,9 @@ def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]
     """One process, with its output in pipes."""
     _prepare(folder)
     return subprocess.Popen(
-        words,
-        cwd=folder,
-        env=clean_environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        words, cwd=folder, env=clean_environment(**more), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def finish(

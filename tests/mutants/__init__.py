@@ -57,40 +57,22 @@ class Mutant:
         if self.kind == "workload":
             spec, workload = "allreduce", self.spec
         return {
-            "strategy": spec,
-            "world": self.world,
-            "workload": workload,
-            "steps": self.steps,
-            "dtype": self.dtype,
-            "accept": self.accept,
-            "without_data": self.without_data,
-            "separate": self.separate,
-            "form": self.form,
+            "strategy": spec, "world": self.world, "workload": workload, "steps": self.steps,
+            "dtype": self.dtype, "accept": self.accept, "without_data": self.without_data,
+            "separate": self.separate, "form": self.form,
             "deadline_s": 3.0 if self.hangs else 10.0,
-        }
+        }  # fmt: skip
 
 
 ALL: list[Mutant] = []
 
 
 def mutant(
-    *,
-    caught: str,
-    workload: str = ".small:Small",
-    world: int = 4,
-    steps: int = 3,
-    dtype: str | None = "float32",
-    step: int = 0,
-    kind: str = "strategy",
-    exit_code: int = 1,
-    accept: str | None = None,
-    seldom: bool = False,
-    without_data: tuple[int, ...] = (),
-    hangs: bool = False,
-    separate: bool = False,
-    processes: bool = False,
-    form: str | None = None,
-) -> Callable[[T], T]:
+    *, caught: str, workload: str = ".small:Small", world: int = 4, steps: int = 3,
+    dtype: str | None = "float32", step: int = 0, kind: str = "strategy", exit_code: int = 1,
+    accept: str | None = None, seldom: bool = False, without_data: tuple[int, ...] = (),
+    hangs: bool = False, separate: bool = False, processes: bool = False, form: str | None = None,
+) -> Callable[[T], T]:  # fmt: skip
     """Registers a mutant. `caught` is written "gradients rounding, gradients full batch float32,
     agreement".
     """

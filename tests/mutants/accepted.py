@@ -215,13 +215,9 @@ class AveragesWithoutTheLastRank(_Local):
 
 
 @mutant(
-    caught="parameters rounding, agreement",
-    accept="local-sgd:2",
-    world=2,
-    steps=4,
-    step=1,
+    caught="parameters rounding, agreement", accept="local-sgd:2", world=2, steps=4, step=1,
     seldom=True,
-)
+)  # fmt: skip
 class AveragesSomeParameters(_Local):
     """The first three of six."""
 

@@ -57,10 +57,8 @@ class DividesByTheStepsTwice(_Accumulates):
 
 @mutant(
     caught="local gradients bitwise, gradients rounding, gradients full batch float32",
-    workload=SMALL,
-    world=2,
-    steps=2,
-)
+    workload=SMALL, world=2, steps=2,
+)  # fmt: skip
 @strategy(micro_batches=2)
 class RescalesEveryTime(_Accumulates):
     """What has been accumulated is divided at every stretch: a moving average."""
@@ -78,10 +76,8 @@ class RescalesEveryTime(_Accumulates):
 
 @mutant(
     caught="gradients rounding, gradients full batch float32, loss full batch float32, agreement",
-    workload=SMALL,
-    world=2,
-    steps=2,
-)
+    workload=SMALL, world=2, steps=2,
+)  # fmt: skip
 @strategy(micro_batches=2)
 class AddsTheLastAfterTheSync(_Accumulates):
     """The exchange comes before the last stretch's gradients do."""
@@ -108,12 +104,9 @@ class KeepsTheFirstOnly(_Accumulates):
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=SMALL,
-    world=2,
-    steps=2,
+    caught="gradients rounding, gradients full batch float32", workload=SMALL, world=2, steps=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(micro_batches=2)
 class KeepsTheLastOnly(_Accumulates):
     """Each backward pass overwrites the buffer that it should add to."""
@@ -125,12 +118,9 @@ class KeepsTheLastOnly(_Accumulates):
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=SMALL,
-    world=2,
-    steps=2,
+    caught="gradients rounding, gradients full batch float32", workload=SMALL, world=2, steps=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(micro_batches=2)
 class SetsToZeroEveryTime(_Accumulates):
     """zero_grad stands in the inner loop."""
@@ -149,10 +139,8 @@ class _AddsUp(_Accumulates):
 
 @mutant(
     caught="local gradients bitwise, gradients rounding, gradients full batch float32",
-    workload=SMALL,
-    world=4,
-    steps=2,
-)
+    workload=SMALL, world=4, steps=2,
+)  # fmt: skip
 @strategy(micro_batches=2)
 class TwoReplicasInEachProcess(_AddsUp):
     """Every process sums over two replicas, and the sum is divided by the processes alone."""
@@ -206,11 +194,9 @@ class _Noting(torch.autograd.Function):
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=".small:CalledTwice",
-    world=2,
-    steps=2,
-)
+    caught="gradients rounding, gradients full batch float32", workload=".small:CalledTwice",
+    world=2, steps=2,
+)  # fmt: skip
 class KeepsOneCallOnly:
     """A module that is called twice is reduced twice, and the second result replaces the first."""
 

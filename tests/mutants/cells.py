@@ -36,12 +36,9 @@ def fills_absent_gradients_with_zeros(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32, agreement",
-    workload="unused_later",
-    world=2,
-    steps=3,
-    step=2,
-)
+    caught="gradients rounding, gradients full batch float32, agreement", workload="unused_later",
+    world=2, steps=3, step=2,
+)  # fmt: skip
 class SplitsByPosition:
     """One flat buffer, cut up again as it was in the first step: what follows an absent gradient
     gets its neighbor's (or, at the end of the list, nothing).
@@ -63,11 +60,9 @@ class SplitsByPosition:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload="tied_weights",
-    world=2,
+    caught="gradients rounding, gradients full batch float32", workload="tied_weights", world=2,
     steps=1,
-)
+)  # fmt: skip
 def adds_up_a_tied_weight_twice(model: nn.Module, step: Step) -> None:
     """Names, not parameters: a tied weight has two names (torchtitan #3174)."""
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -77,11 +72,9 @@ def adds_up_a_tied_weight_twice(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32, agreement",
-    workload="transposed",
-    world=2,
-    steps=1,
-)
+    caught="gradients rounding, gradients full batch float32, agreement", workload="transposed",
+    world=2, steps=1,
+)  # fmt: skip
 def drops_the_contiguous_copy(model: nn.Module, step: Step) -> None:
     """`.contiguous()` is the tensor itself, until it is not (Megatron-LM #5337)."""
     for parameter in model.parameters():
@@ -89,11 +82,9 @@ def drops_the_contiguous_copy(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload="channels_last",
-    world=2,
+    caught="gradients rounding, gradients full batch float32", workload="channels_last", world=2,
     steps=1,
-)
+)  # fmt: skip
 def puts_memory_back_by_index(model: nn.Module, step: Step) -> None:
     """Taken out as it lies in memory, put back in the order of indices (pytorch #64039)."""
     for parameter in model.parameters():
@@ -104,10 +95,8 @@ def puts_memory_back_by_index(model: nn.Module, step: Step) -> None:
 
 @mutant(
     caught="gradients rounding, gradients full batch float32, agreement",
-    workload="bucket_boundaries",
-    world=2,
-    steps=1,
-)
+    workload="bucket_boundaries", world=2, steps=1,
+)  # fmt: skip
 def forgets_what_fills_a_bucket(model: nn.Module, step: Step) -> None:
     """Small ones go into a bucket, large ones go alone, and what is neither (DeepSpeed #4321)."""
     for parameter in model.parameters():
@@ -127,11 +116,9 @@ def one_bucket_for_every_dtype(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32, agreement",
-    workload="complex",
-    world=2,
-    steps=1,
-)
+    caught="gradients rounding, gradients full batch float32, agreement", workload="complex",
+    world=2, steps=1,
+)  # fmt: skip
 def reduces_the_real_part(model: nn.Module, step: Step) -> None:
     """The imaginary part stays each rank's own (pytorch #158753 made it zero)."""
     for parameter in model.parameters():
@@ -141,11 +128,9 @@ def reduces_the_real_part(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32, agreement",
-    workload="accumulation",
-    world=2,
-    steps=1,
-)
+    caught="gradients rounding, gradients full batch float32, agreement", workload="accumulation",
+    world=2, steps=1,
+)  # fmt: skip
 class ExchangesAfterTheFirstBackward:
     """A flag that says "done in this step": the second micro-batch is added to the mean
     (DeepSpeed #7985).
@@ -170,12 +155,9 @@ class ExchangesAfterTheFirstBackward:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload="loss_scaling",
-    world=2,
-    steps=2,
-    step=1,
-)
+    caught="gradients rounding, gradients full batch float32", workload="loss_scaling", world=2,
+    steps=2, step=1,
+)  # fmt: skip
 def hides_infinities(model: nn.Module, step: Step) -> None:
     """What overflowed counts as zero, so that no rank skips the step."""
     for parameter in model.parameters():
@@ -214,12 +196,9 @@ _first_model: list[nn.Parameter] = []
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32, agreement",
-    workload="resume",
-    world=2,
-    steps=3,
-    step=2,
-)
+    caught="gradients rounding, gradients full batch float32, agreement", workload="resume",
+    world=2, steps=3, step=2,
+)  # fmt: skip
 def keeps_the_first_model(model: nn.Module, step: Step) -> None:
     """A list that is made once in a process; after a restart the model is another one."""
     if not _first_model:

@@ -126,12 +126,9 @@ class RightTokens:
 
 
 @mutant(
-    caught="gradients full batch float32, loss full batch float32",
-    world=2,
-    workload=".small:ManyLengths",
-    steps=1,
-    seldom=True,
-)
+    caught="gradients full batch float32, loss full batch float32", world=2,
+    workload=".small:ManyLengths", steps=1, seldom=True,
+)  # fmt: skip
 @strategy(parallel={"sequence": -1})
 class MeanOfTheRanksMeans(RightTokens):
     """Each rank's mean over its own tokens counts alike, however few of them count."""
@@ -187,11 +184,8 @@ class RightMasks:
 
 @mutant(
     caught="gradients full batch float32, loss full batch float32, outputs full batch float32",
-    world=2,
-    workload=".small:Dropping",
-    steps=1,
-    seldom=True,
-)
+    world=2, workload=".small:Dropping", steps=1, seldom=True,
+)  # fmt: skip
 @strategy(parallel={"tensor": -1})
 class MasksAlike(RightMasks):
     """Every rank drops the same of its units, which are other ones."""

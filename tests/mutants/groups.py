@@ -25,12 +25,9 @@ class _Mesh:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=SMALL,
-    world=4,
-    steps=2,
+    caught="gradients rounding, gradients full batch float32", workload=SMALL, world=4, steps=2,
     seldom=True,
-)
+)  # fmt: skip
 class DividesByOneDimension(_Mesh):
     """Summed over both dimensions of a mesh, divided by the size of one."""
 

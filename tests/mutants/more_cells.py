@@ -88,10 +88,8 @@ def counts_who_has_something(model: nn.Module, step: Step) -> None:
 
 @mutant(
     caught="initial state, gradients full batch float32, loss full batch float32, agreement",
-    workload="different_starts",
-    world=2,
-    steps=1,
-)
+    workload="different_starts", world=2, steps=1,
+)  # fmt: skip
 @strategy(initial_state="rank 0")
 class SendsWeightsAndForgetsBiases:
     """What has one dimension is small, and is not sent."""

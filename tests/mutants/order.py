@@ -56,12 +56,9 @@ def gathers_where_it_promised_to_reduce(model: nn.Module, step: Step) -> None:
 
 @mutant(caught="gradients bitwise", workload="cnn")
 @strategy(
-    order=DDPBuckets(rebuilt_at=None),
-    scale="multiply-before",
-    weighting="loss",
-    sync="during-backward",
-    buffers="rank 0",
-)
+    order=DDPBuckets(rebuilt_at=None), scale="multiply-before", weighting="loss",
+    sync="during-backward", buffers="rank 0",
+)  # fmt: skip
 class RebuildsItsBuckets:
     """Promises buckets that are never rebuilt, and is DDP with its defaults."""
 

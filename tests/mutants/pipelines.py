@@ -194,12 +194,9 @@ class ReturnsTheLastMicroBatchsLoss(_ByHand):
 
 
 @mutant(
-    caught="gradients full batch float32, agreement",
-    world=2,
-    workload=".small:TiedChain",
-    steps=1,
-    seldom=True,
-)
+    caught="gradients full batch float32, agreement", world=2, workload=".small:TiedChain",
+    steps=1, seldom=True,
+)  # fmt: skip
 @strategy(parallel={"pipeline": 2}, micro_batches=_PARTS)
 class TiedAcrossStages(_ByHand):
     """One weight is in both stages, and each stage keeps its own gradient of it."""

@@ -69,12 +69,9 @@ def mean_of_means(model: nn.Module, step: Step) -> None:
     world=3,
 )
 @strategy(
-    order=DDPBuckets(),
-    scale="multiply-before",
-    weighting="loss",
-    sync="during-backward",
+    order=DDPBuckets(), scale="multiply-before", weighting="loss", sync="during-backward",
     buffers="rank 0",
-)
+)  # fmt: skip
 class DDPWithoutWeights:
     """DDP as everybody writes it, on a batch that does not divide by the world."""
 
@@ -180,13 +177,9 @@ def divides_after_where_it_promised_before(model: nn.Module, step: Step) -> None
     world=3,
 )
 @strategy(
-    order=DDPBuckets(),
-    scale="multiply-before",
-    weighting="loss",
-    sync="during-backward",
-    buffers="rank 0",
-    micro_batches=2,
-)
+    order=DDPBuckets(), scale="multiply-before", weighting="loss", sync="during-backward",
+    buffers="rank 0", micro_batches=2,
+)  # fmt: skip
 class MicroBatchesCountAlike:
     """Micro-batches of 43 and 42 samples, each counted as one half of the shard."""
 

@@ -137,11 +137,9 @@ class TiedChain(Small):
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         chain = nn.Sequential(
-            nn.Linear(_FEATURES, _FEATURES, bias=False),
-            nn.ReLU(),
-            nn.Linear(_FEATURES, _FEATURES, bias=False),
-            nn.Linear(_FEATURES, classes),
-        )
+            nn.Linear(_FEATURES, _FEATURES, bias=False), nn.ReLU(),
+            nn.Linear(_FEATURES, _FEATURES, bias=False), nn.Linear(_FEATURES, classes),
+        )  # fmt: skip
         chain[2].weight = chain[0].weight
         return chain
 

@@ -271,13 +271,9 @@ class ReturnsTwiceTheLoss(_Tensors):
 
 
 @mutant(
-    caught="parameters bitwise, agreement",
-    world=2,
-    workload=".small:Three",
-    step=1,
-    steps=2,
+    caught="parameters bitwise, agreement", world=2, workload=".small:Three", step=1, steps=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(parallel={"tensor": -1})
 class MovesAfterTheStep(_Tensors):
     """A rank's copy of a whole layer is moved after the optimizer's step."""

@@ -16,14 +16,11 @@ ALL = {mutant.name: mutant for mutant in everything()}
 # One mutant for each kind of advice; the sweep follows the advice that any mutant has.
 ADVISED = {
     "missing_division": ["--loss mean/world", "--loss sum/global"],
-    "mean_of_means": ["--batch 255"],
-    "drops_the_last_rank": ["--without-data 3"],
+    "mean_of_means": ["--batch 255"], "drops_the_last_rank": ["--without-data 3"],
     "conversion_dropped": ["--accept low-precision:bfloat16"],
-    "AveragesWhatItUpdated": ["--accept local-sgd:1"],
-    "shorter_wire_than_promised": [],
-    "quantized_without_the_last_rank": [],
-    "buckets_by_the_wrong_dtype": [],
-}
+    "AveragesWhatItUpdated": ["--accept local-sgd:1"], "shorter_wire_than_promised": [],
+    "quantized_without_the_last_rank": [], "buckets_by_the_wrong_dtype": [],
+}  # fmt: skip
 _OPTION = re.compile(r"(?:give|pass|or|with) (--[a-z-]+ [\w:/-]*\w)")
 _FOLLOWED = {"--loss", "--batch", "--without-data", "--accept"}
 

@@ -27,11 +27,9 @@ def means_over_tokens_count_alike(model: nn.Module) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=_RAGGED,
-    world=3,
+    caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=3,
     seldom=True,
-)
+)  # fmt: skip
 def means_over_tokens_count_by_samples(model: nn.Module, step: Step) -> None:
     """Weighted by samples, of 86, 85 and 85."""
     for parameter in model.parameters():
@@ -40,11 +38,9 @@ def means_over_tokens_count_by_samples(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=_RAGGED,
-    world=2,
+    caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(loss="tokens")
 class OwnTokensDivide:
     """DDP's mean of sums that each rank has divided by its own number of tokens."""
@@ -76,11 +72,9 @@ class PaddingDivides:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=_RAGGED,
-    world=3,
+    caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=3,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(loss="tokens")
 class OwnPaddingDivides(PaddingDivides):
     """Each rank divides by its own positions, and ranks of unequal shards then count alike."""
@@ -92,11 +86,9 @@ class OwnPaddingDivides(PaddingDivides):
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=_RAGGED,
-    world=2,
+    caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(loss="tokens")
 def sum_over_tokens_by_ranks(model: nn.Module, step: Step) -> None:
     """The sum over all tokens, divided by the ranks."""
@@ -104,11 +96,9 @@ def sum_over_tokens_by_ranks(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32",
-    workload=_RAGGED,
-    world=2,
+    caught="gradients rounding, gradients full batch float32", workload=_RAGGED, world=2,
     seldom=True,
-)
+)  # fmt: skip
 @strategy(loss="tokens")
 def sum_over_tokens(model: nn.Module, step: Step) -> None:
     """The sum over all tokens, which nothing divides."""

@@ -152,12 +152,9 @@ class ClearsByItself:
 
 
 @mutant(
-    kind="workload",
-    caught="gradients rounding, gradients full batch float32",
-    world=2,
-    steps=2,
+    kind="workload", caught="gradients rounding, gradients full batch float32", world=2, steps=2,
     step=1,
-)
+)  # fmt: skip
 class NaNOnRankOne(Small):
     """The root of zero, in a sample of rank 1's: the mean has it everywhere."""
 

@@ -209,14 +209,12 @@ def test_an_example_that_one_rank_rejects_fails(run: Run) -> None:
     ("ends", "sentence"),
     [
         ("skipped passed", "rank 0 of 2 skipped (why 0), rank 1 of 2 did not; skip on"),
-        (
-            "passed rejected",
-            "rank 1 of 2 rejected the example (why 1), rank 0 of 2 did not; reject",
-        ),
+        ("passed rejected",
+         "rank 1 of 2 rejected the example (why 1), rank 0 of 2 did not; reject"),
         ("rejected skipped", "(why 0), rank 1 of 2 skipped (why 1); reject or skip on every rank"),
     ],
     ids=["one skips", "one rejects", "none has tested"],
-)
+)  # fmt: skip
 def test_ranks_that_do_not_agree(ends: str, sentence: str) -> None:
     reports = {
         rank: RankReport(end=end, reason=f"why {rank}")  # type: ignore[arg-type]

@@ -52,11 +52,9 @@ LEFT_S = f"7772.{os.getpid()}"  # on this machine the sleep of this process's ex
 
 @pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.sweep), "xdist"])
 def session(
-    request: pytest.FixtureRequest,
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
-) -> pytest.RunResult:
+) -> pytest.RunResult:  # fmt: skip
     """All examples in one session, once without and once under xdist, in one worker."""
 
     def run() -> tuple[int, list[str], list[str], float]:

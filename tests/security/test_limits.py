@@ -71,22 +71,17 @@ def _read_sweeps(file: Path) -> object:
 
 # What reads a file without a limit: the kernel's, the person's own code, or what this run wrote.
 WITHOUT_LIMIT = {
-    "addons/mpi/runtime.py": "/proc",
-    "cli/catalog.py": "installed strategies",
-    "job/inside/forks.py": "a copy of this replay",
-    "job/replaying.py": "this run's own folder",
-    "job/running.py": "this run's own folder",
-    "job/settings.py": "this run's own folder",
-    "machine/devices.py": "/proc",
-    "machine/resources.py": "/proc and /sys",
+    "addons/mpi/runtime.py": "/proc", "cli/catalog.py": "installed strategies",
+    "job/inside/forks.py": "a copy of this replay", "job/replaying.py": "this run's own folder",
+    "job/running.py": "this run's own folder", "job/settings.py": "this run's own folder",
+    "machine/devices.py": "/proc", "machine/resources.py": "/proc and /sys",
     "records/causes/__init__.py": "the package's own table",
     "training/sources_only.py": "code that is about to be imported",
     "addons/simulated/rank_threads.py": "code that a test has imported",
-    "worlds/launchers/mpirun.py": "/proc",
-    "worlds/linux.py": "/proc and /etc",
+    "worlds/launchers/mpirun.py": "/proc", "worlds/linux.py": "/proc and /etc",
     "worlds/local/forks.py": "/proc",
     "addons/simulated/patches.py": "code that a rank has imported",
-}
+}  # fmt: skip
 
 
 def test_every_other_reader_is_known() -> None:

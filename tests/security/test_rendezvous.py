@@ -225,11 +225,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another
 
 def other_user(what: str, name: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-S", "-c", AS_NOBODY, what, name],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-S", "-c", AS_NOBODY, what, name], stdout=subprocess.PIPE, text=True,
         cwd="/",
-    )
+    )  # fmt: skip
 
 
 @as_root

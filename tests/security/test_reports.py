@@ -224,10 +224,8 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', but"),
     "a case that is left out as well": (leave_out_all, "is also listed as left out"),
     "a failure that is left out": (failure_left_out, "its totals are 1 pass, 0 unknown, 1 fail, 0"),
-    "a failure that no total counts": (
-        failure_left_out_without_totals,
-        "excluded cases but has no totals",
-    ),
+    "a failure that no total counts": (failure_left_out_without_totals,
+        "excluded cases but has no totals"),
     "left out without a plan for it": (set_in(left_out={"x": "y"}), "but is not in the plan"),
     "a case twice": (twice, "2 times"),
     "an error beyond its bound in a pass": (beyond, "although an error exceeds its bound"),
@@ -239,14 +237,10 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a bound below zero in a failure": (bounded(-1.0, "fail"), "that is below zero"),
     "a bound in words": (bounded("large"), "matching regex"),
     "a bound of any size of losses": (losses_of_any_size, "is not a finite number, although"),
-    "a case that only the command asks for": (
-        dropped_from_the_plan,
-        "asks for strategy mine.py:sync, but the plan has no such case",
-    ),
-    "a case that only a part's command asks for": (
-        dropped_from_a_part,
-        "asks for strategy mine.py:sync, but the plan has no such case",
-    ),
+    "a case that only the command asks for": (dropped_from_the_plan,
+        "asks for strategy mine.py:sync, but the plan has no such case"),
+    "a case that only a part's command asks for": (dropped_from_a_part,
+        "asks for strategy mine.py:sync, but the plan has no such case"),
     "no plan": (without_the_plan, "its command line plans cases, but it has no plan"),
     "another's part is left out": (leave_out_of_part_2, "is part 1, but has case 'other' of part"),
     "a part that there is not": (set_in_plan(shard=7), "the report is part 7 of 1"),
@@ -260,7 +254,7 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
         set_in_case(strategy_line="1::\n::error::x"),
         "Expected `int`, got `str` - at `$.cases[0].strategy_line`",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("forge", "sentence"), FORGED.values(), ids=FORGED)
@@ -268,12 +262,9 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "words", [["merge"], ["report", "--html", "x.html"]], ids=["merge", "report"]
 )
 def test_a_file_that_contradicts_itself_is_damaged(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    forge: Callable[[Document], None],
-    sentence: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+    forge: Callable[[Document], None], sentence: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     document = document_of(CRASHED, FAILED)
     Path("sound.json").write_text(json.dumps(document))
@@ -293,12 +284,9 @@ def test_a_file_that_contradicts_itself_is_damaged(
     [(dropped, "' of its plan is not in it"), (search_dropped, "search of 'ddp' is not in it")],
 )
 def test_a_pass_without_all_that_was_planned(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    forge: Callable[[Document], None],
-    sentence: str,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    forge: Callable[[Document], None], sentence: str,
+) -> None:  # fmt: skip
     """Shown, it is damaged; merged, what is missing is unknown."""
     monkeypatch.chdir(tmp_path)
     document = document_of(PASSED)

@@ -33,13 +33,11 @@ RUN_WHAT_THE_PERSON_NAMED = ("verify", "plan", "explore")  # in a configuration 
 WRITE = ("job", "record", "scale", "selftest")
 # Modules that read a case from a file: a new one asks, or says here why it need not.
 READERS = {
-    "cli/commands/replay.py": "asks",
-    "cli/show_and_keep.py": "asks",
-    "compare/command.py": "asks",
+    "cli/commands/replay.py": "asks", "cli/show_and_keep.py": "asks", "compare/command.py": "asks",
     "addons/explore/failure_database.py": "reads what .distcheck keeps of this folder's own runs",
     "store/bundle.py": "packs, and hands cases to replay",
     "verification/rechecking.py": "judges what its caller asked for",
-}
+}  # fmt: skip
 READ = ("read_case", "read_replay", "open_bundle", "saved_traces", "saved_run")
 CASE_ID = "allreduce-w2-mlp-small-float32"
 THING = """

@@ -54,14 +54,12 @@ def formats_of(report: Report) -> dict[str, str]:
     stream = io.StringIO()
     render(report, console_for(stream, width=80), verbose=True)
     return {
-        "terminal": stream.getvalue(),
-        "text": render_text(report, width=80),
-        "summary line": summarize(report),
-        "junit": junit.render(document),
+        "terminal": stream.getvalue(), "text": render_text(report, width=80),
+        "summary line": summarize(report), "junit": junit.render(document),
         "html": html_report.render(document),
         "annotations": "\n".join(github.annotations(document, Path("/there"))),
         "summary": github.step_summary(document),
-    }
+    }  # fmt: skip
 
 
 def test_what_does_not_print_is_shown_as_an_escape_everywhere() -> None:

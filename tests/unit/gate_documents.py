@@ -25,16 +25,9 @@ COMPARED = Compared(tensors=1, elements=6, ranks=2, steps=3)
 
 
 def case_report(
-    strategy: str,
-    verdict: VerdictName,
-    *,
-    world: int = 2,
-    outcome: str = "finished",
-    detail: str = "",
-    reason: str = "",
-    file: str = "/there/repo/sync.py",
-    name: str = "",
-) -> CaseReport:
+    strategy: str, verdict: VerdictName, *, world: int = 2, outcome: str = "finished",
+    detail: str = "", reason: str = "", file: str = "/there/repo/sync.py", name: str = "",
+) -> CaseReport:  # fmt: skip
     place = Difference(
         parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,
         bound=1e-9,

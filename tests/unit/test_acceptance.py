@@ -110,11 +110,9 @@ def quantize(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Ten
 
 
 @given(
-    seed=st.integers(0, 10_000),
-    world=st.integers(1, 8),
-    bits=st.integers(2, 16),
+    seed=st.integers(0, 10_000), world=st.integers(1, 8), bits=st.integers(2, 16),
     symmetric=st.booleans(),
-)
+)  # fmt: skip
 def test_quantized_means_within_bound(seed: int, world: int, bits: int, symmetric: bool) -> None:
     shards, weights = shards_of(seed, world, (300,)), [1 / world] * world
     halves = [quantum.half_quantum([shard], bits) for shard in shards]
@@ -125,11 +123,9 @@ def test_quantized_means_within_bound(seed: int, world: int, bits: int, symmetri
 
 
 @given(
-    seed=st.integers(0, 10_000),
-    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
-    bits=st.integers(2, 12),
-    weighted_first=st.booleans(),
-)
+    seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    bits=st.integers(2, 12), weighted_first=st.booleans(),
+)  # fmt: skip
 def test_sums_of_whole_numbers_on_one_grid_are_within_the_bound(
     seed: int, sizes: list[int], bits: int, weighted_first: bool
 ) -> None:
@@ -192,12 +188,9 @@ def exchange(shards: list[torch.Tensor], rank: int, seed: int) -> torch.Tensor:
 
 @settings(max_examples=30)
 @given(
-    seed=st.integers(0, 10_000),
-    world=st.integers(1, 6),
-    rows=st.integers(3, 60),
-    columns=st.integers(3, 60),
-    rank=st.integers(1, 2),
-)
+    seed=st.integers(0, 10_000), world=st.integers(1, 6), rows=st.integers(3, 60),
+    columns=st.integers(3, 60), rank=st.integers(1, 2),
+)  # fmt: skip
 def test_projections_bound(seed: int, world: int, rows: int, columns: int, rank: int) -> None:
     left = [torch.zeros(rows, columns) for _ in range(world)]
     earlier = []

@@ -97,16 +97,13 @@ def choose_form(target: Target) -> str:
         ("class f:\n  def __init__(self, params, optimizer_cls): pass", "f", "sharded-optimizer"),
         ("class f:\n  def __init__(self, x): pass\n  def g(self): pass", "f.g", "method"),
         ("class f:\n  def __init__(self, model): pass\n  def g(self): pass", "f.g", "wrapper"),
-        (
-            "class f:\n  def __init__(self, model, optimizer): pass\n  def g(self): pass",
-            "f.g",
-            "method",
-        ),
+        ("class f:\n  def __init__(self, model, optimizer): pass\n  def g(self): pass", "f.g",
+         "method"),
         ("class f:\n  def wrap(self, model): pass", "f", "strategy"),
         ("class f:\n  pass", "f", ""),
         ("f = 3", "f", ""),
     ],
-)
+)  # fmt: skip
 def test_the_signature_selects_the_form(tmp_path: Path, source: str, name: str, form: str) -> None:
     assert choose_form(target_of(tmp_path, source, name)) == form
 

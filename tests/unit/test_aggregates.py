@@ -170,13 +170,9 @@ def test_a_case_that_is_noted_for_a_restart_keeps_them() -> None:
 
 
 def keep(
-    runs: Path,
-    name: str,
-    verdict: str,
-    strategy: str,
-    environment: dict[str, Any],
+    runs: Path, name: str, verdict: str, strategy: str, environment: dict[str, Any],
     digests: dict[str, str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     (runs / name / "cases").mkdir(parents=True)
     document = {
         "verdict": verdict, "environment": environment, "cases": [{"strategy": strategy}]
@@ -210,12 +206,10 @@ def test_the_last_green_run_is_the_newest_that_passed_the_strategy(tmp_path: Pat
     assert found is not None
     assert found.run == "2"
     assert [(c.kind, c.name, c.then, c.now) for c in found.changes] == [
-        ("code", "strategy mine", "aa", "cc"),
-        ("machine", "cpu", "A B", "none"),
-        ("software", "torch", "2.12", "2.13"),
-        ("software", "libraries.x", "1", "2"),
+        ("code", "strategy mine", "aa", "cc"), ("machine", "cpu", "A B", "none"),
+        ("software", "torch", "2.12", "2.13"), ("software", "libraries.x", "1", "2"),
         ("other", "new", "none", "true"),
-    ]
+    ]  # fmt: skip
     assert str(found.changes[0]) == "the code of strategy mine has changed"
     assert str(found.changes[1]) == "cpu was 'A B' and is none"
     bits = changes_for_bits(Provenance(environment=green), made["mine-w4"], mine[0])

@@ -96,35 +96,16 @@ def test_what_is_expected_of_a_backend_is_known_without_torch() -> None:
 
 
 LIGHT = (
-    "distcheck",
-    "distcheck.cli",
-    "distcheck.plan.cases",
-    "distcheck.verification.run",
-    "distcheck.cli.show_and_keep",
-    "distcheck.cli.catalog",
-    "distcheck.cli.training_run",
-    "distcheck.cli.doctor",
-    "distcheck.contract",
-    "distcheck.store.run_folder",
-    "distcheck.verification.session",
-    "distcheck.reports.terminal",
-    "distcheck.testing.plugin",
-    "distcheck.testing",
-    "distcheck.addons.backend_probe.command",
-    "distcheck.addons.mpi",
-    "distcheck.backends.gloo",
-    "distcheck.cli.under_launchers",
-    "distcheck.worlds.launchers",
-    "distcheck.addons.selftest.command",
-    "distcheck.plan.matrix",
-    "distcheck.cli.forecast",
-    "distcheck.verification.merging",
-    "distcheck.cli.kept_runs",
-    "distcheck.reports.html_report",
-    "distcheck.store.earlier_runs",
-    "distcheck.job.running",
-    "distcheck.job.inside.start",
-)
+    "distcheck", "distcheck.cli", "distcheck.plan.cases", "distcheck.verification.run",
+    "distcheck.cli.show_and_keep", "distcheck.cli.catalog", "distcheck.cli.training_run",
+    "distcheck.cli.doctor", "distcheck.contract", "distcheck.store.run_folder",
+    "distcheck.verification.session", "distcheck.reports.terminal", "distcheck.testing.plugin",
+    "distcheck.testing", "distcheck.addons.backend_probe.command", "distcheck.addons.mpi",
+    "distcheck.backends.gloo", "distcheck.cli.under_launchers", "distcheck.worlds.launchers",
+    "distcheck.addons.selftest.command", "distcheck.plan.matrix", "distcheck.cli.forecast",
+    "distcheck.verification.merging", "distcheck.cli.kept_runs", "distcheck.reports.html_report",
+    "distcheck.store.earlier_runs", "distcheck.job.running", "distcheck.job.inside.start",
+)  # fmt: skip
 
 
 @needs_all

@@ -212,14 +212,9 @@ def test_orders_run_through_memory(world: int) -> None:
 
     def mean(gradients: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         (found,) = expected_gradients(
-            Contract(order=DDPBuckets(), scale="divide-before"),
-            "gloo",
-            [[g] for g in gradients],
-            weights=[1.0] * world,
-            step=0,
-            ready_order=[0],
-            like=[like],
-        )
+            Contract(order=DDPBuckets(), scale="divide-before"), "gloo", [[g] for g in gradients],
+            weights=[1.0] * world, step=0, ready_order=[0], like=[like],
+        )  # fmt: skip
         assert found is not None
         return found
 
@@ -237,14 +232,9 @@ def test_a_ddp_that_looks_for_unused_parameters_keeps_their_places() -> None:
 
     def mean(order: DDPBuckets, like: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return expected_gradients(
-            Contract(order=order, scale="divide-before"),
-            "gloo",
-            shards,
-            weights=[1.0] * 3,
-            step=0,
-            ready_order=[0],
-            like=like,
-        )
+            Contract(order=order, scale="divide-before"), "gloo", shards, weights=[1.0] * 3,
+            step=0, ready_order=[0], like=like,
+        )  # fmt: skip
 
     looks = mean(DDPBuckets(rebuilt_at=None), like)
     frozen = mean(DDPBuckets(rebuilt_at=None), [like[0], torch.zeros(500)])
@@ -261,14 +251,10 @@ def test_what_one_rank_alone_has_a_gradient_for_is_a_mean_with_zeros() -> None:
 
     def mean(missing: torch.Tensor | None, order: DDPBuckets | BackendAllReduce) -> list:
         return expected_gradients(
-            Contract(order=order, scale="divide-before"),
-            "gloo",
-            [[drawn[0], missing], [drawn[1], drawn[2]], [drawn[2], missing]],
-            weights=[1.0] * 3,
-            step=0,
-            ready_order=[0],
-            like=like,
-        )
+            Contract(order=order, scale="divide-before"), "gloo",
+            [[drawn[0], missing], [drawn[1], drawn[2]], [drawn[2], missing]], weights=[1.0] * 3,
+            step=0, ready_order=[0], like=like,
+        )  # fmt: skip
 
     for order in (DDPBuckets(rebuilt_at=None), BackendAllReduce()):
         found = mean(None, order)
@@ -301,14 +287,9 @@ def test_a_hook_divides_the_parts_of_complex_numbers_and_others_the_numbers() ->
 
     def mean(order: DDPBuckets | BackendAllReduce) -> torch.Tensor:
         (found,) = expected_gradients(
-            Contract(order=order, scale="divide-before"),
-            "gloo",
-            [[shard] for shard in shards],
-            weights=[1.0] * 3,
-            step=0,
-            ready_order=[0],
-            like=[shards[0]],
-        )
+            Contract(order=order, scale="divide-before"), "gloo", [[shard] for shard in shards],
+            weights=[1.0] * 3, step=0, ready_order=[0], like=[shards[0]],
+        )  # fmt: skip
         assert found is not None
         return found
 
@@ -316,14 +297,9 @@ def test_a_hook_divides_the_parts_of_complex_numbers_and_others_the_numbers() ->
     assert bool(apart.any())
     parts = [torch.view_as_real(shard) for shard in shards]
     (real,) = expected_gradients(
-        Contract(order=DDPBuckets(), scale="divide-before"),
-        "gloo",
-        [[part] for part in parts],
-        weights=[1.0] * 3,
-        step=0,
-        ready_order=[0],
-        like=[parts[0]],
-    )
+        Contract(order=DDPBuckets(), scale="divide-before"), "gloo", [[part] for part in parts],
+        weights=[1.0] * 3, step=0, ready_order=[0], like=[parts[0]],
+    )  # fmt: skip
     assert real is not None
     assert torch.equal(torch.view_as_real(mean(DDPBuckets())), real)
 

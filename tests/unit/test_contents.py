@@ -169,13 +169,9 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     monkeypatch.setattr(followups, "_search", lambda *_: found)
     monkeypatch.setattr(followups, "_digests", lambda _: ("a",))
     report = CaseReport(
-        case=PLAIN,
-        strategy_file="",
-        verdict="pass",
-        outcomes=(),
-        checks=(),
+        case=PLAIN, strategy_file="", verdict="pass", outcomes=(), checks=(),
         contents=Run().contents,
-    )
+    )  # fmt: skip
     searched = followups.with_schedules(Pool(), report, description=b"", data_fd=None, show=print)
     assert searched.contents is not None
     two = "interleavings other than those of two worlds"

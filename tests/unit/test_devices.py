@@ -85,14 +85,11 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
         (0, {"device": "cuda"}, "device 'cuda' is not available: this machine has no NVIDIA GPU"),
         (1, {"backend": "nccl"}, "moves tensors between GPUs only; pass --device cuda as well"),
         (1, {"backend": "mpi", "device": "cuda"}, "backend mpi takes CPU tensors only"),
-        (
-            1,
-            {"backend": "simulated:tree", "device": "cuda"},
-            "simulated:tree takes CPU tensors only",
-        ),
+        (1, {"backend": "simulated:tree", "device": "cuda"},
+         "simulated:tree takes CPU tensors only"),
         (0, {"backend": "simulated", "ranks_here": 1}, "start distcheck without a launcher"),
     ],
-)
+)  # fmt: skip
 @needs_all
 def test_what_is_not_there_cannot_run(
     monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], said: str
@@ -135,13 +132,10 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 1)
     found = {case.id: case for case in cases(device="cuda")}
     assert list(found) == [
-        "allreduce-w4-lattice-float32-cuda",
-        "allreduce-w4-cnn-float32-cuda",
-        "allreduce-w4-composite-float32-cuda",
-        "allreduce-w4-composite-float64-cuda",
-        "allreduce-w4-twelve_steps-float32-cuda",
-        "allreduce-w4-cnn-float32-cuda-against-cpu",
-    ]
+        "allreduce-w4-lattice-float32-cuda", "allreduce-w4-cnn-float32-cuda",
+        "allreduce-w4-composite-float32-cuda", "allreduce-w4-composite-float64-cuda",
+        "allreduce-w4-twelve_steps-float32-cuda", "allreduce-w4-cnn-float32-cuda-against-cpu",
+    ]  # fmt: skip
     assert [case.judged_on for case in found.values()] == [*["cuda"] * 5, "cpu"]
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
     assert against.layers == ("full batch float32",)

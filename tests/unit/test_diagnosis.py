@@ -212,10 +212,8 @@ def test_one_rank_for_all(world: int, seed: int, data: st.DataObject) -> None:
     found = explain_step(measured([weights] * world, equal(world), seed=seed))
     if world == 2:  # one of two is given, the other dropped, or the one taken twice: all the same
         assert {f.cause for f in found} == {
-            "single-rank-gradient",
-            "dropped-rank",
-            "duplicated-rank",
-        }
+            "single-rank-gradient", "dropped-rank", "duplicated-rank",
+        }  # fmt: skip
         assert all("cannot tell this from" in f.evidence for f in found)
     else:
         assert [f.cause for f in found] == ["single-rank-gradient"]

@@ -199,12 +199,10 @@ def test_unequal_shards_call_for_equal_ones(said: dict[str, Any], batches: list[
     ("done", "said"),
     [
         ({}, ""),
-        (
-            {"verdict": "fail", "diagnosis": caused("missing-division")},
-            "cnn float32 does not pass there either (missing-division)",
-        ),
+        ({"verdict": "fail", "diagnosis": caused("missing-division")},
+         "cnn float32 does not pass there either (missing-division)"),
     ],
-)
+)  # fmt: skip
 def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], said: str) -> None:
     causes = caused("unweighted-mean", "missing-division")
     reports = [report("cnn", verdict="fail", diagnosis=causes, batch=256)]
@@ -244,15 +242,12 @@ IN_FLIGHT = caused("tensor-used-in-flight", "crash")
     ("causes", "done", "expected"),
     [
         (("partial-sync", "missing-sync"), IN_FLIGHT, ["tensor-used-in-flight"]),
-        (
-            ("wrong-divisor", "nondeterministic"),
-            IN_FLIGHT,
-            ["tensor-used-in-flight", "wrong-divisor"],
-        ),
+        (("wrong-divisor", "nondeterministic"), IN_FLIGHT,
+         ["tensor-used-in-flight", "wrong-divisor"]),
         (("partial-sync",), caused("crash"), ["partial-sync"]),
         (("partial-sync",), (), ["partial-sync"]),
     ],
-)
+)  # fmt: skip
 @needs("simulated")
 def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
     causes: tuple[str, ...], done: tuple[Diagnosis, ...], expected: list[str]

@@ -193,30 +193,24 @@ SLIPS = [
     ("strategies = ['dpp']", r"strategies\[0\]: unknown strategy 'dpp'.*did you mean ddp\?"),
     ("strategies = ['no.py:f']", r"strategies\[0\]: strategy file no.py does not exist"),
     ("strategies = ['code/sync.py']", "names a file but no object in it; pass code/sync.py:NAME"),
-    (
-        "loss = 'sum'",
-        "tool.distcheck.loss: unknown loss 'sum'; known are mean, mean/world, sum/global",
-    ),
+    ("loss = 'sum'",
+     "tool.distcheck.loss: unknown loss 'sum'; known are mean, mean/world, sum/global"),
     ("as = 'modle'", "tool.distcheck.as: unknown form 'modle' .did you mean model"),
     ("data = 'cifar'", "tool.distcheck.data: unknown data 'cifar' .did you mean cifar10"),
     ("device = 'gpu'", "tool.distcheck.device: unknown device 'gpu' .*known are cpu, cuda"),
     ("arg = ['a']", r"tool.distcheck.arg is \['a'\]; tool.distcheck.arg takes a table"),
-    (
-        "arg = { day = 1979-05-27 }",
-        r"\[tool.distcheck\]: --arg day: .* cannot be sent to another process",
-    ),
+    ("arg = { day = 1979-05-27 }",
+     r"\[tool.distcheck\]: --arg day: .* cannot be sent to another process"),
     ("strategy.ddp = 3", 'tool.distcheck.strategy."ddp" is 3; it takes a table'),
     ("strategy.ddp.world = [2]", 'strategy."ddp".world; did you mean worlds?'),
     ("strategy.ddp.data = 'mnist'", 'unknown key tool.distcheck.strategy."ddp".data'),
-    (
-        "strategies = ['ddp']\nstrategy.dpp.worlds = [2]",
-        'strategy."dpp" is not one of tool.distcheck.strategies, ddp; did you mean ddp?',
-    ),
+    ("strategies = ['ddp']\nstrategy.dpp.worlds = [2]",
+     'strategy."dpp" is not one of tool.distcheck.strategies, ddp; did you mean ddp?'),
     ("batch = 2", "--batch 2 is smaller than --world 4.*with pyproject.toml, .tool.distcheck"),
     ("strategy.ddp.batch = 2", '--batch 2 is smaller.*with pyproject.toml, .tool.*strategy."ddp'),
     ("dtypes = ['bfloat16']\nworkloads = ['lattice']", "lattice does not run in bfloat16"),
     ("strategies = []", r"tool.distcheck.strategies is \[\]"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), SLIPS, ids=[text for text, _ in SLIPS])

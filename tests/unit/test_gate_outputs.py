@@ -49,11 +49,9 @@ def test_junit_tells_mismatch_crash_and_unknown_apart() -> None:
 def test_every_format_says_where_a_report_comes_from() -> None:
     document = document_of(*ALL)
     document["made"] = {
-        "date": "2026-01-31T12:00:00+01:00",
-        "command": "distcheck verify --strategy 'a|b.py:f'",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "clean": False,
-    }
+        "date": "2026-01-31T12:00:00+01:00", "command": "distcheck verify --strategy 'a|b.py:f'",
+        "commit": "0123456789abcdef0123456789abcdef01234567", "clean": False,
+    }  # fmt: skip
     root = ElementTree.fromstring(junit.render(document).encode())
     for suite in root.iter("testsuite"):
         assert suite.get("timestamp") == "2026-01-31T12:00:00"

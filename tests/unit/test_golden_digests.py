@@ -74,11 +74,9 @@ def found_in(then: int, now: int, *, tensors: bool, **asked: Any) -> TraceCompar
 
 
 def by_digest(
-    record: Callable[..., int],
-    others: dict[Place, torch.Tensor | None],
-    loss: float = 1.0,
+    record: Callable[..., int], others: dict[Place, torch.Tensor | None], loss: float = 1.0,
     **asked: Any,
-) -> TraceComparison:
+) -> TraceComparison:  # fmt: skip
     """The comparison of digests, between traces whose tensors are gone."""
     fds = [record({}), record(others, loss)]
     for fd in fds:

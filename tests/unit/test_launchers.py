@@ -8,31 +8,18 @@ from distcheck.worlds.launchers import detect, launch_here, launch_of, slurm
 from distcheck.worlds.launchers.slurm import first_host
 
 TORCHRUN = {
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_RUN_ID": "abc",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-a-1@1",
-}
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-1@1",
+}  # fmt: skip
 SLURM = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu[03-06]",
-}
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[03-06]",
+}  # fmt: skip
 NOTHING = {"nnodes": None, "machine": None, "master_addr": None, "master_port": None,
            "init_method": None}  # fmt: skip
 
@@ -121,12 +108,10 @@ def test_launchers_that_start_each_other_and_those_that_do_not() -> None:
         ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is 'x'; expected a num"),
         ({k: v for k, v in TORCHRUN.items() if k != "WORLD_SIZE"}, "WORLD_SIZE is missing"),
         ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "or set MASTER_ADDR and"),
-        (
-            {**SLURM, "SLURM_STEP_NODELIST": "[3]"},
-            r"hosts '\[3\]' is malformed; .* set MASTER_ADDR",
-        ),
+        ({**SLURM, "SLURM_STEP_NODELIST": "[3]"},
+         r"hosts '\[3\]' is malformed; .* set MASTER_ADDR"),
     ],
-)
+)  # fmt: skip
 def test_broken_variables(environ: dict[str, str], said: str) -> None:
     with pytest.raises(CannotRunError, match=said):
         detect(environ)

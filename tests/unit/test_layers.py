@@ -28,10 +28,6 @@ def test_a_name_would_be_found() -> None:
 def test_the_names_of_reports_stay() -> None:
     """JSON, stored cases, screens and pages use these names."""
     assert list(LAYERS) == [
-        "lattice",
-        "bitwise",
-        "rounding",
-        "full batch float32",
-        "full batch float64",
-    ]
+        "lattice", "bitwise", "rounding", "full batch float32", "full batch float64",
+    ]  # fmt: skip
     assert list(LAYERS)[1:] == [BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64]

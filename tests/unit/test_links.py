@@ -25,10 +25,8 @@ class Line:
 
 # A process that is killed while something of ours is unread in its socket resets the connection.
 ENDED = [
-    EOFError(),
-    ConnectionResetError(errno.ECONNRESET, "reset"),
-    BrokenPipeError(errno.EPIPE, ""),
-]
+    EOFError(), ConnectionResetError(errno.ECONNRESET, "reset"), BrokenPipeError(errno.EPIPE, ""),
+]  # fmt: skip
 
 
 def link_that_fails(error: Exception) -> Link:

@@ -10,11 +10,9 @@ from hatchling.plugin.manager import PluginManager
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    ROOT / "strategies" / "README.md",
-    *sorted((ROOT / "tests").rglob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+    *sorted(ROOT.glob("*.md")), ROOT / "strategies" / "README.md",
+    *sorted((ROOT / "tests").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
+]  # fmt: skip
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 
 

@@ -163,18 +163,15 @@ def test_a_file_may_share_a_module_name(tmp_path: Path, monkeypatch: pytest.Monk
         ("import nowhere_to_be_found as f", "f", r"ModuleNotFoundError.*line 1"),
         ("\n\nraise ValueError('no')\nf = 1", "f", r"raised ValueError: no .*line 3"),
         ("import sys; sys.exit(3); f = 1", "f", "raised SystemExit"),
-        (
-            "\nraise ValueError('trying to initialize the default process group twice!'); f = 1",
-            "f",
-            "twice! distcheck has already initialized it; guard the call with dist.is_initialized",
-        ),
+        ("\nraise ValueError('trying to initialize the default process group twice!'); f = 1", "f",
+         "twice! distcheck has already initialized it; guard the call with dist.is_initialized"),
         ("def g(model): pass", "f", "has no object 'f'; it defines g"),
         ("x = 1", "f", "nothing public"),
         ("f = 3", "f", "is an object of type int; pass a function"),
         ("def f(): pass", "f", r"signature f\(\)"),
         ("class f:\n    pass", "f", r"is the class f\(\); expected .*it has no public method"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         load(file, source, name)
@@ -185,14 +182,12 @@ def test_what_is_wrong_is_said(file: Path, source: str, name: str, message: str)
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "allredcue",
-            r"unknown strategy 'allredcue' \(did you mean allreduce\?\); known are allreduce",
-        ),
+        ("allredcue",
+         r"unknown strategy 'allredcue' \(did you mean allreduce\?\); known are allreduce"),
         ("nowhere.py:f", "file nowhere.py does not exist"),
         ("no_such_package.mod:f", "module no_such_package.mod was not found"),
     ],
-)
+)  # fmt: skip
 def test_names_that_lead_nowhere(spec: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loading.load_strategy(spec)

@@ -158,15 +158,13 @@ def test_a_cell_is_copied_with_what_it_names(notebook: Notebook) -> None:
     ("cell", "why"),
     [
         ("t = object()\ndef sync(model): return t", "uses t, a object, which ranks cannot import"),
-        (
-            "nan = float('nan')\ndef sync(model): nan",
-            "uses nan, a float, which ranks cannot import",
-        ),
+        ("nan = float('nan')\ndef sync(model): nan",
+         "uses nan, a float, which ranks cannot import"),
         ("s = [object()]\ndef sync(model): return s", "uses s, a list, which ranks cannot import"),
         ("exec('def sync(model): pass')", "the source of sync is not available"),
         ("exec('def f(): pass')\ndef sync(m): f()", "the source of f is not available"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_copied_is_refused(notebook: Notebook, cell: str, why: str) -> None:
     notebook.cell(cell)
     with pytest.raises(UsageError, match=f"{why}.+file.py:sync"):

@@ -34,25 +34,15 @@ def cases(**options: object) -> list[Case]:
 
 def facts_of(contract: Contract, *, draws: bool = False, **others: bool) -> CaseFacts:
     return CaseFacts(
-        contract=contract,
-        strategy_file="",
-        model=MODEL,
-        train_size=1000,
-        saved_bytes_per_sample=0,
-        own_sampler=False,
-        draws_random_numbers=draws,
-        **others,
-    )
+        contract=contract, strategy_file="", model=MODEL, train_size=1000,
+        saved_bytes_per_sample=0, own_sampler=False, draws_random_numbers=draws, **others,
+    )  # fmt: skip
 
 
 def checks(
-    case: Case,
-    contract: Contract = ORDERED,
-    *,
-    failure: str = "",
-    draws: bool = False,
+    case: Case, contract: Contract = ORDERED, *, failure: str = "", draws: bool = False,
     sizes: tuple[int, ...] = (64, 64, 64, 64),
-) -> dict[tuple[str, str], PlannedCheck]:
+) -> dict[tuple[str, str], PlannedCheck]:  # fmt: skip
     facts = facts_of(contract, draws=draws)
     planned = plan_checks(case, facts, sizes=[sizes] * case.steps, calibration_failure=failure)
     return {(p.check, p.layer): p for p in planned}
@@ -86,23 +76,17 @@ def test_a_promised_workload_that_is_not_one_is_refused(tmp_path: Path) -> None:
 def test_the_default_run() -> None:
     lattice, cnn, composite, semantic, late, absent = cases()
     assert [c.id for c in cases()] == [
-        "allreduce-w4-lattice-float32",
-        "allreduce-w4-cnn-float32",
-        "allreduce-w4-composite-float32",
-        "allreduce-w4-composite-float64",
-        "allreduce-w4-twelve_steps-float32",
-        "allreduce-w4-absent_on_some-float32",
-    ]
+        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
+        "allreduce-w4-twelve_steps-float32", "allreduce-w4-absent_on_some-float32",
+    ]  # fmt: skip
     assert [c.steps for c in cases()] == [3, 3, 3, 2, 12, 3]
     assert [c.steps for c in cases(workloads=["lattice"])] == [12]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
     assert {layer for check, layer in checks(lattice)} == {"lattice", "bitwise", "-"}
     assert {layer for check, layer in checks(cnn)} == {
-        "bitwise",
-        "rounding",
-        "full batch float32",
-        "-",
-    }
+        "bitwise", "rounding", "full batch float32", "-",
+    }  # fmt: skip
     assert {layer for check, layer in checks(composite, draws=True)} == {"bitwise", "rounding", "-"}
     assert {layer for check, layer in checks(semantic)} == {"full batch float64", "bitwise", "-"}
     assert {layer for check, layer in checks(late)} == {"bitwise", "rounding", "-"}

@@ -64,13 +64,10 @@ def test_results_of_steps_add_up() -> None:
             error=error, bound=1.0,
         )  # fmt: skip
         return CheckResult(
-            check="gradients",
-            layer="rounding",
-            verdict="fail" if verdict == "fail" else "pass",
-            compared=Compared(tensors=2, elements=10, ranks=4, steps=1),
-            worst=place,
+            check="gradients", layer="rounding", verdict="fail" if verdict == "fail" else "pass",
+            compared=Compared(tensors=2, elements=10, ranks=4, steps=1), worst=place,
             first=place if verdict == "fail" else None,
-        )
+        )  # fmt: skip
 
     merged = merge_results([part(0, "pass", 0.1), part(1, "fail", 2.0), part(2, "fail", 9.0)])
     assert merged.verdict == "fail"

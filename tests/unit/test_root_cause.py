@@ -151,14 +151,12 @@ def _in_call(number: int) -> messages.Stacks:
     ("later", "said"),
     [
         (_in_call(8), "responded only after a signal, which can wake a rank"),
-        (
-            messages.Raised("OSError", "interrupted", _FRAMES, 1.0),
-            "and raised OSError: interrupted",
-        ),
+        (messages.Raised("OSError", "interrupted", _FRAMES, 1.0),
+         "and raised OSError: interrupted"),
         (messages.Done(b""), "resumed when its stack was requested, after the deadline"),
     ],
     ids=["next call", "raised", "done"],
-)
+)  # fmt: skip
 def test_what_a_signal_wakes_is_no_collective_mismatch(later: messages.Event, said: str) -> None:
     """Rank 1 holds the interpreter's lock in a call that the signal cuts short. What it enters
     then is another collective than its peers', which answered long before.

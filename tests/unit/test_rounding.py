@@ -35,12 +35,9 @@ def add_in_some_order(parts: list[torch.Tensor], order: random.Random) -> torch.
 
 
 @given(
-    seed=st.integers(0, 10_000),
-    world=st.integers(2, 12),
-    dtype=DTYPES,
-    spread=st.integers(0, 12),
+    seed=st.integers(0, 10_000), world=st.integers(2, 12), dtype=DTYPES, spread=st.integers(0, 12),
     before=st.booleans(),
-)
+)  # fmt: skip
 def test_any_order_of_a_correct_mean_is_within_the_bound(
     seed: int, world: int, dtype: torch.dtype, spread: int, before: bool
 ) -> None:
@@ -81,12 +78,10 @@ WIRES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
 
 
 @given(
-    seed=st.integers(0, 10_000),
-    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
-    dtype=DTYPES,
-    wire=WIRES,
+    seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    dtype=DTYPES, wire=WIRES,
     how=st.sampled_from(["divide-before", "divide-after", "multiply-before"]),
-)
+)  # fmt: skip
 def test_what_travels_rounded_is_within_the_wires_bound(
     seed: int, sizes: list[int], dtype: torch.dtype, wire: torch.dtype, how: str
 ) -> None:
@@ -105,13 +100,9 @@ def test_what_travels_rounded_is_within_the_wires_bound(
 
 
 @given(
-    seed=st.integers(0, 10_000),
-    sizes=st.lists(st.integers(4, 90), min_size=1, max_size=8),
-    passes=st.integers(1, 4),
-    dtype=DTYPES,
-    wire=st.none() | WIRES,
-    every=st.booleans(),
-)
+    seed=st.integers(0, 10_000), sizes=st.lists(st.integers(4, 90), min_size=1, max_size=8),
+    passes=st.integers(1, 4), dtype=DTYPES, wire=st.none() | WIRES, every=st.booleans(),
+)  # fmt: skip
 def test_whoever_exchanges_in_every_backward_is_within_the_bound(
     seed: int, sizes: list[int], passes: int, dtype: torch.dtype, wire: torch.dtype | None,
     every: bool,
@@ -124,12 +115,9 @@ def test_whoever_exchanges_in_every_backward_is_within_the_bound(
             stretches[a][rank][:25] = -stretches[a - 1][rank][:25] * 1.01
     own = [sum(parts[1:], parts[0]) for parts in zip(*stretches, strict=True)]
     known = interval(
-        own,
-        [n / total for n in sizes],
-        wire=wire,
-        passes=passes,
+        own, [n / total for n in sizes], wire=wire, passes=passes,
         magnitudes=[sum(p.abs().double() for p in parts) for parts in zip(*stretches, strict=True)],
-    )
+    )  # fmt: skip
 
     def mean(gradients: list[torch.Tensor]) -> torch.Tensor:
         weighted = [g * (n * world / total) for g, n in zip(gradients, sizes, strict=True)]

@@ -40,24 +40,15 @@ ENVIRONMENT = {
 
 def case(dtype: str = "float32", workload: str = "cnn", strategy: str = "allreduce") -> Case:
     return Case(
-        id=f"{strategy}-w4-{workload}-{dtype}",
-        strategy=strategy,
-        world=4,
-        workload=workload,
+        id=f"{strategy}-w4-{workload}-{dtype}", strategy=strategy, world=4, workload=workload,
         dtype=dtype,
-    )
+    )  # fmt: skip
 
 
 def check(
-    name: str,
-    layer: str,
-    verdict: str = "pass",
-    *,
-    elements: int = 4_014_456,
-    worst: Difference | None = None,
-    first: Difference | None = None,
-    reason: str = "",
-) -> CheckResult:
+    name: str, layer: str, verdict: str = "pass", *, elements: int = 4_014_456,
+    worst: Difference | None = None, first: Difference | None = None, reason: str = "",
+) -> CheckResult:  # fmt: skip
     return CheckResult(
         check=name,
         layer=layer,
@@ -124,25 +115,18 @@ def mismatch() -> CaseReport:
             check(
                 "gradients", "rounding", "fail", worst=place(8.3e-4, 8.3e-11, step=2), first=first
             ),
-            check(
-                "loss",
-                "full batch float32",
-                "unknown",
-                elements=4,
-                reason="compared only 4 of 12 elements",
-            ),
+            check("loss", "full batch float32", "unknown", elements=4,
+                  reason="compared only 4 of 12 elements"),
         ),
         diagnosis=(
-            Diagnosis(
-                cause="unexplained",
+            Diagnosis(cause="unexplained",
                 evidence="gradients diverge first: step 1, 7.weight[103,1332], rank 2",
-                suggestion="start at the first divergence; checks above it passed",
-            ),
+                suggestion="start at the first divergence; checks above it passed"),
         ),
         where=CallSite(file="/x/mine.py", line=12, code="dist.all_reduce(p.grad)"),
         replay="distcheck replay run/cases/mine-sync-w4-mlp-float32.json",
         notes=("world 2 cannot distinguish reduction orders",),
-    )
+    )  # fmt: skip
 
 
 def crash() -> CaseReport:
@@ -153,13 +137,9 @@ def crash() -> CaseReport:
         for rank in (0, 1, 3)
     ]
     cause = Outcome(
-        rank=2,
-        outcome="raised",
-        step=1,
-        phase="sync",
-        error="ValueError: ",
+        rank=2, outcome="raised", step=1, phase="sync", error="ValueError: ",
         text='  File "mine.py", line 8, in sync\n    raise ValueError\nValueError',
-    )
+    )  # fmt: skip
     return CaseReport(
         case=case(workload="mlp", strategy="mine.py:sync"),
         strategy_file="/x/mine.py",
@@ -246,17 +226,13 @@ def two_causes(workload: str, *causes: str, world: int = 4) -> CaseReport:
             suggestion="divide by the number of ranks once, after the sum or before it; reducing "
             "twice and dividing once gives the same symptom",
         ),
-        "partial-sync": Diagnosis(
-            cause="partial-sync",
+        "partial-sync": Diagnosis(cause="partial-sync",
             evidence="step 0, 5.bias (1 of 6 parameters): ranks hold their own gradients there",
-            suggestion="look at what selects the parameters, slices or chunks to exchange",
-        ),
-        "unweighted-mean": Diagnosis(
-            cause="unweighted-mean",
+            suggestion="look at what selects the parameters, slices or chunks to exchange"),
+        "unweighted-mean": Diagnosis(cause="unweighted-mean",
             evidence="step 0, all 6 parameters: all ranks are weighted equally",
-            suggestion="multiply each rank's gradient by samples * W / total before the mean",
-        ),
-    }
+            suggestion="multiply each rank's gradient by samples * W / total before the mean"),
+    }  # fmt: skip
     own = msgspec.structs.replace(report.case, workload=workload, world=world)
     return msgspec.structs.replace(
         report, case=own, diagnosis=tuple(found[cause] for cause in causes), notes=()
@@ -571,10 +547,8 @@ def test_the_headline_says_whose_steps_are_how_many() -> None:
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        (
-            "in separate interpreters: hash seed 7",
-            "a second run in fresh interpreters is bit-identical",
-        ),
+        ("in separate interpreters: hash seed 7",
+         "a second run in fresh interpreters is bit-identical"),
         ("not in separate interpreters: ranks on a GPU", "a second run is bit-identical"),
         ("in one process: ranks up to 7 ms delayed", "a second run is bit-identical"),
         (
@@ -583,7 +557,7 @@ def test_the_headline_says_whose_steps_are_how_many() -> None:
             "a second run in fresh interpreters is not bit-identical, caused only by nodes,",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_pass_says_of_its_rerun_what_it_was(reason: str, said: str) -> None:
     first, *_ = passed()
     first = msgspec.structs.replace(first, checks=(OUTCOME, check("rerun", "-", reason=reason)))

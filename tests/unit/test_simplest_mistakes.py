@@ -14,12 +14,9 @@ from distcheck.records.mistakes import MISTAKES, NOTHING, Shown, both, merge_sho
 def parts_of(gradients: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor | float) -> Parts:
     """Mean losses, weighted by samples."""
     return Parts(
-        gradients=gradients,
-        shares=weights,
-        own=torch.ones(len(gradients), dtype=torch.float64),
-        weights=weights,
-        bound=bound,
-    )
+        gradients=gradients, shares=weights, own=torch.ones(len(gradients), dtype=torch.float64),
+        weights=weights, bound=bound,
+    )  # fmt: skip
 
 
 def shown(gradients: torch.Tensor, bound: torch.Tensor | float, **more: object) -> Shown:

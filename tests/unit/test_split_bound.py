@@ -21,11 +21,9 @@ def a_step(tensor: int, *, data: int = 1) -> Any:
     return SimpleNamespace(
         specs=[TensorSpec(name=n, shape=s, dtype="float32") for n, s in shapes.items()],
         references=SimpleNamespace(mesh=Mesh((("data", data), ("tensor", tensor)))),
-        full_batch=SimpleNamespace(positions=POSITIONS),
-        shares=SimpleNamespace(samples=SAMPLES),
-        full_batch_layer=IN_FLOAT32,
-        module_scales={"0": 3.0, "3": 0.5},
-    )
+        full_batch=SimpleNamespace(positions=POSITIONS), shares=SimpleNamespace(samples=SAMPLES),
+        full_batch_layer=IN_FLOAT32, module_scales={"0": 3.0, "3": 0.5},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -119,11 +119,9 @@ def way(
 
 
 def site(
-    *causes: str,
-    found: LineMeasurements,
-    left: float | None = 1.0,
+    *causes: str, found: LineMeasurements, left: float | None = 1.0,
     bad: NonFiniteGradient | None = None,
-) -> CallSite | None:
+) -> CallSite | None:  # fmt: skip
     step = StepFacts(
         step=1, shares=(0.5, 0.5), gamma=0.0, unit=0.0, parameters=(), total=1, fits=(),
         left_norms=(), left_factors=(left, left), left_elements=1, mean_of_left=False, matches=(),

@@ -199,11 +199,8 @@ def test_absent_malformed_and_unwritten_are_told_apart(fd: int) -> None:
         for slot, index in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     assert states == [
-        EntryState.ABSENT,
-        EntryState.MALFORMED,
-        EntryState.MALFORMED,
-        EntryState.UNWRITTEN,
-    ]
+        EntryState.ABSENT, EntryState.MALFORMED, EntryState.MALFORMED, EntryState.UNWRITTEN,
+    ]  # fmt: skip
     assert reader.tensor(0, Kind.GRADIENT, 0, 0) is None
     assert reader.tensor(0, Kind.GRADIENT, 0, 1) is None
 
@@ -300,11 +297,9 @@ def test_regions_do_not_overlap(world: int, steps: int, shapes: list[tuple[int, 
         TensorSpec(name=str(i), shape=shape, dtype="float32") for i, shape in enumerate(shapes)
     )
     layout = TraceLayout(
-        world=world,
-        steps=steps,
-        max_shard=3,
+        world=world, steps=steps, max_shard=3,
         model=ModelLayout(parameters=specs, buffers=(), optimizer=specs),
-    )
+    )  # fmt: skip
     spans = sorted(
         (layout.data_offset(rank, kind, slot, index), 4 * layout.specs(kind)[index].elements)
         for rank in range(world)

@@ -175,13 +175,11 @@ def test_a_later_failure_is_said_to_follow_and_an_equally_early_one_is_not() -> 
     ]  # fmt: skip
     found = checks(run([PARAMETERS, GRADIENTS, LOSS], results))
     assert found == {
-        "parameters": (
-            "fail",
-            "begins after gradients had diverged at step 0, and may follow from it",
-        ),
+        "parameters": ("fail",
+            "begins after gradients had diverged at step 0, and may follow from it"),
         "gradients": ("fail", ""),
         "loss": ("fail", ""),
-    }
+    }  # fmt: skip
 
 
 def test_what_passed_or_has_no_place_follows_from_nothing() -> None:

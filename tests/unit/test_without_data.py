@@ -36,13 +36,9 @@ NOTHING = Contract()
 
 def case(world: int, *without: int, batch: int = 255, workload: str = "mlp") -> Case:
     request = Request(
-        strategies=("allreduce",),
-        worlds=(world,),
-        workloads=(workload,),
-        dtype="float32",
-        batch=batch,
-        adaptation=Adaptation(without_data=without),
-    )
+        strategies=("allreduce",), worlds=(world,), workloads=(workload,), dtype="float32",
+        batch=batch, adaptation=Adaptation(without_data=without),
+    )  # fmt: skip
     return plan_cases(request)[0]
 
 
@@ -156,65 +152,29 @@ def server(weights: Weights, **changed: object) -> StepFacts:
 @pytest.mark.parametrize(
     ("cause", "weights", "changed", "words"),
     [
-        (
-            "dropped-rank",
-            [[0.5, 0.5, 0.0]] * 3,
-            {},
-            ("excludes rank 3 from", "if rank 3 is a server", "pass --without-data 3,"),
-        ),
-        (
-            "dropped-rank",
-            [THIRD, THIRD, [0.5, 0.5, 0.0]],
-            {},
-            ("on ranks 1, 2 1, 1, 1; on rank 3 1, 1, 0",),
-        ),
+        ("dropped-rank", [[0.5, 0.5, 0.0]] * 3, {},
+         ("excludes rank 3 from", "if rank 3 is a server", "pass --without-data 3,")),
+        ("dropped-rank", [THIRD, THIRD, [0.5, 0.5, 0.0]], {},
+         ("on ranks 1, 2 1, 1, 1; on rank 3 1, 1, 0",)),
         ("duplicated-rank", [[0.0, 1 / 3, 2 / 3]] * 3, {}, ("weights 0, 1, 2 on", "0 on rank 1")),
         ("single-rank-gradient", [[0.0, 1.0, 0.0]] * 3, {}, ("holds rank 2's local gradient",)),
-        (
-            "single-rank-gradient",
-            [[0.3, 0.6, 0.9], THIRD, [0.3, 0.6, 0.9]],
-            {},
-            ("only rank 2 holds the mean",),
-        ),
+        ("single-rank-gradient", [[0.3, 0.6, 0.9], THIRD, [0.3, 0.6, 0.9]], {},
+         ("only rank 2 holds the mean",)),
         ("missing-sync", [[1.0, 0.0, 0.0], THIRD, THIRD], {}, ("rank 1 held only the local",)),
-        (
-            "missing-division",
-            [THIRD, [1.0] * 3, [1.0] * 3],
-            {},
-            ("the factor of ranks 2, 3 differs",),
-        ),
-        (
-            "bucket-reused-in-flight",
-            [[0.3, 0.6, 0.9], THIRD, THIRD],
-            {"matches": (MIXED,)},
-            ("in the result of rank 1 for p0, ranks 1, 3 contributed",),
-        ),
-        (
-            "partial-sync",
-            [THIRD] * 3,
-            {"missing": (("p0", 1),), "missing_elsewhere": True},
-            ("no gradient on rank 2,",),
-        ),
-        (
-            "nonfinite",
-            [THIRD] * 3,
-            {"not_finite": NOT_FINITE},
-            ("p0, rank 1: 2 elements", "local gradient on ranks 1, 3", "samples of ranks 1, 3"),
-        ),
-        (
-            "optimizer-not-stepped",
-            [THIRD] * 3,
-            {"parameters": (), "unchanged": (0, 2)},
-            ("changed on ranks 1, 3,",),
-        ),
-        (
-            "unexplained",
-            [THIRD, [0.3, 0.7, 0.9], THIRD],
-            {"alike": ALIKE},
-            ("wrong on rank 2;", "each of: ranks 1, 3; rank 2;", "in rank 2's result"),
-        ),
+        ("missing-division", [THIRD, [1.0] * 3, [1.0] * 3], {},
+         ("the factor of ranks 2, 3 differs",)),
+        ("bucket-reused-in-flight", [[0.3, 0.6, 0.9], THIRD, THIRD], {"matches": (MIXED,)},
+         ("in the result of rank 1 for p0, ranks 1, 3 contributed",)),
+        ("partial-sync", [THIRD] * 3, {"missing": (("p0", 1),), "missing_elsewhere": True},
+         ("no gradient on rank 2,",)),
+        ("nonfinite", [THIRD] * 3, {"not_finite": NOT_FINITE},
+         ("p0, rank 1: 2 elements", "local gradient on ranks 1, 3", "samples of ranks 1, 3")),
+        ("optimizer-not-stepped", [THIRD] * 3, {"parameters": (), "unchanged": (0, 2)},
+         ("changed on ranks 1, 3,",)),
+        ("unexplained", [THIRD, [0.3, 0.7, 0.9], THIRD], {"alike": ALIKE},
+         ("wrong on rank 2;", "each of: ranks 1, 3; rank 2;", "in rank 2's result")),
     ],
-)
+)  # fmt: skip
 def test_causes_name_ranks_as_they_were_run(
     cause: str, weights: Weights, changed: dict[str, object], words: tuple[str, ...]
 ) -> None:
@@ -259,17 +219,13 @@ def test_other_means_are_no_server(weights: list[float]) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            ["explore", "--strategy", "ddp"],
-            "not supported by explore, whose cases assign a shard to every rank",
-        ),
+        (["explore", "--strategy", "ddp"],
+         "not supported by explore, whose cases assign a shard to every rank"),
         (["train", "--strategy", "ddp", "--world", "2"], "train, because every rank needs a shard"),
-        (
-            ["verify", "--strategy", "ddp", "--world", "1"],
-            "leaves no rank of --world 1 with a shard",
-        ),
+        (["verify", "--strategy", "ddp", "--world", "1"],
+         "leaves no rank of --world 1 with a shard"),
     ],
-)
+)  # fmt: skip
 @needs("explore")
 def test_commands_that_refuse(command: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -38,13 +38,11 @@ def everything_fine(payload: bytes, fds: Descriptors, reporter: Reporter) -> byt
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     facts = {
-        "sum": float(total),
-        "threads": torch.get_num_threads(),
+        "sum": float(total), "threads": torch.get_num_threads(),
         "environment": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")},
-        "ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
-        "parent": os.getppid(),
+        "ifname": os.environ.get("GLOO_SOCKET_IFNAME"), "parent": os.getppid(),
         "torch_random": float(torch.rand(())),
-    }
+    }  # fmt: skip
     return msgspec.msgpack.encode(facts)
 
 

@@ -19,24 +19,16 @@ def lone(name: str) -> Job[bytes, bytes]:
 
 
 def start(
-    pool: Pool,
-    job: str,
-    world: int,
-    *,
-    backend: str = "gloo",
-    deadline_s: float = 20.0,
+    pool: Pool, job: str, world: int, *, backend: str = "gloo", deadline_s: float = 20.0,
     **about: Any,
-) -> World:
+) -> World:  # fmt: skip
     def request(rendezvous: Rendezvous) -> Asked:
         return Asked(rendezvous, about)
 
     ranks = Ranks(
         job=Job(job if ":" in job else f"tests.world.jobs:{job}", Asked, bytes, (STORE,)),
-        backend=backend,
-        size=world,
-        request=request,
-        deadline_s=deadline_s,
-    )
+        backend=backend, size=world, request=request, deadline_s=deadline_s,
+    )  # fmt: skip
     return start_world(pool, ranks)
 
 
@@ -77,14 +69,9 @@ def hang(
 
 
 def run(
-    pool: Pool,
-    job: str,
-    world: int,
-    *,
-    backend: str = "gloo",
-    deadline_s: float = 20.0,
+    pool: Pool, job: str, world: int, *, backend: str = "gloo", deadline_s: float = 20.0,
     **about: Any,
-) -> tuple[list[Outcome], list[bytes]]:
+) -> tuple[list[Outcome], list[bytes]]:  # fmt: skip
     """The outcomes, causes first, and what the ranks returned."""
     ranks = start(pool, job, world, backend=backend, deadline_s=deadline_s, **about)
     run_until_over(pool, ranks)

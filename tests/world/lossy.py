@@ -136,13 +136,9 @@ class PowerSGDWithoutFeedback(PowerSGD):
     """From the first step on, five directions, and what is left over is dropped."""
 
     state = partial(
-        powerSGD_hook.PowerSGDState,
-        None,
-        matrix_approximation_rank=5,
-        start_powerSGD_iter=0,
-        use_error_feedback=False,
-        warm_start=False,
-    )
+        powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=5, start_powerSGD_iter=0,
+        use_error_feedback=False, warm_start=False,
+    )  # fmt: skip
 
 
 class PostLocalSGD:

@@ -35,14 +35,9 @@ def verify(
     specs: list[str], steps: int, accept: str | None = None, workload: str = "Small"
 ) -> distcheck.Report:
     return distcheck.verify(
-        specs,
-        world=2,
-        workload=f"{HERE}{workload}",
-        dtype="float32",
-        batch=64,
-        steps=steps,
+        specs, world=2, workload=f"{HERE}{workload}", dtype="float32", batch=64, steps=steps,
         accept=accept,
-    )
+    )  # fmt: skip
 
 
 @functools.cache

@@ -22,15 +22,10 @@ LEFT_OUT = {
     "gather_scatter": {"complex", "complex128", "sparse", *AFTER_BACKWARD},
     "ring": {"sparse", *AFTER_BACKWARD},
     "zero1": {"mixed_dtypes", "complex", "complex128", *AFTER_BACKWARD},
-    "ddp": {
-        "unused_parameters",
-        "unused_later",
-        "frozen_later",
-        "unfrozen_later",
-        "absent_on_some",
-    },
+    "ddp": {"unused_parameters", "unused_later", "frozen_later", "unfrozen_later",
+        "absent_on_some"},
     "ddp_find_unused": {"unfrozen_later"},
-}
+}  # fmt: skip
 LARGE = ("over_25_mib", "over_2_24_elements")  # seconds each
 # Cells in which strategies of one kind differ from one another; the others are run by `allreduce`.
 TELLING = {

@@ -116,11 +116,8 @@ def _without_what_varies(screen: str) -> str:
         (["verify", "--strategy", "ddp", "--json", "no/such/dir/x"], 3, "cannot be written"),
         (["verify", "--strategy", "ddp", "--save", "bad.py"], 2, "bad.py is a file"),
         (["verify", "--strategy", "ddp", "--save", "."], 2, "is not empty"),
-        (
-            ["verify", "--strategy", "ddp", "--save", "/proc/nope"],
-            3,
-            "/proc/nope cannot be written",
-        ),
+        (["verify", "--strategy", "ddp", "--save", "/proc/nope"], 3,
+         "/proc/nope cannot be written"),
         (["recheck", "nowhere"], 2, "nowhere holds no traces"),
         (["replay", "bad.py"], 2, "bad.py is not a case file"),
         (["train", "--world", "2"], 2, "--world 2 needs a --strategy"),
@@ -128,7 +125,7 @@ def _without_what_varies(screen: str) -> str:
         (["verfy"], 2, "unknown command 'verfy' (did you mean verify?)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+)  # fmt: skip
 def test_bad_input_gets_one_sentence(
     distcheck: Run, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:

@@ -93,13 +93,9 @@ def test_ctrl_c_reports_and_cleans_up(tmp_path: Path, separate: str, children: i
     command = [*COMMAND, "verify", "--strategy", "ddp"]
     command += ["--strategy", "bad.py:hang", *QUICK, separate, "--json", "report.json"]
     front = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=hear_interrupts,
-    )
+    )  # fmt: skip
     deadline = time.monotonic() + 180
     while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -102,13 +102,9 @@ def test_code_that_synchronizes_statistics_is_not_given_what_it_cannot_train() -
 )
 def test_a_fused_adamw_in_float64(name: str, verdict: str) -> None:
     report = distcheck.verify(
-        f"tests.world.fused:{name}",
-        world=2,
-        workload="composite",
-        dtype="float64",
-        batch=32,
+        f"tests.world.fused:{name}", world=2, workload="composite", dtype="float64", batch=32,
         steps=2,
-    )
+    )  # fmt: skip
     assert report.verdict == verdict
     if verdict == "pass":
         assert_everything_compared(report)

@@ -180,12 +180,10 @@ def test_a_defect_that_is_planted_in_a_rank(tmp_path: Path) -> None:
     assert where
     recorder.write_text(f"{before}model_layout = {{}}['planted']\n{after}")
     ran = subprocess.run(
-        [sys.executable, "-c", PLANTED],
-        cwd=tmp_path,
+        [sys.executable, "-c", PLANTED], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
+        capture_output=True, text=True,
+    )  # fmt: skip
     ours, reason, theirs, *detail = ran.stdout.splitlines()
     assert ours == "['unknown', True, [], 70]", ran.stderr
     assert reason.startswith("internal error in rank ")

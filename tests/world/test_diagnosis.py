@@ -25,12 +25,9 @@ def test_right_code_is_named(strategy: str, world: int, monkeypatch: pytest.Monk
     looked: list[Measurements | None] = []
 
     def note(
-        ends: Sequence[Outcome],
-        results: Sequence[CheckResult],
-        facts: Measurements | None,
-        *further: object,
-        accept: str | None,
-    ) -> list[Diagnosis]:
+        ends: Sequence[Outcome], results: Sequence[CheckResult], facts: Measurements | None,
+        *further: object, accept: str | None,
+    ) -> list[Diagnosis]:  # fmt: skip
         looked.append(facts)
         return []
 

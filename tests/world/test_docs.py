@@ -144,10 +144,8 @@ def test_the_commands_of_a_page(tmp_path: Path, page: Path) -> None:
     (own / "distcheck").chmod(0o755)
     scripts = Path(COMMAND[-1]).parent
     environment = {
-        "PATH": f"{own}:{scripts}:/usr/bin:/bin",
-        "COLUMNS": "100",
-        "HOME": str(tmp_path),
-    }
+        "PATH": f"{own}:{scripts}:/usr/bin:/bin", "COLUMNS": "100", "HOME": str(tmp_path),
+    }  # fmt: skip
     seen: dict[str, int] = {}
     for kind, text in blocks(page):
         if kind == "python":

@@ -129,13 +129,10 @@ def verify(folder: Path, name: str, *more: str) -> subprocess.CompletedProcess[s
     ("name", "how"),
     [
         ("kills_the_helper", "ended unexpectedly"),
-        pytest.param(
-            "stops_the_helper",
-            r"does not answer: it was stopped \(process \d+, state T\)",
-            marks=pytest.mark.sweep,
-        ),
+        pytest.param("stops_the_helper",
+            r"does not answer: it was stopped \(process \d+, state T\)", marks=pytest.mark.sweep),
     ],
-)
+)  # fmt: skip
 def test_a_lost_helper_leaves_a_report(tmp_path: Path, name: str, how: str) -> None:
     ran = verify(tmp_path, name)
     assert ran.returncode == 3, ran.stdout + ran.stderr
@@ -220,23 +217,14 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("os._exit(0)", r"exited with code 0 at \S+/one.py:5; loading must return"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            r"was stopped \(state T\), as SIGSTOP does; load",
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            "time.sleep(1000)",
-            "hung: it made no progress for 30 s at .*/one.py:5",
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSEGV)",
-            "was killed by SIGSEGV at .*/one.py:5",
-            marks=pytest.mark.sweep,
-        ),
+        pytest.param("os.kill(os.getpid(), signal.SIGSTOP)",
+            r"was stopped \(state T\), as SIGSTOP does; load", marks=pytest.mark.sweep),
+        pytest.param("time.sleep(1000)", "hung: it made no progress for 30 s at .*/one.py:5",
+            marks=pytest.mark.sweep),
+        pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV at .*/one.py:5",
+            marks=pytest.mark.sweep),
     ],
-)
+)  # fmt: skip
 def test_code_that_ends_the_process_that_loads_it(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(f"import os\nimport signal\nimport time\n\n{line}\n")
     words = ("verify", "--strategy", "one.py:good", *QUICK, "--deadline", "2")

@@ -33,13 +33,10 @@ REPORTS = [
 ]  # fmt: skip
 # Those whose JSON is of another kind.
 OTHERS = {
-    "compare": "distcheck.comparison/1",
-    "explore": "distcheck.explore/1",
-    "train": "distcheck.training/1",
-    "plan": "distcheck.plan/1",
-    "backends": "distcheck.backends/1",
-    "selftest": "distcheck.selftest/1",
-}
+    "compare": "distcheck.comparison/1", "explore": "distcheck.explore/1",
+    "train": "distcheck.training/1", "plan": "distcheck.plan/1",
+    "backends": "distcheck.backends/1", "selftest": "distcheck.selftest/1",
+}  # fmt: skip
 
 
 @needs_all

@@ -26,13 +26,9 @@ WRONG = (
 
 def verify(*names: str, world: int = 2, batch: int = 48, deadline_s: float = 30.0) -> Report:
     return distcheck.verify(
-        [f"{CODE}:{name}" for name in names],
-        world=world,
-        workload=DEFAULT,
-        batch=batch,
-        steps=1,
+        [f"{CODE}:{name}" for name in names], world=world, workload=DEFAULT, batch=batch, steps=1,
         deadline_s=deadline_s,
-    )
+    )  # fmt: skip
 
 
 @functools.cache
@@ -53,19 +49,13 @@ def of(name: str) -> Report:
     ("name", "cases", "said"),
     [
         ("bucket", ["lattice float32", "mlp float32", "mlp float64"], ""),
-        (
-            "through_numpy",
-            ["lattice float32", "mlp float32"],
-            "all of its gradients are representable in float32",
-        ),
+        ("through_numpy", ["lattice float32", "mlp float32"],
+         "all of its gradients are representable in float32"),
         ("gathers_floats", ["lattice float32", "mlp float32"], "pass --dtype float64 to judge it"),
-        (
-            "slices",
-            ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
-            "scalar (0-d) parameters are not judged",
-        ),
+        ("slices", ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
+         "scalar (0-d) parameters are not judged"),
     ],
-)
+)  # fmt: skip
 def test_right_code_of_one_dtype_or_shape_passes(name: str, cases: list[str], said: str) -> None:
     report = of(name).raise_for_verdict()
     assert [f"{c.case.workload} {c.case.dtype}" for c in report.cases] == cases
@@ -103,13 +93,11 @@ def test_float64_that_was_asked_for_is_judged() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "averages",
-            "correct if all ranks have equally many samples (mlp float32 passes with --batch",
-        ),
+        ("averages",
+         "correct if all ranks have equally many samples (mlp float32 passes with --batch"),
         ("sums", "mlp float32 does not pass there either (missing-division)"),
     ],
-)
+)  # fmt: skip
 def test_unequal_shards_fail_and_say_what_equal_ones_do(name: str, said: str) -> None:
     report = verify(name, world=3, batch=49)
     assert report.verdict == "fail"

@@ -20,12 +20,9 @@ from tests.world.test_verify import assert_everything_compared
 FOLDER = ROOT / "examples" / "frameworks"
 BUGS = tomllib.loads((FOLDER / "planted.toml").read_text())["bug"]
 PACKAGES = {
-    "with_accelerate": "accelerate",
-    "with_deepspeed": "deepspeed",
-    "with_fabric": "lightning",
-    "with_fairscale": "fairscale",
-    "with_megatron": "megatron",
-}
+    "with_accelerate": "accelerate", "with_deepspeed": "deepspeed", "with_fabric": "lightning",
+    "with_fairscale": "fairscale", "with_megatron": "megatron",
+}  # fmt: skip
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in PACKAGES if name != "with_deepspeed"),
     *(("with_deepspeed", {"stage": stage}) for stage in range(4)),

@@ -75,16 +75,10 @@ def record(folder: Path, to: str, *, scale: str = "/= 3", factor: float = 1.0, *
     """A run of three ranks with equal shards, in which only the given code differs."""
     write_code(folder, scale=scale, factor=factor)
     distcheck.verify(
-        f"{folder}/my_sync.py:sync",
-        world=3,
-        workload=f"{folder}/my_load.py:Own",
-        dtype="float32",
-        batch=asked.get("batch", 96),
-        seed=asked.get("seed", 0),
-        steps=2,
-        separate=False,
+        f"{folder}/my_sync.py:sync", world=3, workload=f"{folder}/my_load.py:Own", dtype="float32",
+        batch=asked.get("batch", 96), seed=asked.get("seed", 0), steps=2, separate=False,
         save=folder / to,
-    )
+    )  # fmt: skip
     return str(folder / to)
 
 

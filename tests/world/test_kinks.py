@@ -99,13 +99,9 @@ def too_much(model, step):  # type: ignore[no-untyped-def]
 
 def _semantic(strategy: Any, workload: type) -> CheckResult:
     report = distcheck.verify(
-        strategy,
-        world=3,
-        batch=_WHOLE,
-        steps=2,
-        workload=f"{__name__}:{workload.__name__}",
+        strategy, world=3, batch=_WHOLE, steps=2, workload=f"{__name__}:{workload.__name__}",
         dtype="float32",
-    )
+    )  # fmt: skip
     (case,) = report.cases
     (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "full batch float32")]
     return found

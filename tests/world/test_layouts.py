@@ -145,18 +145,15 @@ class TwiceTheFirst(RowParallel):
     ("name", "verdicts", "causes"),
     [
         ("row_parallel", {"outputs": "unknown", "gradients": "unknown", "loss": "unknown"}, []),
-        (
-            f"{__name__}:TwiceTheFirst",
-            {"outputs": "unknown", "gradients": "fail", "loss": "unknown"},
-            ["extra-reduction"],
-        ),
+        (f"{__name__}:TwiceTheFirst",
+         {"outputs": "unknown", "gradients": "fail", "loss": "unknown"}, ["extra-reduction"]),
         sweep(
             f"{__name__}:OffByOne",
             {"outputs": "fail", "gradients": "fail", "loss": "fail"},
             ["wrong-output"],
         ),
     ],
-)
+)  # fmt: skip
 def test_gradients_and_losses_that_cancel_are_not_accused_of_their_rounding(
     name: str, verdicts: dict[str, str], causes: list[str]
 ) -> None:

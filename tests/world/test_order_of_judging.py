@@ -71,11 +71,9 @@ class SeesOthersAtFirst(AtAKink):
 
 
 def judged(
-    pool: Pool,
-    run: CaseRun,
-    parts: list[tuple[int, ...]],
+    pool: Pool, run: CaseRun, parts: list[tuple[int, ...]],
     job: "Job[JudgeRequest, list[CheckResult]]" = JUDGE,
-) -> list[CheckResult]:
+) -> list[CheckResult]:  # fmt: skip
     """Each part by a judge of its own; the results merged in the order of the steps."""
     planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
@@ -155,26 +153,14 @@ def test_a_check_that_trains_would_be_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def saved(
-    pool: Pool,
-    folder: Path,
-    spec: str,
-    workloads: list[str],
-    *,
-    batch: int,
+    pool: Pool, folder: Path, spec: str, workloads: list[str], *, batch: int,
     accept: str | None = None,
-) -> Iterator[CaseRun]:
+) -> Iterator[CaseRun]:  # fmt: skip
     """The cases of a run, with their traces; some of them may fail."""
     distcheck.verify(
-        spec,
-        world=2,
-        workload=workloads,
-        dtype="float32",
-        batch=batch,
-        steps=None if workloads[0] in CELLS else STEPS,
-        accept=accept,
-        separate=False,
-        save=folder,
-    )
+        spec, world=2, workload=workloads, dtype="float32", batch=batch,
+        steps=None if workloads[0] in CELLS else STEPS, accept=accept, separate=False, save=folder,
+    )  # fmt: skip
     for trace in saved_traces(folder):
         fds = read_trace(pool, trace)
         yield run_of(trace.saved, fds)

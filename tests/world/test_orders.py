@@ -26,13 +26,9 @@ SIZES = st.one_of(
 )
 DTYPES = st.sampled_from(["float32", "float64", "float16", "bfloat16"])
 ORDERS = (
-    BackendAllReduce(),
-    BackendReduce(),
-    DDPBuckets(),
-    DDPBuckets(first_mib=0.5, cap_mib=0.5),
-    DDPBuckets(rebuilt_at=None),
-    DDPBuckets(rebuilt_at=2),
-)
+    BackendAllReduce(), BackendReduce(), DDPBuckets(), DDPBuckets(first_mib=0.5, cap_mib=0.5),
+    DDPBuckets(rebuilt_at=None), DDPBuckets(rebuilt_at=2),
+)  # fmt: skip
 EXAMPLES = st.lists(
     st.tuples(SIZES, DTYPES, st.integers(0, 1000), st.sampled_from(["plain", "spread"])),
     min_size=1,
@@ -89,13 +85,9 @@ def vector(elements: int, dtype: torch.dtype, seed: int, how: str) -> torch.Tens
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_calibration_confirms_the_ring_and_ddps_buckets(pool: Pool, world: int) -> None:
     found = calibrate(
-        pool,
-        backend="gloo",
-        world=world,
-        orders=ORDERS,
-        dtypes=("float32", "float64"),
+        pool, backend="gloo", world=world, orders=ORDERS, dtypes=("float32", "float64"),
         deadline_s=30.0,
-    )
+    )  # fmt: skip
     assert found.failures == tuple((order, "") for order in ORDERS)
 
 

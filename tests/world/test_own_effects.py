@@ -183,11 +183,8 @@ def test_an_optimizer_may_be_a_fused_one() -> None:
 
 def test_parameters_may_be_averaged_after_every_step_where_that_is_accepted() -> None:
     asked = {
-        "accept": "local-sgd:1",
-        "steps": 2,
-        "world": 3,
-        "workload": "tests.mutants.small:Small",
-    }
+        "accept": "local-sgd:1", "steps": 2, "world": 3, "workload": "tests.mutants.small:Small",
+    }  # fmt: skip
     assert not _failed(AveragesParameters, **asked)
     found = _failed(AveragesParametersOverTooFew, **asked)
     assert set(found) == {("parameters", "rounding")}

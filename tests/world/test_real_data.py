@@ -29,10 +29,8 @@ def test_vgg11_on_cifar10_goes_end_to_end(tmp_path: Path, strategy: str) -> None
     (case,) = report.cases
     assert {r.verdict for r in case.checks} == {"pass"}
     assert {r.layer for r in case.checks if r.check == "gradients"} == {
-        "bitwise",
-        "rounding",
-        "full batch float32",
-    }
+        "bitwise", "rounding", "full batch float32",
+    }  # fmt: skip
     assert case.case.data == "cifar10"
     assert any("not the published CIFAR-10" in note for note in case.notes)
 

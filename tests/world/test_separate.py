@@ -185,12 +185,9 @@ def test_interpreters_die_with_the_front() -> None:
         "while True: pool.pump(1)\n"
     )
     front = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=dict(os.environ),
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", program], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )
+    )  # fmt: skip
     assert front.stdout is not None
     assert front.stdout.readline() == b"ready\n"
     family = psutil.Process(front.pid).children(recursive=True)

@@ -30,15 +30,9 @@ def gradient_layers(report: Report) -> set[str]:
 
 
 TO_THE_BIT = (
-    "parameter_server",
-    "ring",
-    "reduce_broadcast",
-    "ddp_small_buckets",
-    "ddp_bucket_view",
-    "ddp_static_graph",
-    "ddp_find_unused",
-    "ddp_allreduce_hook",
-)
+    "parameter_server", "ring", "reduce_broadcast", "ddp_small_buckets", "ddp_bucket_view",
+    "ddp_static_graph", "ddp_find_unused", "ddp_allreduce_hook",
+)  # fmt: skip
 
 OPTIONS = ("ddp_small_buckets", "ddp_bucket_view", "ddp_find_unused")  # for the sweep
 

@@ -43,11 +43,9 @@ def test_the_default_run() -> None:
     """
     report = distcheck.verify("allreduce")
     assert [c.case.id for c in report.cases] == [
-        "allreduce-w4-lattice-float32",
-        "allreduce-w4-cnn-float32",
-        "allreduce-w4-composite-float32",
-        "allreduce-w4-composite-float64",
-    ]
+        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
+    ]  # fmt: skip
     assert_everything_compared(report)
     assert report.raise_for_verdict() is report
 
@@ -87,12 +85,9 @@ def test_world_1_says_what_it_cannot_show() -> None:
 
 @settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(
-    world=st.integers(2, 5),
-    batch=st.integers(5, 300),
-    steps=st.integers(1, 5),
-    seed=st.integers(0, 10**6),
-    strategy=st.sampled_from(STRATEGIES),
-)
+    world=st.integers(2, 5), batch=st.integers(5, 300), steps=st.integers(1, 5),
+    seed=st.integers(0, 10**6), strategy=st.sampled_from(STRATEGIES),
+)  # fmt: skip
 def test_any_size_passes(world: int, batch: int, steps: int, seed: int, strategy: str) -> None:
     report = distcheck.verify(
         strategy, world=world, batch=batch, steps=steps, seed=seed, workload=["lattice", SMALL]
@@ -135,13 +130,9 @@ def test_a_failure_is_an_assertion_with_the_report_in_it() -> None:
 def test_an_update_is_judged_by_its_own_rank_alone() -> None:
     """Rank 1's gradient is wrong, ranks 2 and 3 share rank 0's: no update was."""
     report = distcheck.verify(
-        "bench/planted.py:flipped_on_one_rank",
-        workload=SMALL,
-        dtype="float32",
-        batch=64,
-        steps=1,
+        "bench/planted.py:flipped_on_one_rank", workload=SMALL, dtype="float32", batch=64, steps=1,
         variables={"BIT": 22},
-    )
+    )  # fmt: skip
     failed = {r.check for case in report.cases for r in case.checks if r.verdict == "fail"}
     assert failed == {"gradients", "agreement"}
 

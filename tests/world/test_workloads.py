@@ -53,10 +53,8 @@ class Conjugates(CellWorkload):
 
 def test_gradients_that_are_marked_as_conjugates() -> None:
     assert layers(passed(Conjugates, "ddp"), "gradients") == {
-        "bitwise",
-        "rounding",
-        "full batch float32",
-    }
+        "bitwise", "rounding", "full batch float32",
+    }  # fmt: skip
 
 
 class LayerDrop(CellWorkload):

@@ -299,13 +299,10 @@ def test_everything_dies_with_the_front(number: signal.Signals, tmp_path: Path) 
         "while True: pool.pump(1)\n"
     )
     front = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=hear_interrupts,
-    )
+        [sys.executable, "-c", program], cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, preexec_fn=hear_interrupts,
+    )  # fmt: skip
     assert front.stdout is not None
     assert front.stdout.readline() == b"asleep\n"
     assert len(list(tmp_path.glob("*/*/within/file"))) == 6

@@ -82,12 +82,9 @@ class Command:
 
 
 def run(
-    *words: str,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 400,
+    *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 400,
     program: str = "distcheck",
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """As `subprocess.run` of the console script, or of `python -m pytest`, with what it printed as
     text.
     """

@@ -54,13 +54,9 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def wrong(
-    kind: str,
-    cause: str,
-    *,
-    on_gloo: str | None = None,
-    on_mpi: str | None = None,
+    kind: str, cause: str, *, on_gloo: str | None = None, on_mpi: str | None = None,
     schedules: bool = False,
-) -> Callable[[Run], Run]:
+) -> Callable[[Run], Run]:  # fmt: skip
     """Adds a program to the set."""
 
     def add(run: Run) -> Run:

@@ -12,26 +12,16 @@ R, B, N, D, H, Q = "right", "wrong", "refused", "crashes", "hangs", "not tried"
 
 
 def probe(
-    pool: Pool,
-    backend: str,
-    *,
-    ops: str,
-    forms: str = "plain",
-    dtypes: str = "float32",
+    pool: Pool, backend: str, *, ops: str, forms: str = "plain", dtypes: str = "float32",
     deadline_s: float = 30.0,
-) -> dict[str, ProbedCell]:
+) -> dict[str, ProbedCell]:  # fmt: skip
     probes = plan_probes(
         world=3, operations=ops.split(), dtypes=dtypes.split(), forms=forms.split()
     )
     cells, failure = sweep(
-        pool,
-        probes,
-        backend=f"tests.world.bad_backends:{backend}",
-        device="cpu",
-        world=3,
-        deadline_s=deadline_s,
-        on_cell=lambda done: None,
-    )
+        pool, probes, backend=f"tests.world.bad_backends:{backend}", device="cpu", world=3,
+        deadline_s=deadline_s, on_cell=lambda done: None,
+    )  # fmt: skip
     assert not failure
     assert [cell.probe for cell in cells] == probes, "a cell per probe, in order"
     return {cell.probe.name: cell for cell in cells}
@@ -139,12 +129,10 @@ def test_right_is_said_of_what_was_compared(pool: Pool) -> None:
 def test_one_bad_cell_does_not_poison_the_next(pool: Pool) -> None:
     """More refusals than a world has groups: the sweep goes on in fresh worlds, and ends."""
     cells = probe(
-        pool,
-        "refuses",
-        ops="all_reduce broadcast",
+        pool, "refuses", ops="all_reduce broadcast",
         forms="plain async strided transposed one empty sub-group",
         dtypes="float32 int32 bool uint8",
-    )
+    )  # fmt: skip
     verdicts = {cell.probe.operation: set() for cell in cells.values()}
     for cell in cells.values():
         if cell.probe.form != "strided":  # gloo's own broadcast is wrong there
@@ -155,13 +143,9 @@ def test_one_bad_cell_does_not_poison_the_next(pool: Pool) -> None:
 
 def test_a_backend_that_does_not_start_is_named(pool: Pool) -> None:
     cells, failure = sweep(
-        pool,
-        plan_probes(world=2, operations=["broadcast"], dtypes=["float32"], forms=["plain"]),
-        backend="tests.world.bad_backends:fails_to_start",
-        device="cpu",
-        world=2,
-        deadline_s=30.0,
+        pool, plan_probes(world=2, operations=["broadcast"], dtypes=["float32"], forms=["plain"]),
+        backend="tests.world.bad_backends:fails_to_start", device="cpu", world=2, deadline_s=30.0,
         on_cell=lambda done: None,
-    )
+    )  # fmt: skip
     assert cells == []
     assert "RuntimeError: no such interconnect" in failure

@@ -275,15 +275,13 @@ def test_the_plan_holds_every_operation_form_and_dtype_once() -> None:
     [
         ({"world": 1}, "2 to 8 ranks"),
         ({"world": 9}, "2 to 8 ranks"),
-        (
-            {"operations": ["all_redoce"]},
-            r"unknown --op 'all_redoce' \(did you mean all_reduce\?\); known are send_recv",
-        ),
+        ({"operations": ["all_redoce"]},
+         r"unknown --op 'all_redoce' \(did you mean all_reduce\?\); known are send_recv"),
         ({"dtypes": ["float"]}, "unknown --dtype 'float'"),
         ({"forms": ["sideways"]}, "unknown --form 'sideways'"),
         ({"operations": ["send_recv"], "forms": ["async"]}, "select nothing"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_that_cannot_be(asked: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         plan_probes(**{"world": 3, "operations": [], "dtypes": [], "forms": [], **asked})

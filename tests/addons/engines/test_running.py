@@ -98,15 +98,13 @@ def test_reports_that_come_back_are_one(run: Any) -> None:
         (Lost("Ray lost its task: OOM"), "Ray lost its task: OOM"),
         ((2, "", "x\ndistcheck: no such file\n\n"), "its distcheck exited with code 2: dis"),
         ((137, "", ""), "its distcheck exited with code 137: nothing"),
-        (
-            ended(3, digest="e"),
-            "it has a different plan: its files or versions differ from those here",
-        ),
+        (ended(3, digest="e"),
+         "it has a different plan: its files or versions differ from those here"),
         ((0, '{"schema": "distcheck.report/1", "verdict": "pass"}', ""), ""),
         ((0, "[" * 100_000, ""), ""),
     ],
     ids=["lost", "refused", "killed", "another plan", "forged", "deep"],
-)
+)  # fmt: skip
 def test_a_part_without_its_report_is_unknown_with_the_reason(
     run: Any, end: Any, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,20 +145,14 @@ def test_nothing_that_came_back_is_no_verdict(run: Any) -> None:
 @pytest.mark.parametrize(
     ("engine", "error", "said"),
     [
-        (
-            "dask",
-            UsageError,
-            "--on 'dask' is not an engine; expected ray, slurm, or ray://HOST:PORT",
-        ),
-        (
-            "slurm://there",
-            CannotRunError,
-            "Slurm takes no address, because distcheck uses the local sbatch",
-        ),
+        ("dask", UsageError,
+         "--on 'dask' is not an engine; expected ray, slurm, or ray://HOST:PORT"),
+        ("slurm://there", CannotRunError,
+         "Slurm takes no address, because distcheck uses the local sbatch"),
         ("slurm", CannotRunError, "--on slurm needs sbatch, which is not on PATH"),
         ("ray", CannotRunError, "needs ray, which is not installed; run pip install 'distcheck[ra"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_gets_one_sentence(
     engine: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

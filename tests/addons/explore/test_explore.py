@@ -71,13 +71,10 @@ TWICE = Case(
 # (world, number of layers, their marks), of one step of one sample per rank in float32, unless
 # the bug needs something else.
 LEAST = {
-    "only_at_three": (3, 1, set()),
-    "only_at_five": (5, 1, set()),
-    "strided_left_out": (2, 1, {"strided"}),
-    "frozen_forgotten": (1, 2, {"frozen"}),
-    "norms_left_out": (2, 1, set()),
-    "children_alone": (2, 1, set()),
-}
+    "only_at_three": (3, 1, set()), "only_at_five": (5, 1, set()),
+    "strided_left_out": (2, 1, {"strided"}), "frozen_forgotten": (1, 2, {"frozen"}),
+    "norms_left_out": (2, 1, set()), "children_alone": (2, 1, set()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

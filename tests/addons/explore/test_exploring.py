@@ -320,12 +320,10 @@ def test_a_budget(text: str, seconds: float) -> None:
 
 BAD = {
     ("--budget", "5"): "--budget 5 is not a duration; pass a number and s, m or h",
-    ("--budget", "0s"): "--budget 0s is not a duration",
-    ("--budget", "9999h"): "at most 168h",
+    ("--budget", "0s"): "--budget 0s is not a duration", ("--budget", "9999h"): "at most 168h",
     ("--max-cases", "0"): "--max-cases 0 is out of range; it takes 1 to",
     ("--world", "0"): "--world 0 is out of range; it takes 2 to 16",
-    ("--world", "17"): "--world 17 is out of range",
-    ("--steps", "0"): "--steps 0 is out of range",
+    ("--world", "17"): "--world 17 is out of range", ("--steps", "0"): "--steps 0 is out of range",
     ("--seed", "-1"): "--seed -1 is out of range",
     ("--deadline", "0"): "--deadline 0.0 is out of range",
     ("--vary", "bucket"): "--vary 'bucket' is not of the form NAME=VALUE",
@@ -334,7 +332,7 @@ BAD = {
     ("--backend", "simulated:heap"): "unknown order 'heap' of backend simulated",
     ("--loss", "sum"): "unknown loss contract --loss sum",
     ("--json", "/nowhere/x.json"): "--json /nowhere/x.json cannot be written",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", BAD, ids=" ".join)

@@ -28,16 +28,11 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 SIZES = (1, 7, 4099)
 REDUCE: dict[str, Callable[[list[int]], int]] = {
-    "SUM": sum,
-    "PRODUCT": math.prod,
-    "MIN": min,
-    "MAX": max,
-}
+    "SUM": sum, "PRODUCT": math.prod, "MIN": min, "MAX": max,
+}  # fmt: skip
 BITS: dict[str, Callable[[int, int], int]] = {
-    "BAND": int.__and__,
-    "BOR": int.__or__,
-    "BXOR": int.__xor__,
-}
+    "BAND": int.__and__, "BOR": int.__or__, "BXOR": int.__xor__,
+}  # fmt: skip
 
 
 def reducible() -> Iterator[tuple[str, str]]:
@@ -204,14 +199,11 @@ def layouts(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     ledger = Ledger()
     size = 24
     views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "transposed": lambda t: t.view(4, 6).t(),
-        "every other": lambda t: t[::2],
+        "transposed": lambda t: t.view(4, 6).t(), "every other": lambda t: t[::2],
         "column": lambda t: t.view(6, 4)[:, 1],
         "channels last": lambda t: t.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
-        "offset": lambda t: t[5:17],
-        "scalar": lambda t: t[3],
-        "empty": lambda t: t[:0],
-    }
+        "offset": lambda t: t[5:17], "scalar": lambda t: t[3], "empty": lambda t: t[:0],
+    }  # fmt: skip
     for name, view in views.items():
         whole = vector(rank, size, "float32")
         part, expected = view(whole), view(combined(world, size, "float32", "SUM"))

@@ -145,13 +145,10 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
     (tmp_path / "bad.py").write_text(BAD)
     mark = uuid.uuid4().hex
     front = subprocess.Popen(
-        [*COMMAND, "verify", "--strategy", "bad.py:hang", *QUICK, *MPI],
-        cwd=tmp_path,
-        env={**os.environ, "DISTCHECK_MARK": mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=hear_interrupts,
-    )
+        [*COMMAND, "verify", "--strategy", "bad.py:hang", *QUICK, *MPI], cwd=tmp_path,
+        env={**os.environ, "DISTCHECK_MARK": mark}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, preexec_fn=hear_interrupts,
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

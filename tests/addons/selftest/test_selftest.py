@@ -24,11 +24,9 @@ from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
 
 R, S32, AGREE, RERUN = (
-    ("gradients", "rounding"),
-    ("gradients", "full batch float32"),
-    ("agreement", "-"),
+    ("gradients", "rounding"), ("gradients", "full batch float32"), ("agreement", "-"),
     ("rerun", "-"),
-)
+)  # fmt: skip
 
 
 def planted(
@@ -44,13 +42,9 @@ def report(*failed: tuple[str, str], causes: tuple[str, ...] = (), unknown: bool
     verdict = "fail" if failed else "unknown" if unknown else "pass"
     named = tuple(Diagnosis(cause=c, evidence="seen", suggestion="mend") for c in causes)
     case = CaseReport(
-        case=Case(id="one", strategy="s", world=2),
-        strategy_file="",
-        verdict=verdict,
-        outcomes=(),
-        checks=tuple(checks),
-        diagnosis=named,
-    )
+        case=Case(id="one", strategy="s", world=2), strategy_file="", verdict=verdict, outcomes=(),
+        checks=tuple(checks), diagnosis=named,
+    )  # fmt: skip
     return Report(environment={"torch": "2"}, cases=(case,))
 
 
@@ -227,11 +221,9 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
         judge_correct(report(R).cases[0]),
     )
     found = Detection(
-        rows=rows,
-        counts=count(rows, planted=3, correct=1),
-        environment={"torch": "2"},
+        rows=rows, counts=count(rows, planted=3, correct=1), environment={"torch": "2"},
         elsewhere=ZOO.elsewhere,
-    )
+    )  # fmt: skip
     text = "\n".join(shown(found).split("\n"))
     assert "MISSED" in text
     assert "distcheck v" in text

@@ -59,12 +59,9 @@ def test_ctrl_c_shows_the_table_so_far(tmp_path: Path) -> None:
     """The mutant is long done, and some of the strategies, when it comes."""
     front = subprocess.Popen(
         [*COMMAND, "selftest", "-k", "leaves_quietly", "-k", "correct.", "--json", "table.json"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=hear_interrupts,
-    )
+    )  # fmt: skip
     family = psutil.Process(front.pid)
     deadline = time.monotonic() + 100
     seen: set[int] = set()

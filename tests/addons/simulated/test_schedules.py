@@ -111,10 +111,8 @@ def judged(found: object, **more: object) -> tuple[str, str, list[str]]:
         found, ranks=2, digests=lambda bits: [bits.decode()], replay="distcheck verify"
     )
     return (
-        result.verdict,
-        result.reason,
-        [f"{c.cause}: {c.evidence} {c.suggestion}" for c in causes],
-    )
+        result.verdict, result.reason, [f"{c.cause}: {c.evidence} {c.suggestion}" for c in causes],
+    )  # fmt: skip
 
 
 def test_schedules_that_all_come_to_the_same_pass_and_say_how_many() -> None:
@@ -291,26 +289,18 @@ def test_what_was_not_run_is_never_claimed(
 @pytest.mark.parametrize(
     ("covered", "said"),
     [
-        (
-            Covered(most=2, preemptions=2),
-            "all 7 schedules with at most 2 preemptions were bit-identical",
-        ),
-        (
-            Covered(most=1, preemptions=1, buffered=True),
-            "all 7 schedules with at most 1 preemption (each also with buffered sends) were",
-        ),
+        (Covered(most=2, preemptions=2),
+         "all 7 schedules with at most 2 preemptions were bit-identical"),
+        (Covered(most=1, preemptions=1, buffered=True),
+         "all 7 schedules with at most 1 preemption (each also with buffered sends) were"),
         (Covered(most=9, preemptions=4, all=True), "all 7 possible schedules were bit-identical"),
-        (
-            Covered(most=2, preemptions=1, further=3),
-            "7 schedules, which are all with at most 1 preemption and 3 of those with 2",
-        ),
-        (
-            Covered(most=2, preemptions=0, further=7),
-            "7 schedules with at most 1 preemption, not all of",
-        ),
+        (Covered(most=2, preemptions=1, further=3),
+         "7 schedules, which are all with at most 1 preemption and 3 of those with 2"),
+        (Covered(most=2, preemptions=0, further=7),
+         "7 schedules with at most 1 preemption, not all of"),
         (Covered(most=2, preemptions=-1), "7 schedules with at most 1 preemption, not all of them"),
     ],
-)
+)  # fmt: skip
 def test_a_pass_says_which_schedules_were_run(covered: Covered, said: str) -> None:
     usual = ran(Schedule())
     verdict, reason, causes = judged(Searched(usual, usual, 7, 2, covered=covered))

@@ -105,10 +105,8 @@ def test_a_world_larger_than_the_machine_is_judged_as_any_other() -> None:
     assert_everything_compared(report)
     (case,) = report.cases
     assert {r.layer for r in case.checks if r.check == "gradients"} == {
-        "bitwise",
-        "rounding",
-        "full batch float32",
-    }
+        "bitwise", "rounding", "full batch float32",
+    }  # fmt: skip
     assert any("threads of one process" in said for said in report.not_shown)
     assert any("hash seed" in said for said in report.not_shown)
 
@@ -260,16 +258,9 @@ def test_ranks_that_all_wait_are_deadlocked(pool: Pool, name: str, cause: str, s
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "polls",
-        "runs_a_command",
-        "waits_for_futures_out_of_order",
-        "waits_for_futures_in_backward",
-        "trains_until_all_have_ended",
-        "asks_the_store",
-        "asks_for_gloo",
-    ],
-)
+    ["polls", "runs_a_command", "waits_for_futures_out_of_order", "waits_for_futures_in_backward",
+     "trains_until_all_have_ended", "asks_the_store", "asks_for_gloo"],
+)  # fmt: skip
 def test_code_that_asks_in_a_loop_or_runs_a_command_ends(pool: Pool, name: str) -> None:
     outcomes, _ = program(pool, name)
     assert {o.outcome for o in outcomes} == {RankEnd.FINISHED}
@@ -324,23 +315,17 @@ def test_code_may_look_for_a_gpu_and_go_on_without(pool: Pool) -> None:
         ("talks_from_a_pool", "a thread that belongs to no rank calls barrier"),
         ("talks_from_a_thread", "a thread that belongs to no rank calls all_reduce"),
         ("starts_rpc", "it starts RPC, which uses its own threads and sockets at"),
-        (
-            "waits_for_a_while",
-            "the time limit of 2 s passes for recv(from rank 0) of [3] float32 at",
-        ),
-        (
-            "makes_a_group_with_a_limit",
-            "the time limit of 3 s passes for broadcast(root 0) of [3] float32 at",
-        ),
-        (
-            "waits_for_a_key_for_a_while",
-            "the time limit of 2 s passes for the store's keys 0//never at",
-        ),
+        ("waits_for_a_while",
+         "the time limit of 2 s passes for recv(from rank 0) of [3] float32 at"),
+        ("makes_a_group_with_a_limit",
+         "the time limit of 3 s passes for broadcast(root 0) of [3] float32 at"),
+        ("waits_for_a_key_for_a_while",
+         "the time limit of 2 s passes for the store's keys 0//never at"),
         ("makes_a_world_of_its_own", "it calls init_process_group itself"),
         ("defines_an_operator", "it defines operators by torch.library"),
         ("moves_something_else", "all_reduce of a tensor of layout torch.sparse_coo at"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_simulated_is_refused(pool: Pool, name: str, said: str) -> None:
     ranks = start(pool, f"{JOBS}:runs", 4, backend="simulated", program=name)
     run_until_over(pool, ranks)

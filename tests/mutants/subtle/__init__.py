@@ -61,17 +61,10 @@ ALL: list[Subtle] = []
 
 
 def subtle(
-    *,
-    needs: str,
-    witness: str | None = ".witnesses:Kinds",
-    reach: Reach = "default",
-    world: int = 4,
-    steps: int = 2,
-    batch: int = 256,
-    dtype: str | None = "float32",
-    after: str | None = None,
-    exit_code: int = 1,
-) -> Callable[[T], T]:
+    *, needs: str, witness: str | None = ".witnesses:Kinds", reach: Reach = "default",
+    world: int = 4, steps: int = 2, batch: int = 256, dtype: str | None = "float32",
+    after: str | None = None, exit_code: int = 1,
+) -> Callable[[T], T]:  # fmt: skip
     """Registers a mutant. A witness is written ".witnesses:Kinds", or is a workload's name."""
 
     def register(target: T) -> T:
@@ -81,23 +74,14 @@ def subtle(
         if place is not None and place.startswith("."):
             place = package + place
         run = {
-            "world": world,
-            "workload": place,
-            "steps": steps,
-            "batch": batch,
-            "dtype": dtype,
+            "world": world, "workload": place, "steps": steps, "batch": batch, "dtype": dtype,
             "deadline_s": 10.0,
-        }
+        }  # fmt: skip
         found = Subtle(
-            spec=f"{named.__module__}:{named.__qualname__}",
-            group=group,
-            wrong=" ".join(named.__doc__.split("\n\n")[0].split()),
-            needs=needs,
-            reach=reach,
-            witness=None if place is None else run,
-            after=after,
-            exit_code=exit_code,
-        )
+            spec=f"{named.__module__}:{named.__qualname__}", group=group,
+            wrong=" ".join(named.__doc__.split("\n\n")[0].split()), needs=needs, reach=reach,
+            witness=None if place is None else run, after=after, exit_code=exit_code,
+        )  # fmt: skip
         ALL.append(found)
         return target
 

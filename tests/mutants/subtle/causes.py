@@ -208,11 +208,8 @@ CAUSES: dict[str, set[str]] = {
 # and a call that is never waited for, are themselves named there.
 _BUFFER = {"tensor-used-in-flight"}
 WHEN_SIMULATED: dict[str, set[str]] = {
-    "divides_before_it_waits": _BUFFER,
-    "one_buffer_for_all": _BUFFER,
-    "overwrites_what_it_sends": _BUFFER,
-    "waits_for_every_other": _BUFFER,
-    "input_is_reused": _BUFFER,
-    "large_ones_in_the_background": _BUFFER,
+    "divides_before_it_waits": _BUFFER, "one_buffer_for_all": _BUFFER,
+    "overwrites_what_it_sends": _BUFFER, "waits_for_every_other": _BUFFER,
+    "input_is_reused": _BUFFER, "large_ones_in_the_background": _BUFFER,
     "waits_for_the_oldest_when_full": {"work-not-waited", "partial-sync"},
-}
+}  # fmt: skip
