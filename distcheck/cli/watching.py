@@ -18,7 +18,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.provenance import code_files
 from distcheck.records import Case
-from distcheck.records.sources import read_source
+from distcheck.records.decoding import read_source
 from distcheck.reports.live import LiveProgress
 from distcheck.store import earlier_runs
 from distcheck.store.run_folder import DEFAULT_FOLDER

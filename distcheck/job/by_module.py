@@ -24,9 +24,9 @@ from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import WatchedStep, of_rank, unpacked
 from distcheck.records import CaseReport
-from distcheck.records.by_module import ByModule
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32
+from distcheck.records.run_facts import ByModule
 
 # Only failures of these checks that have no explanation are worth a rerun.
 _ABOUT = ("gradients", "clipped gradients", "loss")

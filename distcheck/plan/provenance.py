@@ -16,7 +16,7 @@ from distcheck.plan.source_files import (
     files_of,
 )
 from distcheck.records import Case, Change, ChangeKind
-from distcheck.records.sources import read_source
+from distcheck.records.decoding import read_source
 from distcheck.training import loading
 from distcheck.workloads.cells import place_of
 from distcheck.worlds.remote.secret import shared_secret

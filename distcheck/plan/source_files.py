@@ -12,7 +12,7 @@ from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
-from distcheck.records.sources import parse_source, read_source
+from distcheck.records.decoding import parse_source, read_source
 from distcheck.training.loading import strategy_names
 from distcheck.training.scripts import root_of
 from distcheck.training.sources_only import is_installed as is_installed_file

@@ -16,7 +16,7 @@ from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.request import Request, is_launched
 from distcheck.records import Adaptation, LossName
-from distcheck.records.searches import PlannedSearch
+from distcheck.records.run_facts import PlannedSearch
 
 WORLDS = (2, 3, 4, 5, 6)
 CELL_WORLDS = (4,)

@@ -4,11 +4,11 @@ This module has results and reports: `CheckResult`, `CaseReport`, `Report`. The 
 
     case, case_ids    a request to one strategy in one world; its name
     layers, causes/   the tables of layers and of causes
-    ends, odd_ranks   exit status of ranks, and the rank that differs from the others
+    exit_status, odd_ranks  exit status of ranks, and the rank that differs from the others
     run_facts         facts about a run in addition to its checks
-    posted_calls      calls of ranks; stuck_ranks, schedules: deadlocks, interleavings
+    posted_calls      calls of ranks, deadlocks; schedules: interleavings
     mistakes, expected_events, picture_sums   sensitivity of a pass, required events, pictures
-    decoding, sources     reads files of any origin, with limits
+    decoding          reads files of any origin, with limits
 """
 
 import math
@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from distcheck.errors import CannotRunError, ExitCode, VerdictError
-from distcheck.records.by_module import ByModule
 from distcheck.records.case import EXACT_DTYPES as EXACT_DTYPES
 from distcheck.records.case import MOST_DEADLINE_S as MOST_DEADLINE_S
 from distcheck.records.case import Adaptation as Adaptation
@@ -33,10 +32,10 @@ from distcheck.records.exit_status import Outcome as Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.mistakes import Shown
 from distcheck.records.picture_sums import Aggregates
+from distcheck.records.run_facts import ByModule, PlannedSearch
 from distcheck.records.run_facts import Contents as Contents
+from distcheck.records.run_facts import Explored as Explored
 from distcheck.records.run_facts import Origin as Origin
-from distcheck.records.searches import Explored as Explored
-from distcheck.records.searches import PlannedSearch
 
 VerdictName = Literal["pass", "unknown", "fail"]
 ChangeKind = Literal["code", "machine", "software", "settings", "other"]

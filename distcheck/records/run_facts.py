@@ -1,15 +1,58 @@
-"""Facts about a run in addition to its checks: the contents of a case, and its origin."""
+"""Facts about a run in addition to its checks: compared modules, the contents of a case, the origin
+of a report, and searches for further failures. No torch.
+"""
+
+from typing import Literal
 
 import msgspec
 
-# Text of a rerun in separate interpreters, and of other bits there that are also right.
 from distcheck.records.decoding import Steps, World
 
+# `wrong`: inputs are right, outputs are not; `follows`: neither are; `near`: both are within their
+# bounds, with other bits; `unseen`: in one run only.
+ModuleState = Literal["same", "near", "wrong", "follows", "unseen"]
+
+
+class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A module over its calls in one step of one rank; `error` is the largest distance of an
+    output, or of its gradient, relative to its norm, and `bound` its rounding bound.
+    """
+
+    name: str
+    kind: str
+    state: ModuleState
+    calls: int = 1
+    error: float = 0.0
+    bound: float = 0.0
+
+
+class ByModule(msgspec.Struct, frozen=True, kw_only=True):
+    """All modules at a step: the first step with a wrong one, or else the last.
+
+    first      the sentence on the first wrong module
+    name       of that module; "" for the whole model, or if none is wrong
+    is_found   True if one is wrong
+    compared   compared calls, over all steps and ranks
+    left_out   omitted calls beyond the limit
+    compiled   modules whose inside is not recorded
+    """
+
+    first: str
+    name: str = ""
+    is_found: bool = False
+    step: int = 0
+    rank: int = 0
+    compared: int = 0
+    left_out: int = 0
+    compiled: tuple[str, ...] = ()
+    modules: tuple[ModuleSeen, ...] = ()
+
+
+# Text of a rerun in separate interpreters, and of other bits there that are also right.
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
 # Beginnings of notes about the form in which code was called.
 TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
-# Text of the check `data` if ranks draw equal random numbers, which fails nothing.
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,3 +109,39 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
     commit: str = ""
     clean: bool | None = None
+
+
+class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """A search of the complete plan, and the part that runs it."""
+
+    strategy: str
+    budget_s: float
+    shard: int = 1
+
+
+class Explored(msgspec.Struct, frozen=True, kw_only=True):
+    """The extent of a search for the smallest failure of a strategy (`verify --thorough`). A case
+    that is found is one of the report's cases. A search that was not run does not affect the
+    report's verdict.
+
+    cases, passed, insensitive  cases that ran; that passed; that passed but could not have
+                                revealed every simple mistake
+    found      ids of the report's cases that the search added: the smallest failing case, or
+               those that could not be judged
+    left_out   words that were not drawn, each with the reason
+    reason     why it was not run, or is unknown
+    """
+
+    strategy: str
+    verdict: Literal["pass", "unknown", "fail", "not run"]
+    budget_s: float
+    spent_s: float = 0.0
+    seed: int = 0
+    most_world: int = 0
+    most_steps: int = 0
+    cases: int = 0
+    passed: int = 0
+    insensitive: int = 0
+    found: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    reason: str = ""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distcheck.records.by_module import ByModule
+from distcheck.records.run_facts import ByModule
 
 _DEEPEST = 32  # levels of a tree; deeper modules keep their full name
 _MARKS = {"wrong": "fail", "follows": "unknown", "near": "pass", "same": "pass", "unseen": "unseen"}

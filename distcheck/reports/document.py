@@ -27,10 +27,9 @@ from distcheck.records import (
     SinceGreen,
     VerdictName,
 )
-from distcheck.records.by_module import ByModule
 from distcheck.records.decoding import Count, Int, Steps, World
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import ByModule, Explored
 
 SCHEMA = "distcheck.report/1"
 Entry = TypeVar("Entry", bound=msgspec.Struct)

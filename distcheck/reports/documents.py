@@ -30,7 +30,7 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_shape
 from distcheck.reports.json_report import read_document, totals_of
 

@@ -16,7 +16,7 @@ import msgspec
 from distcheck.errors.shown_text import shown
 from distcheck.records import Origin, PlannedCase, ranks_failed
 from distcheck.records.layers import named
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.reports.document import CaseEntry, Document, decoded
 from distcheck.reports.findings import finding_of, names_of
 

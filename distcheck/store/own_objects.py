@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distcheck.plan import provenance
-from distcheck.records.sources import parse_source
+from distcheck.records.decoding import parse_source
 
 _MOST_IMPORTS = 8  # from one file or name to the next
 _SPECIAL = "__"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distcheck.records.sources import parse_source, read_source
+from distcheck.records.decoding import parse_source, read_source
 from distcheck.training import sources_only
 
 _TRAINS = {"backward", "spawn"}

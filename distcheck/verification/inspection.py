@@ -23,7 +23,7 @@ from distcheck.machine.resources import cores
 from distcheck.plan.source_files import mentions
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
-from distcheck.records.sources import parse_source
+from distcheck.records.decoding import parse_source
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import (
     Ingredients,

@@ -15,7 +15,7 @@ import msgspec
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.records import code_of, verdict_of
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
 from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import OF_A_CELL, check_document

@@ -21,7 +21,7 @@ import msgspec
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.source_files import sources_of
 from distcheck.records import CallSite
-from distcheck.records.sources import parse_source
+from distcheck.records.decoding import parse_source
 
 _MOST_BYTES = 1 << 20  # bytes of a file that is read
 _MOST_LINES, _MOST_TEXT = 4, 80  # lines shown, and characters of each

@@ -12,7 +12,7 @@ import msgspec
 from distcheck.errors import DistcheckError, HelperError, InternalError, RankLostError
 from distcheck.plan.provenance import Provenance, seal_of
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.store import run_folder as store
 from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.run_folder import SavedCase, Store

@@ -9,8 +9,7 @@ reports hold at one instant.
 from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted
-from distcheck.records.stuck_ranks import Wait, why_stuck
+from distcheck.records.posted_calls import Posted, Wait, why_stuck
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, Waits, printable
 

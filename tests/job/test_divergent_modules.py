@@ -15,7 +15,7 @@ from distcheck.judge.divergence.noise_floor import measure
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import WatchedCalls, WatchedStep
-from distcheck.records.by_module import ByModule
+from distcheck.records.run_facts import ByModule
 from tests.job.recordings import chain
 from tests.job.worlds import record
 

@@ -22,7 +22,7 @@ from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import code_digest, provenance_of
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.traces import seal
-from distcheck.records import Case, decoding, sources
+from distcheck.records import Case, decoding
 from distcheck.records.training_runs import read_training
 from distcheck.reports.documents import read_report
 from distcheck.store import run_folder, trust
@@ -101,7 +101,7 @@ def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(decoding, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(guard, "_MOST_BYTES", 1 << 20)
     monkeypatch.setattr(run_folder, "_MOST_CASE_BYTES", 1 << 20)
-    monkeypatch.setattr(sources, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(decoding, "MOST_SOURCE_BYTES", 1 << 20)
     monkeypatch.setattr(decoding, "MOST_VALUES", 1000)
     for name in ("run/cases", "run/traces/case-w2/run-1", "job"):
         (tmp_path / name).mkdir(parents=True)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.records.by_module import ByModule, ModuleSeen
+from distcheck.records.run_facts import ByModule, ModuleSeen
 from distcheck.reports import html_report, json_report
 from distcheck.reports.html_report import breakable
 from distcheck.reports.json_report import as_entries

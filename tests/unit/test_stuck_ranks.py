@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from distcheck.records.stuck_ranks import Wait, cycle_of, why_stuck
+from distcheck.records.posted_calls import Wait, cycle_of, why_stuck
 from tests.unit.test_proofs import message
 
 

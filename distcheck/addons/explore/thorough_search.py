@@ -16,7 +16,7 @@ from distcheck.plan.request import Request
 from distcheck.plan.thorough import ThoroughSearch as Asked
 from distcheck.records import Case, CaseReport
 from distcheck.records.generated_words import EXPLORED_DTYPES
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.worlds.pool import Pool
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from distcheck.addons.simulated.suspicious_calls import SuspiciousCalls
 from distcheck.errors import NotSimulatedError
 from distcheck.records import posted_calls
 from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.records.posted_calls import Wait, waiting_in_words, why_stuck
 from distcheck.records.schedules import Schedule
-from distcheck.records.stuck_ranks import Wait, waiting_in_words, why_stuck
 from distcheck.worlds import step_calls
 from distcheck.worlds.callers import place_of_caller
 

@@ -42,8 +42,8 @@ from distcheck.recordings.jobs.reading import STEMS, JobHeader, JobRecording
 from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops, StepRecord
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records import Difference
-from distcheck.records.by_module import ByModule
 from distcheck.records.divergence import TraceComparison
+from distcheck.records.run_facts import ByModule
 
 _ORDER = ("made", "others", "given")  # by decreasing information
 

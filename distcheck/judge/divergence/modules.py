@@ -29,7 +29,7 @@ from distcheck.judge.divergence.noise_floor import NOISE_FACTOR
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.watched import ModuleCall, WatchedStep
 from distcheck.records import Diagnosis
-from distcheck.records.by_module import ByModule, ModuleSeen, ModuleState
+from distcheck.records.run_facts import ByModule, ModuleSeen, ModuleState
 
 # Heuristic: a module whose inputs are within their bound may amplify their relative error by this
 # factor.

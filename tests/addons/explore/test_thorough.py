@@ -20,7 +20,7 @@ from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.request import Request
 from distcheck.plan.thorough import ThoroughSearch, thorough_extras, widened
 from distcheck.records import Report
-from distcheck.records.searches import Explored
+from distcheck.records.run_facts import Explored
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.document import decoded
 from distcheck.reports.wording import describe_search
