@@ -12,10 +12,9 @@ from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.records import Case
 from distcheck.reports.document import decoded, json_schema
-from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import describe_origin
+from distcheck.reports.findings import describe_origin, screen_of
 from distcheck.reports.json_report import read_document, render
 from distcheck.reports.terminal import console_for
 from distcheck.store import earlier_runs

@@ -22,11 +22,10 @@ from distcheck.plan import cases as plan
 from distcheck.plan.request import Request
 from distcheck.records import Case, Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.training_runs import SCHEMA, TrainedRun, read_training
 from distcheck.reports import json_report, training_report
 from distcheck.reports.files import check_outputs, write_text
 from distcheck.reports.terminal import console_for
-from distcheck.reports.training_report import print_failure
+from distcheck.reports.training_report import SCHEMA, TrainedRun, print_failure, read_training
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification import own_code, preparation
 from distcheck.worlds import root_cause

@@ -29,9 +29,8 @@ from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import changes_for_bits
-from distcheck.recordings.differing import BY_VALUE
+from distcheck.recordings.differing import BY_VALUE, TraceComparison
 from distcheck.records import Case, VerdictName
-from distcheck.records.divergence import TraceComparison
 from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import check_outputs, write_document, write_text

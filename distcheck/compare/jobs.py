@@ -13,12 +13,11 @@ from distcheck.judge.divergence import noise_floor
 from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings, why_not
 from distcheck.judge.divergence.modules import with_module
 from distcheck.plan.provenance import Provenance, changes_for_bits
-from distcheck.recordings.differing import CHOSEN
+from distcheck.recordings.differing import CHOSEN, TraceComparison
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
 from distcheck.recordings.recording import Kind
 from distcheck.records import Case, Change, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
-from distcheck.records.divergence import TraceComparison
 from distcheck.reports.documents import read_report
 
 _NAME = "job"

@@ -3,10 +3,9 @@
 import msgspec
 
 from distcheck.contract import Contract, Training
-from distcheck.recordings.differing import CHOSEN
+from distcheck.recordings.differing import CHOSEN, TraceComparison
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Diagnosis, Origin, VerdictName, merge_verdicts
-from distcheck.records.divergence import TraceComparison
 from distcheck.records.run_facts import ByModule
 from distcheck.worlds.jobs import Job
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.errors.shown_text import shown
+from distcheck.recordings.differing import TraceComparison
 from distcheck.records import (
     Case,
     CaseReport,
@@ -23,7 +24,6 @@ from distcheck.records import (
     Origin,
     Report,
 )
-from distcheck.records.divergence import TraceComparison
 from distcheck.reports.by_module import of_modules, tree
 from distcheck.reports.html_report import page
 from distcheck.reports.json_report import as_document

@@ -17,11 +17,10 @@ from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
 from distcheck.judge.oracles.shares import declared_factor
 from distcheck.machine import numerics, seeds
-from distcheck.recordings.differing import Pair
+from distcheck.recordings.differing import Pair, TraceComparison
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Difference
-from distcheck.records.divergence import TraceComparison
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.worlds.jobs import Descriptors
 from distcheck.worlds.reporter import Reporter

@@ -25,7 +25,7 @@ from distcheck.plan.request import Request
 from distcheck.plan.settings import DTYPES
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName
 from distcheck.records import layers as known_layers
-from distcheck.records.case_ids import as_file_name, is_file_name, name_apart
+from distcheck.records.case import as_file_name, is_file_name, name_apart
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading

@@ -24,7 +24,7 @@ from distcheck.plan.request import Request
 from distcheck.plan.settings import SETTINGS, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
-from distcheck.records.case_ids import digest_of_all, name_apart
+from distcheck.records.case import digest_of_all, name_apart
 from distcheck.records.run_facts import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.worlds.launchers import Launch

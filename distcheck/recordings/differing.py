@@ -1,4 +1,5 @@
-"""Pairs the entries of two recordings of one training, in execution order.
+"""Pairs the entries of two recordings of one training, in execution order, and defines the result
+of their comparison.
 
     initial state, then for each step: sample ids, random numbers, settings, loss, outputs,
     local gradients, exchanged gradients, gradients, and the state after it
@@ -11,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from distcheck.recordings.recording import OF_A_STEP, STATE, Entry, EntryState, Kind, Recording
+from distcheck.records import Difference
 
 INITIAL = "initial state"
 NAMES = {
@@ -96,3 +100,40 @@ def _of_kind(
             first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))
             if EntryState.UNWRITTEN not in (first.state, second.state):
                 yield Pair(what, rank, step, name, first, second, kind, slot, index)
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of differences of one kind, over all steps and ranks."""
+
+    kind: str
+    tensors: int
+    changed: int
+
+
+class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of two traces.
+
+    first        first bitwise difference in execution order; None: there is none
+    kind         its kind: initial state, sample ids, gradients, ...
+    beyond       the place, at that same step, that is worst beyond its bound; None: all within
+    beyond_kind  its kind, for two jobs, whose later steps are judged as well
+    judged       elements at that step for which a bound could be derived
+    not_judged   differing tensors at that step that have a bound, but only digests
+    by_digest    if True, one of the traces has only digests: distances are unknown
+    moments      per kind, the numbers of compared and changed tensors
+    drift        per step, the relative L2 distance of rank 0's parameters after it; empty by digest
+    yardstick    per step, the same distance for a run perturbed by one ULP
+    why_not      why nothing could be compared, or ""
+    """
+
+    first: Difference | None = None
+    kind: str = ""
+    beyond: Difference | None = None
+    beyond_kind: str = ""
+    judged: int = 0
+    not_judged: int = 0
+    by_digest: bool = False
+    moments: tuple[Moment, ...] = ()
+    drift: tuple[float, ...] = ()
+    noise_floor: tuple[float, ...] = ()
+    why_not: str = ""

@@ -2,7 +2,7 @@
 
 This module has results and reports: `CheckResult`, `CaseReport`, `Report`. The others:
 
-    case, case_ids    a request to one strategy in one world; its name
+    case              a request to one strategy in one world, and its name
     layers, causes/   the tables of layers and of causes
     exit_status, odd_ranks  exit status of ranks, and the rank that differs from the others
     run_facts         facts about a run in addition to its checks

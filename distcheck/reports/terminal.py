@@ -3,11 +3,13 @@
 import io
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from itertools import groupby
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import msgspec
+from markupsafe import escape
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -19,7 +21,7 @@ from distcheck.records import CaseReport, CheckResult, Compared, Report, Verdict
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import LAYERS, named, shown_layer
 from distcheck.records.mistakes import SENSITIVITY
-from distcheck.reports import brief
+from distcheck.reports import brief, json_report
 from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import PrintedCauses, print_failure
 from distcheck.reports.wording import (
@@ -263,3 +265,32 @@ def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool,
             soft_wrap=True,
         )
     brief.print_end(report, console, verbose=verbose, cut=cut)
+
+
+_NARROWEST = 60  # columns
+_HEIGHT = 640  # pixels, resizable
+
+
+def screen(report: Report) -> str:
+    """Return the command line's output, in the terminal's width."""
+    if not report.cases:
+        return report.given_up or f"{report.verdict}: no case was judged"
+    width = shutil.get_terminal_size((100, 24)).columns
+    return render_text(report, width=max(width, _NARROWEST)).rstrip("\n")
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Return the parsed `--json` document."""
+    read: dict[str, Any] = msgspec.json.decode(json_report.render_json(report))
+    return read
+
+
+def in_a_cell(report: Report) -> str:
+    """Return the HTML page in a frame that separates its styles from the notebook's; `sandbox`
+    without permissions runs no script, whatever the report's contents.
+    """
+    from distcheck.reports import html_report  # slow import of templates
+
+    page = escape(html_report.render(json_report.as_document(report)))
+    style = f"width: 100%; height: {_HEIGHT}px; border: 0; resize: vertical"
+    return f'<iframe sandbox title="distcheck report" style="{style}" srcdoc="{page}"></iframe>'

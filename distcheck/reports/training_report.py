@@ -1,9 +1,10 @@
-"""The figures of `distcheck train`: on the screen a line per epoch, and how ranks failed; and as a
-page with a table of the runs and their curves.
+"""The figures of `distcheck train`: its document, on the screen a line per epoch and how ranks
+failed, and a page with a table of the runs and their curves.
 """
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,11 +13,54 @@ from rich.text import Text
 
 from distcheck.errors.shown_text import one_line, shown
 from distcheck.records import Case, Outcome
-from distcheck.records.training_runs import TrainedRun
+from distcheck.records.decoding import read_written
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.html_report import page
 from distcheck.reports.pictures import curves
 from distcheck.reports.wrapping import VERDICT, Lines, hanging, print_verdict
+
+SCHEMA = "distcheck.training/1"
+
+
+class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """The training; without a `strategy`, a single process."""
+
+    strategy: str
+    world: int
+    workload: str
+    data: str
+    batch: int
+    seed: int
+    dtype: str
+
+
+class TrainedEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of an epoch; a loss of None is not finite."""
+
+    loss: float | None
+    accuracy: float | None
+    tested: int
+    mean_step_s: float
+    step_losses: tuple[float | None, ...] = ()
+    step_s: tuple[float, ...] = ()
+
+
+class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    schema: str
+    case: TrainedCase
+    epochs: tuple[TrainedEpoch, ...]
+
+
+def read_training(path: Path) -> TrainedRun:
+    """Read a document of `train --json`. Raises UsageError."""
+    return read_written(
+        path, TrainedRun, schema=SCHEMA, name=f"--overlay {path}",
+        why="has no measurements of distcheck train: {error}; pass a file that distcheck train "
+            "--json wrote",
+    )  # fmt: skip
+
 
 _MOST_TRACEBACK = 4  # lines of a rank's
 

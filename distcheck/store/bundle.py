@@ -29,7 +29,7 @@ from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed
 from distcheck.plan.source_files import NO_DIGEST, SourceFile, by_place, sources_of
 from distcheck.records import Case
-from distcheck.records.case_ids import is_file_name
+from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole, read_source
 from distcheck.reports.document import CaseEntry, check_shape
 from distcheck.reports.json_report import read_document

@@ -10,7 +10,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.resources import available_bytes
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.seal import LOAD, TRACES, TraceFilesRequest
-from distcheck.records.case_ids import is_file_name
+from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json
 from distcheck.store.run_folder import SavedCase
 from distcheck.worlds.launch import run_job

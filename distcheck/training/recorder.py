@@ -13,9 +13,8 @@ from distcheck.contract import Batch
 from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.recordings.recording import Kind
-from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.header import StepHeader, lines_of
 from distcheck.recordings.traces.layout import OWNED_BY, TOGETHER, TraceLayout, memory_order
-from distcheck.recordings.traces.lines import lines_of
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
 from distcheck.training.building import can_train, state_tensors, trainable

@@ -3,7 +3,7 @@
 preparation, inspection   data, an inspection of the strategy, calibration
 case_run                  the state of a case: facts, results so far
 session                   runs worlds one after the other, with concurrent judges
-book, verdicts            the report of each case, and of the run
+report_builder, verdicts  the report of each case, and of the run
 followups                 reruns after a known kind of failure
 given_objects             strategies given as objects, and those of a notebook
 merging                   merges the reports of several parts

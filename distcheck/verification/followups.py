@@ -31,7 +31,7 @@ import msgspec
 from distcheck import backends, registry
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
-from distcheck.records.case_ids import as_file_name
+from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.schedules import Searched

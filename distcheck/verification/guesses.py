@@ -19,7 +19,7 @@ import msgspec
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.records import layers as known_layers
-from distcheck.records.case_ids import as_file_name
+from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import Outcome, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import FOUND_AS

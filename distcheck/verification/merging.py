@@ -17,9 +17,9 @@ from distcheck.errors.shown_text import say
 from distcheck.records import code_of, verdict_of
 from distcheck.records.run_facts import Explored
 from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
-from distcheck.reports.document_screen import screen_of
 from distcheck.reports.documents import OF_A_CELL, check_document
 from distcheck.reports.files import check_outputs, damage_said, write_document
+from distcheck.reports.findings import screen_of
 from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here

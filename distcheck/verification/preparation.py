@@ -26,8 +26,8 @@ from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
 from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.recordings.traces.header import room_for_lines
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.recordings.traces.lines import room_for_lines
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import (

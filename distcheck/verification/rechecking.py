@@ -7,7 +7,7 @@ from pathlib import Path
 from distcheck.errors import UsageError
 from distcheck.plan.cases import FALLS_BACK, plan_checks
 from distcheck.records import Case, CaseReport, Report
-from distcheck.records.case_ids import is_file_name
+from distcheck.records.case import is_file_name
 from distcheck.reports.documents import read_report
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
@@ -15,9 +15,8 @@ from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
 from distcheck.verification import preparation, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
-from distcheck.verification.progress import Listener, Silent
 from distcheck.verification.report_builder import nothing_judged, run_of
-from distcheck.verification.session import Session
+from distcheck.verification.session import Listener, Session, Silent
 from distcheck.worlds.pool import Pool
 
 

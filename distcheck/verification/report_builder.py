@@ -18,10 +18,9 @@ from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.run_folder import SavedCase, Store
 from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.contents import not_shown
+from distcheck.verification.contents import not_shown, with_remarks
 from distcheck.verification.followups import FollowUp
-from distcheck.verification.gaps import with_remarks
-from distcheck.verification.progress import NOT_FINISHED
+from distcheck.verification.session import NOT_FINISHED
 from distcheck.worlds.pool import Pool
 
 # Fields that a saved case and a running one have in common.

@@ -30,15 +30,13 @@ from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
-from distcheck.reports import notebook
-from distcheck.reports.terminal import render_failure
+from distcheck.reports import terminal
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
 from distcheck.verification import followups, limits, preparation, verdicts
 from distcheck.verification.case_run import CaseRun, is_separate
 from distcheck.verification.followups import FollowUp
 from distcheck.verification.guesses import Guesses
-from distcheck.verification.progress import Listener, Silent
 from distcheck.verification.report_builder import (
     GivenUpError,
     Interrupted,
@@ -47,7 +45,7 @@ from distcheck.verification.report_builder import (
     nothing_judged,
     reported,
 )
-from distcheck.verification.session import Session
+from distcheck.verification.session import Listener, Session, Silent
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.worlds import turns
 from distcheck.worlds.local import late_compiler
@@ -62,10 +60,10 @@ _USES_COMPILER = (
 )
 
 show_reports_as(
-    failure=render_failure,
-    screen=notebook.screen,
-    page=notebook.in_a_cell,
-    document=notebook.document,
+    failure=terminal.render_failure,
+    screen=terminal.screen,
+    page=terminal.in_a_cell,
+    document=terminal.document,
 )
 
 

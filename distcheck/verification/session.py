@@ -50,7 +50,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
@@ -68,7 +68,6 @@ from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
-from distcheck.verification.progress import Listener, step_in_words, steps_in_words
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
@@ -77,6 +76,48 @@ from distcheck.worlds.rendezvous import Rendezvous
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
+
+NOT_FINISHED = "skipped: this code does not handle missing gradients, which is optional"
+
+
+class Listener(Protocol):
+    """Interface for progress as it happens; a subclass overrides the methods that it needs."""
+
+    def preparing(self, what: str) -> None:
+        return
+
+    def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
+        """Receive every case to run; `before` others were judged in an earlier start of the run."""
+        return
+
+    def progress(self, case: Case, what: str) -> None:
+        return
+
+    def finished(self, case: Case, verdict: str) -> None:
+        """Receive the verdict of a judged case, or NOT_FINISHED."""
+        return
+
+
+class Silent(Listener):
+    """A listener that shows nothing."""
+
+
+def step_in_words(step: int, steps: int, phase: str) -> str:
+    """Return a rank's position: "step 2 of 3, sync". There are phases after the last step, too."""
+    return f"step {step + 1} of {steps}, {phase}" if step < steps else f"all steps done, {phase}"
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Return steps counted from 1: "step 3", "steps 1 to 4"; for none: "the whole run"."""
+    numbers = [step + 1 for step in sorted(steps)]
+    if not numbers:
+        return "the whole run"
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    return f"steps {', '.join(map(str, numbers))}"
+
 
 _LONG_WORLD_S = 2.0  # Heuristic: beyond this, another judging process costs nothing
 _JUDGE_PER_RANK_S = 1.0  # Heuristic: seconds of a core, which the world can have used

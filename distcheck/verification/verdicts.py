@@ -14,7 +14,7 @@ from distcheck.judge.checks.merging import (
     with_excuse,
 )
 from distcheck.judge.diagnosis import state
-from distcheck.judge.diagnosis.precision import rounded_to
+from distcheck.judge.diagnosis.parts import rounded_to
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import (

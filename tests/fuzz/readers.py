@@ -34,14 +34,14 @@ from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.records import OpCall, Ops
 from distcheck.recordings.traces import files
 from distcheck.recordings.traces.reader import TraceReader
-from distcheck.records.training_runs import (
+from distcheck.reports import training_report
+from distcheck.reports.training_report import (
     SCHEMA,
     TrainedCase,
     TrainedEpoch,
     TrainedRun,
     read_training,
 )
-from distcheck.reports import training_report
 from distcheck.store import bundle
 from distcheck.store.earlier_runs import since_last_green
 from distcheck.store.saved_traces import read_trace, saved_traces

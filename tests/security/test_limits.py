@@ -23,8 +23,8 @@ from distcheck.plan.provenance import code_digest, provenance_of
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.traces import seal
 from distcheck.records import Case, decoding
-from distcheck.records.training_runs import read_training
 from distcheck.reports.documents import read_report
+from distcheck.reports.training_report import read_training
 from distcheck.store import run_folder, trust
 from distcheck.store import saved_traces as read_back
 from distcheck.store.bundle import make_bundle, read_replay

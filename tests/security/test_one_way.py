@@ -147,7 +147,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "worlds/jobs.py": "here",
             "verification/preparation.py": "what describes distcheck's own data",
             "verification/own_code.py": "what another machine asks for",
-            "recordings/traces/lines.py": "lines of a trace, of which what is damaged is left out",
+            "recordings/traces/header.py": "lines of a trace, of which what is damaged is left out",
             "workloads/datasets/arrays.py": "what describes distcheck's own data",
             "worlds/call_log.py": "a log, of which what is damaged is left out",
             "addons/simulated/host.py": "what the front asks for",

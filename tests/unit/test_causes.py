@@ -28,7 +28,7 @@ OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, *OF_GRADI
 OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
 OF_VERIFY = [
     *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/exit_status.py",
-    ROOT / "distcheck/verification/gaps.py",
+    ROOT / "distcheck/verification/contents.py",
     *(ROOT / "distcheck/addons/simulated").glob("judged_schedules.py"),
 ]  # fmt: skip
 # Mutants, planted bugs, wrong programs, and mistakes in recordings, guards and machines.

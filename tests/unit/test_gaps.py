@@ -7,9 +7,9 @@ import pytest
 
 from distcheck.records import Adaptation, Case, CaseReport, Contents, Report
 from distcheck.records.run_facts import Use
-from distcheck.reports.next_step import gaps_of, next_step, option_of
+from distcheck.reports.brief import gaps_of, next_step, option_of
 from distcheck.training.loading import look_at
-from distcheck.verification.gaps import remarks_on, with_remarks
+from distcheck.verification.contents import remarks_on, with_remarks
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from distcheck.plan.configuration import Configuration, read_configuration
 from distcheck.plan.costs import rough_s
 from distcheck.plan.matrix import Planned, digest_of, part_of, plan_run, split
 from distcheck.records import Case
-from distcheck.records.case_ids import name_apart
+from distcheck.records.case import name_apart
 from distcheck.worlds.launchers import Launch
 
 SYNC = "def sync(model):\n    pass\n"

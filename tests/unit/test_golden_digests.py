@@ -11,13 +11,13 @@ from distcheck.compare.records import CompareRequest
 from distcheck.compare.records import judge as _judge
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
+from distcheck.recordings.differing import TraceComparison
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.records.divergence import TraceComparison
 
 SHAPE = (3,)
 WEIGHT = TensorSpec(name="weight", shape=SHAPE, dtype="float32")

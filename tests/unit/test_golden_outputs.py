@@ -15,8 +15,8 @@ from torch import nn
 from distcheck.compare.records import CaseComparison, RunsComparison
 from distcheck.compare.screen import KnownCase, as_report, headline, render, render_page
 from distcheck.errors import UsageError
+from distcheck.recordings.differing import Moment, TraceComparison
 from distcheck.records import Case, Change, Difference, Origin
-from distcheck.records.divergence import Moment, TraceComparison
 from distcheck.reports import github, html_report, junit
 from distcheck.training.building import load_initial
 from tests.stored import compare

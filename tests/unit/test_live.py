@@ -8,7 +8,7 @@ from rich.console import Console
 from distcheck.records import Case
 from distcheck.reports import live
 from distcheck.reports.live import LiveProgress
-from distcheck.verification.progress import step_in_words, steps_in_words
+from distcheck.verification.session import step_in_words, steps_in_words
 
 
 class Clock:

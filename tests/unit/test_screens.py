@@ -24,10 +24,10 @@ from distcheck.records import (
 )
 from distcheck.records.causes import APART
 from distcheck.reports import brief, training_report
-from distcheck.reports.document_screen import screen_of
+from distcheck.reports.brief import next_step
 from distcheck.reports.failures import ends_of_ranks
+from distcheck.reports.findings import screen_of
 from distcheck.reports.json_report import document_of, render_json
-from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render, render_text, summarize
 from distcheck.reports.wrapping import wrap
 from tests.stored import compare

@@ -15,9 +15,8 @@ from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import Calibration
 from distcheck.verification import preparation
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.progress import Silent
 from distcheck.verification.report_builder import run_of
-from distcheck.verification.session import Session, steps_of_judges
+from distcheck.verification.session import Session, Silent, steps_of_judges
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distcheck.judge.checks.comparison import bitwise
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
 from distcheck.recordings.traces import files
-from distcheck.recordings.traces.header import StepHeader
+from distcheck.recordings.traces.header import StepHeader, StepLines, room_for_lines
 from distcheck.recordings.traces.layout import (
     BYTES,
     OWNED_BY,
@@ -25,7 +25,6 @@ from distcheck.recordings.traces.layout import (
     steps_written,
     strides_in,
 )
-from distcheck.recordings.traces.lines import StepLines, room_for_lines
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import ModelLayout, TensorSpec

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.train import command
 from distcheck.errors import UsageError
-from distcheck.records.training_runs import SCHEMA, TrainedCase, TrainedEpoch, TrainedRun
-from distcheck.records.training_runs import read_training as read
 from distcheck.reports import training_report
+from distcheck.reports.training_report import SCHEMA, TrainedCase, TrainedEpoch, TrainedRun
+from distcheck.reports.training_report import read_training as read
 from tests import documents
 
 

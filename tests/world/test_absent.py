@@ -10,8 +10,8 @@ from distcheck.contract import Step
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.request import Request
 from distcheck.records import Case, Report
-from distcheck.verification.progress import NOT_FINISHED, Silent
 from distcheck.verification.run import RunOptions, verify_cases
+from distcheck.verification.session import NOT_FINISHED, Silent
 from tests.world.test_verify import assert_everything_compared
 
 

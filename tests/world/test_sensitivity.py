@@ -10,9 +10,9 @@ import pytest
 import distcheck
 from distcheck.records import CheckResult, Report
 from distcheck.records.mistakes import MISTAKES
+from distcheck.reports.brief import next_step
 from distcheck.reports.html_report import render
 from distcheck.reports.json_report import render_json
-from distcheck.reports.next_step import next_step
 from distcheck.reports.terminal import render_text
 
 pytestmark = pytest.mark.usefixtures("no_rerun")

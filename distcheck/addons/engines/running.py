@@ -15,9 +15,9 @@ from distcheck.addons.engines.part import Ended
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.plan.matrix import Planned
+from distcheck.reports.brief import words_without
 from distcheck.reports.files import FORMATS, GITHUB, check_outputs
 from distcheck.reports.live import LiveProgress
-from distcheck.reports.next_step import words_without
 from distcheck.store.origin import command_line
 from distcheck.verification.merging import MatrixPart, join, read_part, show_whole
 from distcheck.worlds import scratch

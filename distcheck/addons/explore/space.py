@@ -16,7 +16,7 @@ from distcheck.plan import cases as plan
 from distcheck.plan.declined import ABSENT, ACCUMULATE
 from distcheck.plan.request import Request
 from distcheck.records import Adaptation, Case, Delay
-from distcheck.records.case_ids import as_file_name
+from distcheck.records.case import as_file_name
 from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     GROUPS,

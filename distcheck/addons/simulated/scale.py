@@ -16,7 +16,7 @@ from distcheck.errors.spelling import did_you_mean
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.request import Request, is_launched
 from distcheck.records import Case
-from distcheck.records.case_ids import name_apart
+from distcheck.records.case import name_apart
 
 WORKLOAD = "mlp:small"  # a trace contains every rank's gradients at every step
 WORLDS = (2, 8, 64, 256)

@@ -15,7 +15,7 @@ cannot fail: it reports if the events that a workload exists for have happened.
 Shared parts:
 
     evidence.py     the input of a check
-    matching.py     one tensor of every rank against one expectation; pairwise.py: two recordings
+    matching.py     one tensor of every rank against one expectation, or a pair of two recordings
     comparison.py   two tensors: bitwise, within a bound, by relative norm
     tally.py        accumulates comparisons, and keeps the worst and the first place
     merging.py      merges the results of one check, and compares them with the required coverage

@@ -5,6 +5,7 @@ and all are counted.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from distcheck.judge.checks.comparison import (
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Bits, Either, Form, Near, Numbers, Within
 from distcheck.judge.oracles.low_rank import Projected, Projection, projected
-from distcheck.recordings.recording import OF_A_STEP, EntryState, Kind
+from distcheck.recordings.differing import Pair
+from distcheck.recordings.recording import OF_A_STEP, Entry, EntryState, Kind, Recording
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import TensorSpec
 
@@ -162,3 +164,64 @@ def _without_tensor(
         actual=actual[state],
         expected=wanted,
     )
+
+
+_WORDS = {
+    EntryState.UNWRITTEN: "not recorded",
+    EntryState.ABSENT: "absent",
+    EntryState.STORED: "there",
+    EntryState.MALFORMED: "of a different shape or dtype",
+}
+
+
+def compare_pair(
+    tally: Tally,
+    pair: Pair,
+    then: Recording,
+    now: Recording,
+    *,
+    name: str,
+    compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise,
+    has_tensors: bool = True,
+) -> int:
+    """Add a pair whose digests differ; return the number of elements compared by value. Without
+    tensors, digests stand for them.
+    """
+    place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
+    if pair.kind is None:
+        reason = f"{name} of rank {pair.rank} at step {pair.step} differed between two runs"
+        actual, expected = _shown(pair.two, pair.one), _shown(pair.one, pair.two)
+        tally.fail(reason, actual=actual, expected=expected, **place)
+        return 0
+    if {pair.one.state, pair.two.state} != {EntryState.STORED}:
+        there, here = _WORDS[pair.one.state], _WORDS[pair.two.state]
+        reason = f"{name} of rank {pair.rank} at step {pair.step} was {there} in one run, {here} in"
+        tally.fail(f"{reason} the other", actual=here, expected=there, **place)
+        return 0
+    found = [
+        recording.tensor(pair.rank, pair.kind, pair.slot, pair.index) if has_tensors else None
+        for recording in (now, then)
+    ]
+    if found[0] is None or found[1] is None:
+        reason = f"{name} of rank {pair.rank} at step {pair.step} has a different digest"
+        tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
+        return 0
+    forms = [f"{one.dtype} {tuple(one.shape)}" for one in found if one is not None]
+    if forms[0] != forms[1]:
+        reason = f"{name} has a different shape or dtype"
+        tally.fail(reason, actual=forms[0], expected=forms[1], **place)
+        return 0
+    comparison = compare(found[0], found[1])
+    tally.add(comparison, **place)
+    return comparison.elements
+
+
+def _shown(value: Any, other: Any = None) -> float | str:
+    """Return the value for a report; for a list as text, only the parts that `other` lacks."""
+    if isinstance(value, Entry):
+        return f"digest {value.digest.hex()[:8]}"
+    if isinstance(value, bytes):
+        return value.hex()[:8]
+    if isinstance(value, str) and isinstance(other, str):
+        return ", ".join(part for part in value.split(", ") if part not in other.split(", "))
+    return value if isinstance(value, float) else "different IDs"

@@ -2,7 +2,7 @@
 
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.pairwise import compare_pair
+from distcheck.judge.checks.matching import compare_pair
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.differing import pairs
 from distcheck.recordings.recording import Kind

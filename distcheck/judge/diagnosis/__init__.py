@@ -5,10 +5,10 @@ A cause is named only if the evidence supports it; a mismatch that no cause expl
 
 Each family has a file: `outcomes` (ranks that did not finish), `state` (data, initial state,
 buffers, optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts`
-(model-parallel worlds), and `gradients`, which combines `weights`, `parts` and `precision`. They
-read plain numbers (`facts`), measured by `observation` in a separate process, and only for failed
+(model-parallel worlds), and `gradients`, which combines `weights` and `parts`. They read plain
+numbers (`measurements`), measured by `observation` in a separate process, and only for failed
 cases: `measuring` and `layout_measuring` measure a step with the help of `measured`,
-`combinations`, `tokens`, `backward` and `updates`; `ways` finds the responsible source line.
+`combinations`, `tokens`, `backward` and `updates`; `source_lines` finds the responsible line.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.judge.diagnosis import exchanging, gradients, layouts, other_causes, outcomes, state
+from distcheck.judge.diagnosis import gradients, layouts, other_causes, outcomes, state
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.source_lines import culprit as culprit
 from distcheck.judge.diagnosis.wording import Failures, where
@@ -71,8 +71,7 @@ def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Di
         moved = failed.get(("parameters", BITWISE))
         moved_at = moved.first.step if moved is not None and moved.first is not None else None
         follows = moved_at is not None and moved_at < facts.layout.step
-        family = exchanging if facts.layout.form else layouts
-        return [] if follows else family.explain(failed, facts.layout)
+        return [] if follows else layouts.explain(failed, facts.layout)
     found = other_causes.lost(facts) or other_causes.of_owners(facts)
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import msgspec
 
-from distcheck.judge.diagnosis import parts, precision, weights
+from distcheck.judge.diagnosis import parts, weights
 from distcheck.judge.diagnosis.combinations import all_parallel, distance
 from distcheck.judge.diagnosis.measurements import Measurements, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import (
@@ -25,7 +25,7 @@ from distcheck.records import Diagnosis
 from distcheck.records.causes import APART, name_cause
 from distcheck.records.odd_ranks import ranks_in_words
 
-FAMILIES: tuple[ModuleType, ...] = (weights, parts, precision)
+FAMILIES: tuple[ModuleType, ...] = (weights, parts)
 
 
 def explain(facts: Measurements) -> list[Diagnosis]:

@@ -1,9 +1,11 @@
-"""Causes of wrong gradients, losses and replicas in a model-parallel layout.
+"""Causes of wrong gradients, losses and replicas in a model-parallel layout, and of wrong gradients
+and results of code that communicates in forward (gathering losses and metrics).
 
 Backward goes from the loss to the inputs, so an error in one layer propagates to earlier layers:
 the cause is searched in the last module with a wrong gradient.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import combinations
 from math import isclose, prod
@@ -16,7 +18,7 @@ from distcheck.judge.diagnosis.measurements import (
     LayoutParameter,
     WrongOutputs,
 )
-from distcheck.judge.diagnosis.wording import Failures, number_text, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.odd_ranks import ranks_in_words
@@ -28,6 +30,8 @@ _APART = "; ranks that read the same samples have different losses"
 
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
+    if facts.form:
+        return _of_exchange(failed, facts)
     if facts.parameters and facts.loss_is_wrong:
         return [_wrong_output(facts)]
     if facts.outputs is not None:
@@ -218,3 +222,105 @@ def _replicas(failed: Failures) -> Diagnosis:
         "every gradient is within its bound, but ranks that hold the same parameter are not "
         f"bit-identical: {where(result)}",
     )
+
+
+def _of_exchange(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
+    checks = {check for check, _ in failed}
+    if facts.form == "metric" and facts.parameters:
+        return [_of_result(facts, facts.parameters[0])]
+    found = list(_exchanged_gradients(facts)) if facts.parameters else []
+    if facts.parameters and facts.loss_is_wrong and not found:
+        found = [_wrong_loss(facts)]
+    if not found and "buffers" in checks:
+        result = next(result for (check, _), result in failed.items() if check == "buffers")
+        evidence = f"{where(result)}differs from the single-process reference on the global batch"
+        found = [name_cause("buffers-differ", evidence, "exchanging")]
+    return found
+
+
+def _world(facts: LayoutFacts) -> int:
+    return prod(size for _, size in facts.axes)
+
+
+def _exchanged_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
+    """Yield one diagnosis per cause, with its parameters."""
+    wrong, place = facts.parameters, f"step {facts.step}"
+    if all(found.unexchanged for found in wrong):
+        also = ", and so is the loss" if facts.loss_is_wrong else ""
+        yield name_cause(
+            "missing-sync",
+            f"{place}: the gradient is the mean of the ranks' local gradients, each from its own "
+            f"samples{also}",
+            "loss",
+        )
+        return
+    by_cause: dict[Diagnosis, list[LayoutParameter]] = defaultdict(list)
+    for found in wrong:
+        if (one := _exchanged_factor(facts, found)) is not None:
+            by_cause[one].append(found)
+    for one, found_in in by_cause.items():
+        names = some_of([found.name for found in found_in])
+        yield msgspec.structs.replace(one, evidence=f"{place}, {names}: {one.evidence}")
+    if by_cause or facts.loss_is_wrong:
+        return
+    names = some_of([found.name for found in wrong])
+    most = max(found.distance for found in wrong)
+    others = len(facts.right) and f", and the gradients of {', '.join(facts.right)} are right"
+    yield name_cause(
+        "wrong-backward-communication",
+        f"{place}, {names}: the loss matches the single-process reference, but the gradient does "
+        f"not: the error is {100 * most:.2g} % of its norm{others or ''}",
+        "loss",
+    )
+
+
+def _exchanged_factor(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis | None:
+    if found.absent:
+        evidence = f"there is no gradient on {ranks_in_words(found.absent)}"
+        return name_cause("missing-gradient", evidence)
+    if found.factor is None:
+        return None
+    times = f"the gradient is {number_text(found.factor)}x the single-process reference"
+    world = _world(facts)
+    if found.is_scaled_by(world):
+        return name_cause("missing-division", f"{times}, the world size", "loss")
+    if found.is_scaled_by(1 / world):
+        return name_cause("double-division", f"{times}, 1 / world size", "loss")
+    return name_cause("wrong-divisor", times, "layout")
+
+
+def _wrong_loss(facts: LayoutFacts) -> Diagnosis:
+    got, right = facts.loss, facts.expected_loss
+    ratio = f", {number_text(got / right)}x the reference" if right else ""
+    return name_cause(
+        "wrong-output",
+        f"step {facts.step}: the loss over all ranks is {number_text(got)}, but "
+        f"{number_text(right)} in the single-process reference{ratio}",
+        "loss",
+    )
+
+
+def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
+    place, world = f"step {facts.step}: compute()", _world(facts)
+    if found.unexchanged:
+        evidence = f"{place} returns on each rank the result of its own samples"
+        return name_cause("missing-sync", evidence, "metric")
+    if found.even:
+        evidence = f"{place} returns the mean of the ranks' results, weighted equally"
+        return name_cause("unweighted-mean", evidence, "metric")
+    if len(found.wrong) < world:
+        evidence = f"{place} returns a different result only on {ranks_in_words(found.wrong)}"
+        return name_cause("wrong-output", evidence, "metric")
+    if found.factor is not None:
+        times = f"{place} returns {number_text(found.factor)}x the single-process result"
+        if found.is_scaled_by(world):
+            return name_cause("missing-division", times, "metric")
+        if found.is_scaled_by(1 / world):
+            return name_cause("double-division", times, "metric")
+        return name_cause("wrong-divisor", times, "metric")
+    where_wrong = f" in {found.region.where}" if found.region is not None else ""
+    evidence = (
+        f"{place} differs from the single-process result{where_wrong}: the error is "
+        f"{100 * found.distance:.2g} % of its norm"
+    )
+    return name_cause("wrong-output", evidence, "metric")

@@ -37,12 +37,11 @@ from distcheck.judge.divergence.noise_floor import (
     tolerance,
 )
 from distcheck.machine.numerics import gamma, unit_roundoff
-from distcheck.recordings.differing import CHOSEN, INITIAL, Pair
+from distcheck.recordings.differing import CHOSEN, INITIAL, Pair, TraceComparison
 from distcheck.recordings.jobs.reading import STEMS, JobHeader, JobRecording
 from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops, StepRecord
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records import Difference
-from distcheck.records.divergence import TraceComparison
 from distcheck.records.run_facts import ByModule
 
 _ORDER = ("made", "others", "given")  # by decreasing information

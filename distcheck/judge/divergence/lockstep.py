@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distcheck.judge.checks.comparison import Comparison, bitwise
-from distcheck.judge.checks.pairwise import compare_pair
+from distcheck.judge.checks.matching import compare_pair
 from distcheck.judge.checks.tally import Tally
-from distcheck.recordings.differing import Pair, pair_of, pairs
+from distcheck.recordings.differing import Moment, Pair, TraceComparison, pair_of, pairs
 from distcheck.recordings.recording import Kind, Recording
 from distcheck.records import Difference
-from distcheck.records.divergence import Moment, TraceComparison
 
 
 class LockstepComparison:

@@ -8,9 +8,8 @@ import torch
 
 from distcheck.machine.shared_tensors import mapped_tensor
 from distcheck.recordings.recording import Entry, EntrySource, EntryState, Kind
-from distcheck.recordings.traces.header import StepHeader, read_header
+from distcheck.recordings.traces.header import StepHeader, StepLines, read_header, read_lines
 from distcheck.recordings.traces.layout import ENTRY, OWNED_BY, TOGETHER, TraceLayout, steps_written
-from distcheck.recordings.traces.lines import StepLines, read_lines
 
 _CPU = torch.device("cpu")
 

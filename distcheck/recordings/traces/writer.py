@@ -8,9 +8,8 @@ import xxhash
 
 from distcheck.machine.shared_tensors import raw_bytes, write_at
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
-from distcheck.recordings.traces.header import StepHeader, write_header
+from distcheck.recordings.traces.header import StepHeader, StepLines, write_header, write_lines
 from distcheck.recordings.traces.layout import ENTRY, NO_DIGEST, TraceLayout
-from distcheck.recordings.traces.lines import StepLines, write_lines
 
 
 class TraceWriter:

@@ -2,8 +2,8 @@
 correct.
 
 A branch on a dtype, a limit on elements, a comparison with a step number: read from the source,
-with the line. `verification/gaps.py` reports those that no case of a run has exercised. A spurious
-hint only costs a line on the screen.
+with the line. `verification/contents.py` reports those that no case of a run has exercised. A
+spurious hint only costs a line on the screen.
 """
 
 import ast
