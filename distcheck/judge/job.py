@@ -3,8 +3,7 @@
 import os
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 
@@ -18,11 +17,10 @@ from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles import expect
 from distcheck.judge.oracles.forms import AfterBatch, GradientForms
 from distcheck.judge.oracles.lattice import HeadroomError
-from distcheck.judge.oracles.references import References
+from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError
-from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
 from distcheck.records.mistakes import Shown
@@ -65,19 +63,17 @@ def judge_trace(
     """
     references = References(ingredients, job.contract, trace)
     evidence = evidence_of(job, ingredients, references, rerun)
-    sittings = [_Sitting(*pair) for pair in job.planned]
+    runs = [CheckRun(*pair) for pair in job.planned]
     for step in sorted(job.steps):
         if reporter is not None:
             reporter.progress(step, "what is expected")
-        expected = expect_step(
-            references, step, [(s.check, s.layer) for s in sittings if s.goes_on]
-        )
-        for sitting in sittings:
-            if reporter is not None and sitting.goes_on:
-                reporter.progress(step, f"check {sitting.check}")
-            sitting.hear(evidence, expected)
-    of_run = [_Sitting(*pair) for pair in job.of_run]
-    return [sitting.conclude(evidence) for sitting in (*sittings, *of_run)]
+        expected = expect_step(references, step, [run.pair for run in runs if run.goes_on])
+        for run in runs:
+            if reporter is not None and run.goes_on:
+                reporter.progress(step, f"check {run.pair[0]}")
+            run.compare_step(evidence, expected)
+    of_run = [CheckRun(*pair) for pair in job.of_run]
+    return [run.conclude(evidence) for run in (*runs, *of_run)]
 
 
 def evidence_of(
@@ -100,63 +96,57 @@ def evidence_of(
     )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expectations at one step, or the errors that prevented them."""
-
-    step: int
-    headers: tuple[StepHeader, ...]
-    what: Mapping[Pair, Any]
-    shown: Mapping[str, tuple[Shown | None, ...]]
-    errors: Mapping[Pair, Exception]
-
-    def of(self, check: str, layer: str) -> Expectation:
-        """Return the expectation for one check and layer, or raise the error that prevented it."""
-        pair = (check, layer)
-        if pair in self.errors:
-            raise self.errors[pair]
-        what = self.what[pair]
-        shown = self.shown[layer] if isinstance(what, GradientForms) else ()
-        return Expectation(step=self.step, headers=self.headers, what=what, shown=shown)
-
-
-def expect_step(references: References, step: int, planned: Sequence[Pair]) -> Expected:
-    """Compute the expectations that the planned checks need at a step, and no more."""
+def expect_step(
+    references: References, step: int, planned: Sequence[Pair]
+) -> dict[Pair, Expectation | Exception]:
+    """Compute the expectations that the planned checks need at a step, and no more; an error takes
+    the place of an expectation that it prevented.
+    """
     at = references.at(step)
     headers = tuple(at.trace.header(rank, step) for rank in range(at.trace.layout.world))
-    what: dict[Pair, Any] = {}
-    errors: dict[Pair, Exception] = {}
+    found: dict[Pair, Expectation | Exception] = {}
     for pair in planned:
         try:
-            what[pair] = expect(*pair, at)
+            found[pair] = Expectation(step=step, headers=headers, what=expect(*pair, at))
         except Exception as error:
-            errors[pair] = error
-    shown: dict[str, tuple[Shown | None, ...]] = {}
-    gradients = {
-        layer: forms for (_, layer), forms in what.items() if isinstance(forms, GradientForms)
-    }
+            found[pair] = error
+    known = {pair: one for pair, one in found.items() if isinstance(one, Expectation)}
+    of_gradients = {p: one for p, one in known.items() if isinstance(one.what, GradientForms)}
     try:
-        if references.mesh is None:
-            shown = sensitivity.of_step(at.trace, step, gradients)
-        elif at.exchanges_itself:
-            after = [forms for forms in what.values() if isinstance(forms, AfterBatch)]
-            moves = any(one.counts for forms in after for one in sensitivity.of_buffers(forms))
-            for layer, forms in gradients.items():
-                found = sensitivity.of_exchange(at.trace.ranks, forms)
-                silent = moves and not any(one.counts for one in found)
-                shown[layer] = (None,) * len(found) if silent else found
-        else:  # a gradient there is no mean of separate local ones
-            shown = dict.fromkeys(gradients, (None,) * len(at.specs))
+        shown = _shown(
+            at,
+            {layer: one.what for (_, layer), one in of_gradients.items()},
+            [one.what for one in known.values() if isinstance(one.what, AfterBatch)],
+        )
+        return found | {p: replace(one, shown=shown[p[1]]) for p, one in of_gradients.items()}
     except Exception as error:
-        errors |= {pair: error for pair, forms in what.items() if isinstance(forms, GradientForms)}
-    return Expected(step, headers, what, shown, errors)
+        return found | dict.fromkeys(of_gradients, error)
 
 
-class _Sitting:
+def _shown(
+    at: AtStep, gradients: Mapping[str, GradientForms], after: Sequence[AfterBatch]
+) -> Mapping[str, tuple[Shown | None, ...]]:
+    """Return the mistakes that comparing gradients would reveal, by layer."""
+    if at.references.mesh is None:
+        return sensitivity.of_step(at.trace, at.step, gradients)
+    nothing = (None,) * len(at.specs)
+    if not at.exchanges_itself:  # a gradient there is no mean of separate local ones
+        return dict.fromkeys(gradients, nothing)
+    moves = any(one.counts for forms in after for one in sensitivity.of_buffers(forms))
+    found = {
+        layer: sensitivity.of_exchange(at.trace.ranks, forms) for layer, forms in gradients.items()
+    }
+    return {
+        layer: nothing if moves and not any(one.counts for one in shown) else shown
+        for layer, shown in found.items()
+    }
+
+
+class CheckRun:
     """One check under one layer, over the job's steps."""
 
     def __init__(self, check: str, layer: str) -> None:
-        self.check, self.layer = check, layer
+        self.pair = check, layer
         self._tally = Tally(check, layer)
         self._kept: list[Expectation] = []
         self._ended: CheckResult | None = None
@@ -166,30 +156,38 @@ class _Sitting:
         """True unless the check itself has raised an error."""
         return self._ended is None
 
-    def hear(self, evidence: Evidence, expected: Expected) -> None:
+    def compare_step(
+        self, evidence: Evidence, expected: Mapping[Pair, Expectation | Exception]
+    ) -> None:
         """Compare one step; checks over all steps keep the expectation until the end."""
         if not self.goes_on:
             return
         try:
-            expectation = expected.of(self.check, self.layer)
-            module = checks.load(self.check)
-            if getattr(module, "OVER_STEPS", False):
+            expectation = expected[self.pair]
+            if isinstance(expectation, Exception):
+                raise expectation
+            if self._is_over_steps:
                 self._kept.append(expectation)
             else:
-                module.compare(replace(evidence, expectations=(expectation,)), self._tally)
+                self._compare(evidence, [expectation])
         except Exception as error:
             self._ended = self._failed(error)
 
     def conclude(self, evidence: Evidence) -> CheckResult:
-        if self.goes_on:
-            try:
-                module = checks.load(self.check)
-                if getattr(module, "OVER_STEPS", False):
-                    kept = replace(evidence, expectations=tuple(self._kept))
-                    module.compare(kept, self._tally)
-            except Exception as error:
-                self._ended = self._failed(error)
+        try:
+            if self.goes_on and self._is_over_steps:
+                self._compare(evidence, self._kept)
+        except Exception as error:
+            self._ended = self._failed(error)
         return self._ended or self._tally.result()
+
+    @property
+    def _is_over_steps(self) -> bool:
+        return bool(getattr(checks.load(self.pair[0]), "OVER_STEPS", False))
+
+    def _compare(self, evidence: Evidence, expectations: Sequence[Expectation]) -> None:
+        with_these = replace(evidence, expectations=tuple(expectations))
+        checks.load(self.pair[0]).compare(with_these, self._tally)
 
     def _failed(self, error: Exception) -> CheckResult:
         if isinstance(error, HeadroomError | NotBoundedError | NotRecordedError):

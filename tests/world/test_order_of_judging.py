@@ -109,7 +109,9 @@ def judge_out_of_order(
         expected = expect_step(references, step, planned)
         order.shuffle(planned)
         for pair in planned:
-            kept[pair][step] = expected.of(*pair)
+            expectation = expected[pair]
+            assert isinstance(expectation, Expectation), expectation
+            kept[pair][step] = expectation
             if not over_steps(pair[0]):
                 parts[pair][step] = compared(evidence, pair, [kept[pair][step]])
     for pair, of_steps in kept.items():
