@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -24,10 +23,9 @@ from distcheck.records import (
     Origin,
     Report,
 )
-from distcheck.reports.by_module import of_modules, tree
-from distcheck.reports.html_report import page
+from distcheck.reports.html_report import page, tree
 from distcheck.reports.json_report import as_document
-from distcheck.reports.wording import describe_place, show
+from distcheck.reports.wording import describe_place, of_modules, show
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
@@ -182,7 +180,7 @@ def _row(case: CaseComparison) -> dict[str, Any]:
     }
     row["lines"] = of_jobs(case)
     found = case.modules
-    row["modules"] = [] if found is None else tree(msgspec.to_builtins(found.modules))
+    row["modules"] = [] if found is None else tree(found.modules)
     row["first_module"] = "" if found is None else found.first
     if first is None:
         return row | {"place": "", "old": "", "new": "", "apart": "", "tensors": ""}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distcheck.judge.diagnosis.step_view import StepView
+from distcheck.judge.diagnosis.measured import StepView
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.machine.numerics import gamma, real_parts, unit_roundoff
 from distcheck.recordings.jobs import sketches

@@ -26,13 +26,13 @@ from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER
 from distcheck.records.mesh import MESH
 from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
-from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import PrintedCauses, by_evidence, ends_of_ranks, failures_alike
 from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import (
     describe_accepted,
     describe_site,
     most_telling_first,
+    of_modules,
     show,
 )
 from distcheck.reports.wrapping import CUT, VERDICT, Lines, print_hanging, print_verdict

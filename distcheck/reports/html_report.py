@@ -8,25 +8,27 @@ All contents of the report are escaped.
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+import msgspec
 from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import shown
+from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, named, shown_layer
+from distcheck.records.run_facts import ModuleSeen
 from distcheck.reports import scale
-from distcheck.reports.by_module import tree
-from distcheck.reports.document import CaseEntry, decoded
+from distcheck.reports.document import CaseEntry, CheckEntry, decoded
 from distcheck.reports.findings import describe_origin
 from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
 from distcheck.reports.pictures import scale as picture
 from distcheck.reports.wording import count, describe_search, describe_site
 
-Document = dict[str, Any]
+View = dict[str, Any]  # of a case or a check, for the template
 
 _MARKS = {"pass": "✓", "fail": "✕", "unknown": "?"}
 _ORDER = ("fail", "unknown", "pass")
@@ -42,41 +44,40 @@ _OPEN_CASES = 3  # a report with at most so many cases shows them in full
 _BAR = 56
 
 
-def render(document: Document) -> str:
+def render(document: Mapping[str, Any]) -> str:
     """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one
     with missing parts.
     """
-    document = shown(document)
-    read, cases = decoded(document), document["cases"]
+    read = decoded(shown(document))
+    cases = read.cases
     few = len(cases) <= _OPEN_CASES
     views = [
         _case_view(
             f"c{at}",
             case,
-            where=describe_site(entry.where or None, entry.strategy_file),
             name=_name(case, cases),
-            opened=few or case["verdict"] != "pass",
-            pictured=len(cases) <= _PICTURED_CASES or case["verdict"] != "pass",
+            opened=few or case.verdict != "pass",
+            pictured=len(cases) <= _PICTURED_CASES or case.verdict != "pass",
         )
-        for at, (case, entry) in enumerate(zip(cases, read.cases, strict=True))
+        for at, case in enumerate(cases)
     ]
-    worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"]["verdict"]))
+    worst_first = sorted(views, key=lambda view: _ORDER.index(view["case"].verdict))
     causes = _causes(worst_first)
     return page(
         "report.html.jinja",
-        document=document,
-        verdict=document["verdict"],
+        document=read,
+        verdict=read.verdict,
         headline=_headline(cases),
         grid=_grid(views),
         code="script" if all(map(_is_job, cases)) else "strategy",
         cases=worst_first,
         causes=causes[:_FIRST_CAUSES],
         more_causes=max(0, len(causes) - _FIRST_CAUSES),
-        environment=_flat(document["environment"]),
-        since_green=document.get("since_green"),
+        environment=_flat(read.environment),
+        since_green=read.since_green,
         origin=describe_origin(read.made),
         searches=list(map(describe_search, read.explored)),
-        scaled=_scaled(read.cases),
+        scaled=_scaled(cases),
     )
 
 
@@ -124,164 +125,163 @@ def breakable(text: object) -> Markup:
     return Markup("".join(found))
 
 
-def _headline(cases: list[Document]) -> str:
-    by_verdict = {name: [c for c in cases if c["verdict"] == name] for name in _MARKS}
+def _headline(cases: Sequence[CaseEntry]) -> str:
+    by_verdict = {name: [c for c in cases if c.verdict == name] for name in _MARKS}
     failed, unknown = by_verdict["fail"], by_verdict["unknown"]
     one = len(cases) == 1
     if not failed and not unknown:
-        accepting = sum(1 for case in cases if case.get("accepted"))
+        accepting = sum(1 for case in cases if case.accepted)
         with_what = f", {accepting} of them with an accepted deviation" if accepting else ""
         passed = "The one case passed" if one else f"All {len(cases)} cases passed"
         return f"{'The job passed' if one and _is_job(cases[0]) else passed}{with_what}."
     parts = [f"{len(failed)} of {len(cases)} cases failed"] if failed else []
     parts += [f"{len(unknown)} of {len(cases)} cases are unknown"] if unknown else []
     first = (failed or unknown)[0]
-    causes = first.get("diagnosis") or []
     name = _name(first, cases)
     text = name if one else f"{', '.join(parts)}. First: {name}"
-    if causes:
-        return f"{text}: {causes[0]['cause']}."
-    reason = next((c["reason"] for c in first["checks"] if c["verdict"] == first["verdict"]), "")
+    if first.diagnosis:
+        return f"{text}: {first.diagnosis[0].cause}."
+    reason = next((check.reason for check in first.checks if check.verdict == first.verdict), "")
     return f"{text}: {reason or 'see below'}."
 
 
-def _is_job(case: Document) -> bool:
+def _is_job(case: CaseEntry) -> bool:
     """Return True for a whole job, which has a script and no settings of a case."""
-    return bool(case["workload"] == "job")
+    return case.workload == "job"
 
 
-def _name(case: Document, among: list[Document]) -> str:
-    several = len({other["backend"] for other in among}) > 1
-    where = f", {case['backend']}" if several else ""
+def _name(case: CaseEntry, among: Sequence[CaseEntry]) -> str:
+    several = len({other.backend for other in among}) > 1
+    where = f", {case.backend}" if several else ""
     if _is_job(case):
-        return f"{case['strategy']}, {case['world']} rank{'s' * (case['world'] != 1)}{where}"
-    return f"{case['strategy']}, world {case['world']}{where}, {case['workload']} {case['dtype']}"
+        return f"{case.strategy}, {case.world} rank{'s' * (case.world != 1)}{where}"
+    return f"{case.strategy}, world {case.world}{where}, {case.workload} {case.dtype}"
 
 
-def _grid(views: list[Document]) -> Document:
+def _grid(views: list[View]) -> View:
     columns: dict[tuple[str, str], None] = {}
-    rows: dict[tuple[str, int, str], dict[tuple[str, str], list[Document]]] = {}
+    rows: dict[tuple[str, int, str], dict[tuple[str, str], list[View]]] = {}
     for view in views:
-        case = view["case"]
-        column = (case["workload"], case["dtype"])
-        where = case["backend"] + (f", {case['device']}" if case["device"] != "cpu" else "")
+        case: CaseEntry = view["case"]
+        column = (case.workload, case.dtype)
+        where = case.backend + (f", {case.device}" if case.device != "cpu" else "")
         columns[column] = None
-        row = rows.setdefault((case["strategy"], case["world"], where), {})
+        row = rows.setdefault((case.strategy, case.world, where), {})
         row.setdefault(column, []).append(view)
     return {"columns": list(columns), "rows": rows}
 
 
-def _case_view(
-    anchor: str, case: Document, *, name: str, where: str, opened: bool, pictured: bool
-) -> Document:
-    failed = [c for c in case["checks"] if c["verdict"] == "fail"]
+def _case_view(anchor: str, case: CaseEntry, *, name: str, opened: bool, pictured: bool) -> View:
+    failed = [check for check in case.checks if check.verdict == "fail" and check.first]
+    first = earliest_failure(failed)
     return {
         "anchor": anchor,
         "case": case,
         "name": name,
         "is_job": _is_job(case),
         "opened": opened,
-        "first": (first := _first(failed)),
-        "first_name": named(first["check"], first["layer"]) if first else "",
-        "where": where,
-        "reasons": _reasons(case["checks"]),
-        "checks": [_check_view(check) for check in case["checks"]],
+        "first": first,
+        "first_name": named(first.check, first.layer) if first else "",
+        "where": describe_site(case.where or None, case.strategy_file),
+        "reasons": _reasons(case.checks),
+        "checks": [_check_view(check) for check in case.checks],
         "pictured": pictured,
         "pictures": list(_pictures(anchor, case)) if pictured else [],
-        "elements": _elements(_of_the_cause(case["checks"])),
+        "elements": _elements(case.checks),
         "legend": [
             (name, layer.about)
             for name, layer in LAYERS.items()
-            if any(check["layer"] == name for check in case["checks"])
+            if any(check.layer == name for check in case.checks)
         ],
-        "alike": _alike(case["checks"]),
-        "modules": tree(case["modules"]["modules"]) if case.get("modules") else [],
-        "logs": [o for o in case["outcomes"] if o["outcome"] != RankEnd.FINISHED],
-        "finished": [o["rank"] for o in case["outcomes"] if o["outcome"] == RankEnd.FINISHED],
+        "alike": _alike(case.checks),
+        "modules": tree(case.modules.modules) if case.modules else [],
+        "logs": [o for o in case.outcomes if o.outcome != RankEnd.FINISHED],
+        "finished": [o.rank for o in case.outcomes if o.outcome == RankEnd.FINISHED],
     }
 
 
-def _causes(views: list[Document]) -> list[Document]:
+def _causes(views: list[View]) -> list[View]:
     """Return each cause once with its cases, in page order."""
-    found: dict[str, Document] = {}
+    found: dict[str, View] = {}
     for view in views:
-        for one in view["case"]["diagnosis"]:
-            entry = found.setdefault(one["cause"], {**one, "views": []})
+        for one in view["case"].diagnosis:
+            entry = found.setdefault(one.cause, {**msgspec.structs.asdict(one), "views": []})
             if view not in entry["views"]:
                 entry["views"].append(view)
     return list(found.values())
 
 
-def _first(failed: list[Document]) -> Document | None:
-    """Return the failed check that diverges first; ties go to the order of the checks."""
-    found = [check for check in failed if check.get("first")]
-    return min(found, key=lambda check: int(check["first"]["step"]), default=None)
-
-
-def _reasons(checks: list[Document]) -> list[tuple[str, str, str]]:
+def _reasons(checks: Sequence[CheckEntry]) -> list[tuple[str, str, str]]:
     """Return verdict, names and reason: one entry for all checks with equal reasons."""
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
-        if check["reason"]:
-            name = named(check["check"], check["layer"])
-            names.setdefault((check["verdict"], check["reason"]), []).append(name)
+        if check.reason:
+            name = named(check.check, check.layer)
+            names.setdefault((check.verdict, check.reason), []).append(name)
     found = [(verdict, ", ".join(who), reason) for (verdict, reason), who in names.items()]
     return sorted(found, key=lambda entry: _ORDER.index(entry[0]))
 
 
-def _check_view(check: Document) -> Document:
-    compared = check["compared"]
+def _check_view(check: CheckEntry) -> View:
+    compared = msgspec.structs.asdict(check.compared)
     parts = [
         f"{count(compared[what])} {what if compared[what] != 1 else what[:-1]}"
         for what in ("tensors", "ranks", "steps", "elements")
         if compared[what]
     ]
-    shown_as = {"layer_name": shown_layer(check["layer"]), "compared_text": ", ".join(parts)}
-    return {**check, **shown_as, **_worst(check)}
+    text, bar = _worst(check)
+    return {
+        "check": check.check,
+        "verdict": check.verdict,
+        "layer_name": shown_layer(check.layer),
+        "compared_text": ", ".join(parts),
+        "worst_text": text,
+        "bar": bar,
+    }
 
 
-def _worst(check: Document) -> Document:
+def _worst(check: CheckEntry) -> tuple[str, float | None]:
     """Return the worst error against its bound: as text, and as a bar if it is within."""
-    worst = check["worst"]
+    worst = check.worst
     if worst is None:
-        same = check["verdict"] == "pass" and check["compared"]["elements"]
-        return {"worst_text": "identical" if same else "", "bar": None}
-    if worst["unit"] == "":
-        return {"worst_text": "", "bar": None}
-    error, bound = float(worst["error"]), float(worst["bound"])
+        same = check.verdict == "pass" and check.compared.elements
+        return "identical" if same else "", None
+    if worst.unit == "":
+        return "", None
+    error, bound = float(worst.error), float(worst.bound)
     if bound == 0:
-        return {"worst_text": f"{error:.2g} over 0", "bar": None}
+        return f"{error:.2g} over 0", None
     share = error / bound
     words = f"{error:.1e} {'of' if share <= 1 else 'over'} {bound:.1e}"
-    words += " (L2)" if worst["unit"] == "L2 norm" else ""
-    return {"worst_text": words, "bar": round(_BAR * share, 1) if share <= 1 else None}
+    words += " (L2)" if worst.unit == "L2 norm" else ""
+    return words, round(_BAR * share, 1) if share <= 1 else None
 
 
-def _pictures(anchor: str, case: Document) -> Iterator[Picture]:
+def _pictures(anchor: str, case: CaseEntry) -> Iterator[Picture]:
     made = (f"{anchor}-p{number}" for number in range(10**6))
-    checks = case["checks"]
-    drawn = timeline.draw(next(made), case["outcomes"])
+    checks = case.checks
+    drawn = timeline.draw(next(made), case.outcomes)
     if drawn is not None:
         yield drawn
     for check in checks:
         if _has_map(check, "bound"):
             yield heat.draw_bound(next(made), check)
     for check in checks:
-        if _has_map(check, "bits") and (_differs(check) or check["check"] == "gradients"):
+        if _has_map(check, "bits") and (_differs(check) or check.check == "gradients"):
             yield heat.draw_bits(next(made), check)
-    with_loss = [check for check in checks if check.get("loss")]
+    with_loss = [check for check in checks if check.loss]
     if with_loss:
-        full = [check for check in with_loss if check["layer"] in (IN_FLOAT32, IN_FLOAT64)]
+        full = [check for check in with_loss if check.layer in (IN_FLOAT32, IN_FLOAT64)]
         yield losses.draw(next(made), (full or with_loss)[-1])
     for check in checks:
-        if check["check"] == "gradients" and histogram.shows_something(check):
+        if check.check == "gradients" and histogram.shows_something(check):
             yield histogram.draw(next(made), check)
     for check in checks:
-        if check.get("digests"):
-            yield agreement.draw(next(made), check)
+        if check.digests:
+            yield agreement.draw(next(made), check.digests)
 
 
-def _scaled(cases: list[CaseEntry]) -> list[Picture]:
+def _scaled(cases: Sequence[CaseEntry]) -> list[Picture]:
     """Return a picture of error against world size per order; those of a strategy share axes."""
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
@@ -296,53 +296,45 @@ def _scaled(cases: list[CaseEntry]) -> list[Picture]:
     ]
 
 
-def _has_map(check: Document, kind: str) -> bool:
-    found = check.get("map")
-    if not found:
-        return False
-    return bool(found["kind"] == kind and found["steps"])
+def _has_map(check: CheckEntry, kind: str) -> bool:
+    return bool(check.map and check.map.kind == kind and check.map.steps)
 
 
-def _differs(check: Document) -> bool:
-    return any("x" in row for row in check["map"]["rows"])
+def _differs(check: CheckEntry) -> bool:
+    return bool(check.map and any("x" in row for row in check.map.rows))
 
 
-def _alike(checks: list[Document]) -> list[str]:
+def _alike(checks: Sequence[CheckEntry]) -> list[str]:
     """Return checks whose bits were all equal: listed, not drawn."""
     return [
-        named(check["check"], check["layer"])
+        named(check.check, check.layer)
         for check in checks
-        if _has_map(check, "bits") and not _differs(check) and check["check"] != "gradients"
+        if _has_map(check, "bits") and not _differs(check) and check.check != "gradients"
     ]
 
 
-def _of_the_cause(checks: list[Document]) -> list[Document]:
-    """Return the failed checks that no other explains, each with its elements at the first wrong
+def _elements(checks: Sequence[CheckEntry]) -> list[View]:
+    """Return the worst elements of the failed checks that no other explains, at the first wrong
     step: later ones may be consequences.
     """
-    failed = [check for check in checks if check["verdict"] == "fail"]
-    own = [check for check in failed if _FOLLOWS not in check["reason"]]
-    if not any(check.get("elements") for check in own):
-        return failed if any(check.get("elements") for check in failed) else checks
-    first = min(e["step"] for check in own for e in check.get("elements", []))
-    return [
-        {**check, "elements": [e for e in check.get("elements", []) if e["step"] == first]}
-        for check in own
+    failed = [check for check in checks if check.verdict == "fail"]
+    own = [check for check in failed if _FOLLOWS not in check.reason and check.elements]
+    taken = own or [check for check in failed if check.elements] or checks
+    first = min((e.step for check in own for e in check.elements or ()), default=None)
+    at_first = [
+        (check, [e for e in check.elements or () if first in (None, e.step)]) for check in taken
     ]
-
-
-def _elements(checks: list[Document]) -> list[Document]:
     return [
         {
-            **element,
-            "check": check["check"],
-            "layer": shown_layer(check["layer"]),
-            "actual_text": _digits(element["actual"], element["actual_bits"]),
-            "expected_text": _digits(element["expected"], element["actual_bits"]),
+            **msgspec.structs.asdict(element),
+            "check": check.check,
+            "layer": shown_layer(check.layer),
+            "actual_text": _digits(element.actual, element.actual_bits),
+            "expected_text": _digits(element.expected, element.actual_bits),
         }
-        for check in checks
-        for element in check.get("elements", [])[:_ELEMENTS]
-        if element["index"] or element["actual_bits"]
+        for check, elements in at_first
+        for element in elements[:_ELEMENTS]
+        if element.index or element.actual_bits
     ]
 
 
@@ -351,7 +343,7 @@ def _digits(value: float | str, bits: str) -> str:
     return value if isinstance(value, str) else f"{value:.{17 if len(bits) > 8 else 9}g}"
 
 
-def _flat(environment: Document, prefix: str = "") -> list[tuple[str, str]]:
+def _flat(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in environment.items():
         if isinstance(value, dict):
@@ -359,3 +351,66 @@ def _flat(environment: Document, prefix: str = "") -> list[tuple[str, str]]:
         else:
             found.append((prefix + name, str(value)))
     return found
+
+
+_DEEPEST = 32  # levels of a tree; deeper modules keep their full name
+_TONES = {"wrong": "fail", "follows": "unknown", "near": "pass", "same": "pass", "unseen": "unseen"}
+_STATES = {
+    "wrong": "inputs match, outputs do not",
+    "follows": "differs because its inputs or incoming gradients differ",
+    "near": "matches within rounding",
+    "same": "bit-identical",
+    "unseen": "not compared",
+}
+
+
+class Node(NamedTuple):
+    """A module in the tree, with its submodules; `opened` if one of all these is wrong."""
+
+    name: str
+    tone: str
+    said: str
+    kind: str
+    opened: bool
+    within: "list[Node]"
+
+
+def tree(modules: Sequence[ModuleSeen]) -> list[Node]:
+    """Return the module tree, by dotted names."""
+    return _nodes("", {one.name: one for one in modules}, [one.name for one in modules])
+
+
+def _nodes(
+    above: str, by_name: Mapping[str, ModuleSeen], names: Sequence[str], depth: int = 0
+) -> list[Node]:
+    """Return the nodes directly below a name, given all `names` below it."""
+    start = f"{above}." if above else ""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        rest = name.removeprefix(start)
+        part = rest.partition(".")[0] if depth < _DEEPEST else rest
+        found.setdefault(part, []).append(name)
+    nodes = []
+    for part, inner in sorted(found.items(), key=lambda item: item[0] != ""):
+        full = f"{start}{part}"
+        below = [name for name in inner if name != full]
+        within = _nodes(full, by_name, below, depth + 1) if part else []
+        one = by_name.get(full)
+        tone = "unseen" if one is None else _TONES[one.state]
+        nodes.append(
+            Node(
+                name=part or "the model",
+                tone=tone,
+                said="" if one is None else _describe(one),
+                kind="" if one is None else one.kind,
+                opened=tone == "fail" or any(node.opened for node in within),
+                within=within,
+            )
+        )
+    return nodes
+
+
+def _describe(one: ModuleSeen) -> str:
+    times = f", {one.calls} calls" if one.calls > 1 else ""
+    far = f", {one.error:.1e} of {one.bound:.1e}" if one.error else ""
+    return f"{_STATES[one.state]}{far}{times}"

@@ -22,7 +22,6 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import LAYERS, named, shown_layer
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief, json_report
-from distcheck.reports.by_module import of_modules
 from distcheck.reports.failures import PrintedCauses, print_failure
 from distcheck.reports.wording import (
     STYLE,
@@ -33,6 +32,7 @@ from distcheck.reports.wording import (
     describe_sensitivity,
     describe_worst,
     most_telling_first,
+    of_modules,
 )
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_trimmed, print_verdict
 

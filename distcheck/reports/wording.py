@@ -14,6 +14,7 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.records.mistakes import SENSITIVITY, Shown, describe, scales
+from distcheck.records.run_facts import ByModule
 
 STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow", "fail": "bold red"}
 
@@ -60,6 +61,20 @@ def describe_worst(result: CheckResult) -> str:
     relation = "of" if share <= 1 else "over"
     unit = " (L2)" if worst.unit == "L2 norm" else ""
     return f"{float(worst.error):.1e} {relation} {float(worst.bound):.1e}{unit}"
+
+
+def of_modules(found: ByModule) -> str:
+    """Return the sentence on the first wrong module, and on modules that were not recorded."""
+    said = [found.first]
+    if found.compiled:
+        names = ", ".join(name or "the model" for name in found.compiled[:3])
+        more = f" and {len(found.compiled) - 3} more" if len(found.compiled) > 3 else ""
+        said.append(
+            f"modules inside {names}{more} were not recorded, because torch.compile compiled them"
+        )
+    if found.left_out:
+        said.append(f"{found.left_out} further module calls of a step were not recorded")
+    return "; ".join(said)
 
 
 def describe_accepted(allowance: Allowance) -> str:

@@ -16,8 +16,10 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.records import Compared
 from distcheck.records.run_facts import ByModule, ModuleSeen
 from distcheck.reports import html_report, json_report
+from distcheck.reports.document import CheckEntry, HistogramEntry, LossesEntry, decoded
 from distcheck.reports.html_report import breakable
 from distcheck.reports.json_report import as_entries
 from distcheck.reports.pictures import histogram, losses
@@ -401,8 +403,8 @@ def test_worst_elements_are_those_of_the_cause() -> None:
         documents.check("parameters", "bitwise", "fail", follows, first=at, reason=note),
     )
     report = msgspec.structs.replace(report, checks=checks)
-    (case,) = documents.document(report)["cases"]
-    view = html_report._case_view("c0", case, name="a", where="", opened=True, pictured=False)
+    (case,) = decoded(documents.document(report)).cases
+    view = html_report._case_view("c0", case, name="a", opened=True, pictured=False)
     assert [element["parameter"] for element in view["elements"]] == [documents.VGG11[1]]
 
 
@@ -413,11 +415,16 @@ def test_a_legend_says_what_the_layers_of_the_page_are() -> None:
     assert "<dt>full batch float64</dt>" not in markup, "no check of the page has it"
 
 
+def entry(check: str, layer: str, **entries: Any) -> CheckEntry:
+    return CheckEntry(
+        check=check, layer=layer, verdict="pass", compared=Compared(), reason="", **entries
+    )
+
+
 @pytest.mark.parametrize(("off", "kind"), [(0.0, "within"), (1e-5, "off")])
 def test_a_loss_within_its_bound_is_not_drawn_as_an_error(off: float, kind: str) -> None:
     result = documents.check("loss", "full batch float32", sums=documents.losses(4, 3, off=off))
-    loss = msgspec.to_builtins(as_entries(result)["loss"])
-    svg = losses.draw("p", {"check": "loss", "layer": "full batch float32", "loss": loss}).svg
+    svg = losses.draw("p", entry("loss", "full batch float32", **as_entries(result))).svg
     assert f'class="{kind}"' in svg
     assert (kind == "off") == ("#c2302e" in svg)
 
@@ -425,8 +432,8 @@ def test_a_loss_within_its_bound_is_not_drawn_as_an_error(off: float, kind: str)
 def test_the_lines_of_ranks_are_labeled_where_there_is_room() -> None:
     def texts(ends: list[float]) -> list[str]:
         ranks = [[1.0, end] for end in ends]
-        found = {"steps": [0, 1], "ranks": ranks, "mean": [1, 1], "expected": [1, 1]}
-        check = {"check": "loss", "layer": "bitwise", "loss": {**found, "bound": [0, 0]}}
+        loss = LossesEntry(steps=[0, 1], ranks=ranks, mean=[1, 1], expected=[1, 1], bound=[0, 0])
+        check = entry("loss", "bitwise", loss=loss)
         return re.findall(r">(\d)</text>", losses.draw("p", check).svg.partition("mean - ref")[2])
 
     assert texts([1.0, 2.0, 3.0]) == ["2", "1", "0"]
@@ -434,8 +441,8 @@ def test_the_lines_of_ranks_are_labeled_where_there_is_room() -> None:
 
 
 def test_the_histogram_has_its_axes() -> None:
-    ulp = {"bins": {"-1": 10, "0": 100_000, "3": 1}, "nonfinite": 0}
-    svg = histogram.draw("p", {"check": "gradients", "layer": "rounding", "ulp": ulp}).svg
+    ulp = HistogramEntry(bins={"-1": 10, "0": 100_000, "3": 1})
+    svg = histogram.draw("p", entry("gradients", "rounding", ulp=ulp)).svg
     found = re.findall(r">([^<>]+)</text>", svg)
     assert {"1", "10", "100", "1,000", "10,000", "100,000"} <= set(found)
     assert {"elements", "ULP from expected", "below expected", "above"} <= set(found)

@@ -4,13 +4,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import outside_the_majority, usual
+from distcheck.reports.document import DigestsEntry
 from distcheck.reports.pictures import agreement, timeline
 
 Known = dict[str, Any]
@@ -38,7 +38,7 @@ def rank(
 def both(*ranks: Outcome) -> tuple[str, str]:
     """What the diagnosis and the picture say."""
     (found,) = outcomes.explain(ranks)
-    picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
+    picture = timeline.draw("p", ranks)
     assert picture is not None
     return f"{found.cause}: {found.evidence}", picture.says
 
@@ -65,7 +65,7 @@ def test_one_to_one_is_a_tie_and_accuses_neither(received: int) -> None:
     assert said.endswith("; the groups are equally large, so it is unknown which is wrong")
     assert shown.endswith("; the groups are equally large, so it is unknown which is wrong.")
     assert "wrong size on rank" not in said
-    picture = timeline.draw("p", [msgspec.to_builtins(outcome) for outcome in ranks])
+    picture = timeline.draw("p", ranks)
     assert picture is not None
     assert [row[0] for row in picture.table.rows if row[3] == "differs"] == ["0", "1"]
 
@@ -149,11 +149,11 @@ def test_majorities() -> None:
 
 def test_agreement_of_two_ranks_is_a_tie() -> None:
     digests = {"steps": [0], "ranks": 2, "kinds": {"gradient": ["0=aa 1=bb"]}}
-    picture = agreement.draw("p", {"digests": digests})
+    picture = agreement.draw("p", DigestsEntry(**digests))
     assert "there are 2 versions, and no version is held by most ranks" in picture.says
     assert "◂" not in picture.svg
     digests = {"steps": [0], "ranks": 3, "kinds": {"gradient": ["0,2=aa 1=bb"]}}
     assert (
         "rank 1 (marked ◂) differs from the other ranks"
-        in agreement.draw("p", {"digests": digests}).says
+        in agreement.draw("p", DigestsEntry(**digests)).says
     )

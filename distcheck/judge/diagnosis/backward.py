@@ -6,9 +6,8 @@ from math import inf, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis.measured import Measured, StepExpectation
+from distcheck.judge.diagnosis.measured import Measured, StepExpectation, StepView
 from distcheck.judge.diagnosis.measurements import LeftFacts, PassFacts
-from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.machine.numerics import wide
 from distcheck.recordings.recording import Kind

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from distcheck.judge.diagnosis import backward, gradients
-from distcheck.judge.diagnosis.measured import Measured
+from distcheck.judge.diagnosis.measured import Measured, StepView
 from distcheck.judge.diagnosis.measurements import (
     Fit,
     Match,
@@ -20,7 +20,6 @@ from distcheck.judge.diagnosis.measurements import (
     ParameterFacts,
     StepFacts,
 )
-from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff, wide

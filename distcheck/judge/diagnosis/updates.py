@@ -9,10 +9,9 @@ from math import isclose, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis.measured import StepExpectation
+from distcheck.judge.diagnosis.measured import StepExpectation, StepView
 from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
-from distcheck.judge.diagnosis.step_view import StepView
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.averaging import agree, mean_of

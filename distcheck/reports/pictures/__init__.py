@@ -1,4 +1,4 @@
-"""Pictures of a report in SVG: one file each, from JSON entries to a `Picture`.
+"""Pictures of a report in SVG: one file each, from entries of a document to a `Picture`.
 
 A picture needs neither script nor style sheet: every shape has a class for the page's style sheet,
 and attributes that display it without one, in the color of the surrounding text. Color is never the
@@ -151,11 +151,6 @@ def ticks(count: int, most: int = 8) -> range:
     rough = count / most
     stride = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 10**9) if s >= rough)
     return range(0, count, stride)
-
-
-def as_float(value: object) -> float:
-    """Convert a number of the JSON, in which nan and inf are strings."""
-    return float(value)  # type: ignore[arg-type]
 
 
 def figure(value: float | None) -> str:

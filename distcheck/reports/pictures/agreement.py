@@ -1,8 +1,7 @@
 """Ranks with equal bits, rank by rank, at the step of their first disagreement."""
 
-from typing import Any
-
 from distcheck.records.odd_ranks import outside_the_majority
+from distcheck.reports.document import DigestsEntry
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, ticks
 
 _LABEL, _TOP = 46, 22
@@ -12,11 +11,10 @@ _NAMES = {"gradient": "gradients", "parameter": "parameters", "optimizer": "opti
 Groups = dict[str, list[int]]  # digest: ranks
 
 
-def draw(name: str, check: dict[str, Any]) -> Picture:
+def draw(name: str, found: DigestsEntry) -> Picture:
     """Draw the first step at which ranks disagree, or the last if they never do."""
-    found = check["digests"]
-    steps, ranks = found["steps"], found["ranks"]
-    kinds = {kind: [_groups(text) for text in row] for kind, row in found["kinds"].items()}
+    steps, ranks = found.steps, found.ranks
+    kinds = {kind: [_groups(text) for text in row] for kind, row in found.kinds.items()}
     apart = [(at, kind) for at in range(len(steps)) for kind in kinds if len(kinds[kind][at]) > 1]
     last_kind = "parameter" if "parameter" in kinds else next(iter(kinds))
     at, kind = apart[0] if apart else (len(steps) - 1, last_kind)

@@ -1,9 +1,9 @@
 """Error over bound by parameter and step; separately, places with different bits."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from distcheck.records.layers import shown_layer
+from distcheck.reports.document import CheckEntry, MapEntry
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -23,9 +23,10 @@ _LETTER = 6.2  # width of a label's letter
 _LABEL_LETTERS = 27
 
 
-def draw_bound(name: str, check: dict[str, Any]) -> Picture:
-    found = check["map"]
-    shares = [[None if c == "-" else float(c) for c in row.split()] for row in found["rows"]]
+def draw_bound(name: str, check: CheckEntry) -> Picture:
+    found = check.map
+    assert found
+    shares = [[None if c == "-" else float(c) for c in row.split()] for row in found.rows]
     grid = _Grid(name, found)
     paths: list[list[str]] = [[] for _ in range(len(_LEVELS) + 1)]
     crosses = []
@@ -44,36 +45,37 @@ def draw_bound(name: str, check: dict[str, Any]) -> Picture:
         grid.drawing.path(f"h{level}" if level < len(_LEVELS) else "over", "".join(cells))
     grid.drawing.path("cross", "".join(crosses))
     height = _legend(grid.drawing, grid.bottom + 26)
-    where = f"{found['parameters'][worst[1]]}, step {found['steps'][worst[2]]}"
+    where = f"{found.parameters[worst[1]]}, step {found.steps[worst[2]]}"
     says = (
         f"{plural(over, 'cell')} over the bound. " if over else "Every cell is within its bound. "
     )
     says += f"Largest share of a bound: {figure(worst[0])}, at {where}."
-    title = f"Error over bound: {check['check']}{layer_of(check)}"
+    title = f"Error over bound: {check.check}{layer_of(check)}"
     rows = [
         [label, *("" if share is None else figure(share) for share in row)]
-        for label, row in zip(found["parameters"], shares, strict=True)
+        for label, row in zip(found.parameters, shares, strict=True)
     ]
-    heads = ["parameter", *(f"step {step}" for step in found["steps"])]
+    heads = ["parameter", *(f"step {step}" for step in found.steps)]
     svg = grid.drawing.markup(height, title=title, says=says)
     return Picture(title, says, svg, Table(heads, rows), _grouped(found))
 
 
-def draw_bits(name: str, check: dict[str, Any]) -> Picture:
-    found = check["map"]
+def draw_bits(name: str, check: CheckEntry) -> Picture:
+    found = check.map
+    assert found
     grid = _Grid(name, found)
     same, differs, crosses = [], [], []
     rows = []
-    for y, row in enumerate(found["rows"]):
+    for y, row in enumerate(found.rows):
         for x, letter in enumerate(row):
             if letter == "=":
                 same.append(grid.cell(x, y))
             elif letter == "x":
                 differs.append(grid.cell(x, y))
                 crosses.append(grid.cross(x, y))
-        steps = [found["steps"][x] for x, letter in enumerate(row) if letter == "x"]
+        steps = [found.steps[x] for x, letter in enumerate(row) if letter == "x"]
         if steps:
-            rows.append([found["parameters"][y], ", ".join(map(str, steps))])
+            rows.append([found.parameters[y], ", ".join(map(str, steps))])
     grid.drawing.path("same", "".join(same))
     grid.drawing.path("over", "".join(differs))
     grid.drawing.path("cross", "".join(crosses))
@@ -85,7 +87,7 @@ def draw_bits(name: str, check: dict[str, Any]) -> Picture:
     total = len(same) + len(differs)
     says = f"{plural(len(differs), 'cell')} of {total} differ. " if differs else ""
     says += f"{len(same)} of {total} are bit-identical."
-    title = f"Bits: {check['check']}{layer_of(check)}"
+    title = f"Bits: {check.check}{layer_of(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
     table = Table(["parameter", "steps that are not bit-identical"], rows)
     return Picture(title, says, svg, table, _grouped(found))
@@ -94,8 +96,8 @@ def draw_bits(name: str, check: dict[str, Any]) -> Picture:
 class _Grid:
     """Rows of parameters by columns of steps, with their labels."""
 
-    def __init__(self, name: str, found: dict[str, Any]) -> None:
-        steps, parameters = found["steps"], found["parameters"]
+    def __init__(self, name: str, found: MapEntry) -> None:
+        steps, parameters = found.steps, found.parameters
         longest = max((len(label) for label in parameters), default=0)
         self._left = 12 + _LETTER * min(_LABEL_LETTERS, longest)
         self.drawing = Drawing(name, int(self._left + 12 * len(steps)))
@@ -126,9 +128,9 @@ class _Grid:
         return left, _TOP + self._row * y, self._width - self._gap, self._row - 1
 
 
-def layer_of(check: dict[str, Any]) -> str:
+def layer_of(check: CheckEntry) -> str:
     """Return the layer after a comma, if there is one."""
-    name = shown_layer(check["layer"])
+    name = shown_layer(check.layer)
     return f", {name}" if name else ""
 
 
@@ -151,8 +153,8 @@ def _legend(drawing: Drawing, y: float) -> float:
     return y + 28
 
 
-def _grouped(found: dict[str, Any]) -> str:
-    tall, wide = found.get("parameters_per_row", 1), found.get("steps_per_column", 1)
+def _grouped(found: MapEntry) -> str:
+    tall, wide = found.parameters_per_row, found.steps_per_column
     if tall == wide == 1:
         return ""
     return f"Each cell shows the worst of {plural(tall, 'parameter')} and {plural(wide, 'step')}."

@@ -1,8 +1,8 @@
 """Histogram of the elements' distance in ULP from the expectation."""
 
 import math
-from typing import Any
 
+from distcheck.reports.document import CheckEntry
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, ticks
 from distcheck.reports.pictures.heat import layer_of
 from distcheck.reports.wording import count
@@ -10,19 +10,17 @@ from distcheck.reports.wording import count
 _TOP, _HEIGHT, _LEFT = 18, 120, 52  # wide enough for "100,000"
 
 
-def shows_something(check: dict[str, Any]) -> bool:
+def shows_something(check: CheckEntry) -> bool:
     """Return True if there are other than equal bits; a single bar is not drawn."""
-    found = check.get("ulp")
-    if not found:
-        return False
-    return bool(set(found["bins"]) != {"0"} or found.get("nonfinite", 0) > 0)
+    found = check.ulp
+    return bool(found and (set(found.bins) != {"0"} or found.nonfinite > 0))
 
 
-def draw(name: str, check: dict[str, Any]) -> Picture:
+def draw(name: str, check: CheckEntry) -> Picture:
     """Draw bars on a logarithmic scale; bins of powers of two, on both sides of equal bits."""
-    found = check["ulp"]
-    bins = {int(b): int(n) for b, n in found["bins"].items()}
-    nonfinite = int(found.get("nonfinite", 0))
+    found = check.ulp
+    assert found
+    bins, nonfinite = {int(b): n for b, n in found.bins.items()}, found.nonfinite
     reach = max([3, *(abs(b) for b in bins)])
     drawing = Drawing(name, 320)
     width = (drawing.width - 2 * _LEFT) / (2 * reach + 1)
@@ -56,7 +54,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     drawing.text(_LEFT + 22, 11, "below expected", kind="faint")
     drawing.text(drawing.width - _LEFT, 11, "above", kind="faint", end="end")
     total = sum(bins.values()) + nonfinite
-    title = f"Distance in ULP: {check['check']}{layer_of(check)}"
+    title = f"Distance in ULP: {check.check}{layer_of(check)}"
     equal_share = bins.get(0, 0) / total if total else 0.0
     says = f"{_percent(equal_share)} of {count(total)} elements, over all ranks, are bit-identical"
     far = max((abs(b) for b in bins if b), default=0)

@@ -1,14 +1,12 @@
 """The loss of every rank over the reference's, and the difference of their mean."""
 
-from typing import Any
-
 from distcheck.records.layers import shown_layer
+from distcheck.reports.document import CheckEntry
 from distcheck.reports.pictures import (
     Drawing,
     NumberAxis,
     Picture,
     Table,
-    as_float,
     figure,
     labels,
     line,
@@ -21,12 +19,14 @@ _LEFT, _UPPER, _LOWER, _BETWEEN, _TOP = 64, 130, 60, 30, 8
 _MOST_NUMBERED_STEPS = 400
 
 
-def draw(name: str, check: dict[str, Any]) -> Picture:
+def draw(name: str, check: CheckEntry) -> Picture:
     """Draw ranks, mean and reference; below, mean minus reference, with the bound."""
-    found = check["loss"]
-    steps = found["steps"]
-    ranks = [[as_float(loss) for loss in rank] for rank in found["ranks"]]
-    mean, expected, bound = ([as_float(v) for v in found[k]] for k in ("mean", "expected", "bound"))
+    found = check.loss
+    assert found
+    steps, ranks = found.steps, [list(map(float, rank)) for rank in found.ranks]
+    mean, expected, bound = (
+        list(map(float, numbers)) for numbers in (found.mean, found.expected, found.bound)
+    )
     off = [a - e for a, e in zip(mean, expected, strict=True)]
     drawing = Drawing(name, 320 if len(steps) <= 20 else 700)
     right = drawing.width - 26
@@ -60,7 +60,7 @@ def draw(name: str, check: dict[str, Any]) -> Picture:
     for number, place in labels([upper(rank[-1]) for rank in ranks]):
         drawing.text(right + 3, place + 4, str(number), kind="faint")
     drawing.text(right + 16, _TOP + _UPPER + 14, "rank", kind="faint", end="end")
-    title = f"Loss of {len(ranks)} ranks and of the reference ({shown_layer(check['layer'])})"
+    title = f"Loss of {len(ranks)} ranks and of the reference ({shown_layer(check.layer)})"
     says = (
         f"The mean over the ranks exceeds its bound at step {steps[apart[0]]}, and at "
         f"{len(apart)} of "

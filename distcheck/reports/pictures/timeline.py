@@ -1,8 +1,8 @@
 """The last collectives of every rank in columns: missing ranks, deviating calls."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from distcheck.records import odd_ranks
+from distcheck.records import Collective, Outcome, odd_ranks
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import (
     Key,
@@ -11,17 +11,18 @@ from distcheck.records.odd_ranks import (
     groups_of,
     ranks_in_words,
 )
+from distcheck.reports.document import RankEntry
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
 
 _LABEL, _TOP, _ROW = 100, 32, 22
 _MOST_COLUMNS = 40
 
-Call = dict[str, Any]
+Ends = Sequence[RankEntry | Outcome]
 
 
-def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
+def draw(name: str, outcomes: Ends) -> Picture | None:
     """Draw the calls; None if no rank reported any."""
-    calls = {o["rank"]: {_key(c): c for c in o.get("collectives", [])} for o in outcomes}
+    calls = {o.rank: {_key(c): c for c in o.collectives or ()} for o in outcomes}
     keys = _columns({key for of_rank in calls.values() for key in of_rank})
     if not keys:
         return None
@@ -32,7 +33,7 @@ def draw(name: str, outcomes: list[dict[str, Any]]) -> Picture | None:
     width = min(26.0, (drawing.width - _LABEL - 6) / len(keys))
     strips = _Strips(drawing, width)
     rows: list[list[str]] = []
-    ended = {o["rank"]: o["outcome"] for o in outcomes}
+    ended = {o.rank: o.outcome for o in outcomes}
     for line_no, rank in enumerate(sorted(calls)):
         y = _TOP + _ROW * line_no
         drawing.text(_LABEL - 6, y + 14, f"{rank} {ended[rank]}", end="end")
@@ -109,22 +110,22 @@ def _lanes(keys: list[Key]) -> dict[int, str]:
     return found
 
 
-def _key(call: Call) -> Key:
-    return str(call.get("group", "")), bool(call.get("point_to_point")), int(call["number"])
+def _key(call: Collective) -> Key:
+    return call.group, call.point_to_point, call.number
 
 
-def _name(call: Call | None) -> str:
-    return "" if call is None else f"{call['name']} of [{clip(str(call['shapes']), 60)}]"
+def _name(call: Collective | None) -> str:
+    return "" if call is None else f"{call.name} of [{clip(call.shapes, 60)}]"
 
 
-def _state(own: dict[Key, Call], key: Key, usual: str) -> str:
+def _state(own: Mapping[Key, Collective], key: Key, usual: str) -> str:
     call = own.get(key)
     if call is None:
         same = [k[2] for k in own if k[:2] == key[:2]]
         return "missing" if same and key[2] > max(same) and not key[1] else "not seen"
     if not key[1] and _name(call) != usual:  # sends and receives always differ
         return "differs"  # in a tie all of them do
-    return "same" if call.get("finished", True) else "not finished"
+    return "same" if call.finished else "not finished"
 
 
 def _legend(drawing: Drawing, y: float) -> float:
@@ -144,20 +145,18 @@ def _legend(drawing: Drawing, y: float) -> float:
     return lower + 18
 
 
-def _in_words(outcomes: list[dict[str, Any]], calls: odd_ranks.Calls) -> str:
+def _in_words(outcomes: Ends, calls: odd_ranks.Calls) -> str:
     """Describe deviating or missing calls with the diagnosis's sentence."""
     parts = []
     apart = call_mismatch(calls)
-    proven = [str(o["why"]) for o in outcomes if o.get("proven") == "mismatch"]
+    proven = [o.why or "" for o in outcomes if o.proven == "mismatch"]
     if proven or apart is not None:
         words = proven[0] if proven else apart.in_words() if apart else ""
         parts.append(f"{words[0].upper()}{words[1:]}.")
-    bad = [
-        o for o in outcomes if o["outcome"] not in (RankEnd.FINISHED, RankEnd.HUNG, RankEnd.ENDED)
-    ]
-    culprits = [o["rank"] for o in bad if not o.get("lost_peer") and not o.get("sizes_differ")]
-    victims = {o["rank"] for o in outcomes if o["rank"] not in culprits} if culprits else set()
-    victims |= {o["rank"] for o in bad if o.get("lost_peer")}
+    bad = [o for o in outcomes if o.outcome not in (RankEnd.FINISHED, RankEnd.HUNG, RankEnd.ENDED)]
+    culprits = [o.rank for o in bad if not o.lost_peer and not o.sizes_differ]
+    victims = {o.rank for o in outcomes if o.rank not in culprits} if culprits else set()
+    victims |= {o.rank for o in bad if o.lost_peer}
     behind = first_not_called(calls, besides=victims)
     if behind is not None:
         number, ranks = behind
