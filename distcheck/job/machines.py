@@ -22,7 +22,7 @@ from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import Ran, raised_in
 from distcheck.recordings.jobs.reading import MOST_BYTES
-from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank
+from distcheck.recordings.jobs.records import RankRecord, for_others, read_own
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.handshake import Handshakes
 
@@ -70,7 +70,7 @@ def gathered(folder: Path, ran: Ran, *, patience_s: float = PATIENCE_S) -> Itera
     """Complete the recording if ranks are on other machines. Raises JudgedThereError on all
     machines but one, and CannotRunError if a machine does not connect.
     """
-    own = [read_rank(file) for file in sorted(folder.glob("rank-*/rank.json"))]
+    own = [read_own(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
     if not own or len(own) >= own[0].world or not _are_elsewhere(own[0], ran):
         yield Gathered(ran)
         return
@@ -256,7 +256,7 @@ def _send(line: protocol.Connection, folder: Path, own: list[RankRecord], ran: R
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
             continue
         if file.name == "rank.json":
-            data = msgspec.json.encode(for_others(read_rank(file)))
+            data = msgspec.json.encode(for_others(read_own(file, RankRecord)))
             line.send(FileChunk(name=name, data=data))
             continue
         with file.open("rb") as opened:

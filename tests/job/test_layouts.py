@@ -82,7 +82,7 @@ def on_axes(folder: Path, *axes: Axis) -> None:
 def in_parts(folder: Path, *, of: int = 2, missing: bool = False) -> None:
     """Cuts `weight` into two parts by its rows, one for each of two ranks next to each other."""
     for file in folder.glob("rank-*/step-*.json"):
-        record = records.read_step(file)
+        record = records.read_own(file, records.StepRecord)
         tensors = reading.read_tensors(file.with_suffix(".safetensors"))
         number = record.rank % of
         first = record.rank - number

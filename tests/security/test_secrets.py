@@ -19,7 +19,7 @@ from distcheck.errors.shown_text import say
 from distcheck.job import command as job_command
 from distcheck.job import machines
 from distcheck.job.inside import parameters, rank
-from distcheck.recordings.jobs.records import RankRecord, for_others, read_rank, write_json
+from distcheck.recordings.jobs.records import RankRecord, for_others, read_own, write_json
 from distcheck.records import Report
 from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
@@ -176,7 +176,7 @@ def test_recorded_variables_are_listed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     for number in range(2):
         rank.introduce(tmp_path, number, 2, parameters.Parameters())
-    first, second = (read_rank(tmp_path / f"rank-000{n}/rank.json") for n in range(2))
+    first, second = (read_own(tmp_path / f"rank-000{n}/rank.json", RankRecord) for n in range(2))
     assert {*first.variables} & {"LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "TORCHELASTIC_Y",
                                  "ACCELERATE_HUB_TOKEN", "OMPI_COMM_WORLD_Z"} == set()  # fmt: skip
     assert first.variables["LOCAL_RANK"] == "hunter2"

@@ -5,18 +5,28 @@ Every world trains on the same total batch, as does the single-process reference
 differ only in how a sum is divided and added.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from distcheck.addons.simulated import ORDERS
 from distcheck.errors import UsageError
+from distcheck.errors.shown_text import shown
 from distcheck.errors.spelling import did_you_mean
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.request import Request, is_launched
-from distcheck.records import Case
+from distcheck.records import Case, Report
 from distcheck.records.case import name_apart
+from distcheck.reports import brief, scale, terminal
+from distcheck.reports.failures import PrintedCauses
+from distcheck.reports.json_report import document_of
+from distcheck.reports.wrapping import print_hanging, print_trimmed
 
 WORKLOAD = "mlp:small"  # a trace contains every rank's gradients at every step
 WORLDS = (2, 8, 64, 256)
@@ -86,3 +96,90 @@ def _names(words: str) -> Sequence[str]:
                 f"{', '.join(ORDERS)}"
             )
     return list(dict.fromkeys(found))
+
+
+_RANKS = re.compile(r" \(rank [\d, ]+\)")  # a long list of ranks hides the message
+
+
+def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
+    """Print the report: a line for each order, the table, and the first failure of each in full.
+    `quiet` prints only the orders' lines; `verbose` adds the report of each world.
+    """
+    report = shown(report)
+    found = scale.curves(document_of(report).cases)
+    if not found or report.interrupted:
+        terminal.render(report, console, verbose=verbose, quiet=quiet)
+        return
+    for curve in found:
+        verdict = "FAIL" if curve.first_failure else "PASS"
+        if verdict == "PASS" and any(point.verdict != "pass" for point in curve.points):
+            verdict = "UNKNOWN"
+        sentence = f"{report.cases[0].case.strategy}   {curve.order} {curve.comes_to}"
+        print_hanging(sentence, console, first=verdict, indent=8)
+    if not quiet:
+        for sentence in _unknown(found):
+            print_hanging(sentence, console, indent=8)
+        _print_head(report, found, console)
+        print_trimmed(Padding(_table(found), (0, 0, 0, 2)), console)
+    if verbose:
+        terminal.render(report, console, verbose=True)
+    elif not quiet:
+        _print_failures(report, found, console)
+        if report.saved_to is not None:
+            console.print(Text(f"saved  {report.saved_to}"), soft_wrap=True)
+
+
+def _print_head(report: Report, found: list[scale.Curve], console: Console) -> None:
+    case = report.cases[0].case
+    sentences = [
+        f"{case.workload} {case.dtype}; global batch size {case.batch} in every world and in the "
+        f"single-process reference, {case.steps} steps, seed {case.seed}",
+        f"error and bound: of the {scale.described(found[0].layer)}, at the largest ratio of "
+        "error to bound",
+        *([f"accepted: {case.accept}"] if case.accept else []),
+    ]
+    for sentence in sentences:
+        print_hanging(sentence, console, indent=2)
+
+
+def _table(found: list[scale.Curve]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for head in ("order", "world", "", "largest error", "bound", "error / bound"):
+        table.add_column(head, no_wrap=True, justify="left" if head in ("order", "") else "right")
+    for curve in found:
+        for at, point in enumerate(curve.points):
+            share = point.share
+            table.add_row(
+                "" if at else curve.order,
+                str(point.world),
+                "ok" if point.verdict == "pass" else point.verdict,
+                "-" if point.error is None else f"{point.error:.1e}",
+                "-" if point.bound is None else f"{point.bound:.1e}",
+                "-" if share is None else f"{share:.2g}",
+            )
+    return table
+
+
+def _unknown(found: list[scale.Curve]) -> list[str]:
+    """Return the reasons of unknown worlds: one sentence for all orders with the same reason."""
+    orders: dict[tuple[int, str], list[str]] = {}
+    for curve in found:
+        for point in curve.points:
+            if point.verdict == "unknown" and point.reason:
+                reason = _RANKS.sub("", point.reason)
+                orders.setdefault((point.world, reason), []).append(curve.order)
+    return [
+        f"world {world} ({', '.join(names)}): {reason}" for (world, reason), names in orders.items()
+    ]
+
+
+def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
+    """Print the first failure of each order, in the form of `verify`."""
+    first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
+    said = PrintedCauses()
+    for one in report.cases:
+        order = one.case.backend.partition(":")[2]
+        if (order, one.case.world) in first and one.verdict == "fail":
+            console.print()
+            console.print(Text(f"{order}, world {one.case.world}", style="bold"))
+            brief.print_group([one], one.verdict, console, alone=True, said=said)

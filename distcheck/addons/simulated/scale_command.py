@@ -67,10 +67,9 @@ def command(**asked: Any) -> int:
 
     All worlds and the single-process reference use the same global batch size.
     """  # fmt: skip
-    from distcheck.addons.simulated.scale import plan_scale
+    from distcheck.addons.simulated.scale import plan_scale, render
     from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.plan.thorough import ThoroughExtras
-    from distcheck.reports import scale_screen
     from distcheck.verification.run import RunOptions
 
     files = {
@@ -88,6 +87,6 @@ def command(**asked: Any) -> int:
     return verify_command(
         cases,
         RunOptions(extras=ThoroughExtras(spare=spare, required=True)),
-        OutputOptions(files=files, verbose=verbose, quiet=quiet, screen=scale_screen.render),
+        OutputOptions(files=files, verbose=verbose, quiet=quiet, screen=render),
         save=None,
     )

@@ -18,15 +18,13 @@ from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
     KeptRecording,
     RankRecord,
+    RereadSamples,
     StepRecord,
     checksum_of,
     digest,
     for_others,
     rank_folder,
-    read_manifest,
-    read_rank,
-    read_samples,
-    read_step,
+    read_own,
     write_json,
 )
 from distcheck.recordings.jobs.sketches import sketch
@@ -272,7 +270,7 @@ def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
 def read(folder: Path) -> JobRecording:
     """Read the recording in a folder. Raises UsageError if it is damaged or ranks are missing."""
     files = sorted(folder.glob("rank-*/rank.json"))[:MOST_RANKS]
-    ranks = tuple(read_rank(file) for file in files)
+    ranks = tuple(read_own(file, RankRecord) for file in files)
     if not ranks:
         raise UsageError(f"{folder} holds no recording; run distcheck job again")
     world = ranks[0].world
@@ -295,7 +293,8 @@ def read(folder: Path) -> JobRecording:
     read = {
         (rank, one.loader, one.index): one.parts
         for rank in range(world)
-        for one in read_samples(rank_folder(folder, rank) / "read.json")
+        if (file := rank_folder(folder, rank) / "read.json").exists()
+        for one in read_own(file, RereadSamples).samples
     }
     return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn, read)
 
@@ -310,7 +309,7 @@ def read_kept(folder: Path) -> JobRecording:
             "--save wrote"
         )
     file = folder / MANIFEST
-    known = read_manifest(file) if file.exists() else None
+    known = read_own(file, KeptRecording) if file.exists() else None
     if known is None or known.form != FORM:
         raise UsageError(
             f"{folder} was recorded by a different version of distcheck; record the job again"
@@ -336,7 +335,7 @@ def keep(job: JobRecording, kept: Path) -> None:
         for note in folder.glob("drawn-*"):
             shutil.copy(note, kept / note.name)
         for file in kept.glob("rank-*/rank.json"):  # no reference starts from here
-            write_json(file, for_others(read_rank(file)))
+            write_json(file, for_others(read_own(file, RankRecord)))
         steps = read(kept).steps
         write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:
@@ -346,7 +345,7 @@ def keep(job: JobRecording, kept: Path) -> None:
 def _records(folder: Path, world: int) -> Iterator[StepRecord]:
     for rank in range(world):
         for file in sorted(rank_folder(folder, rank).glob("step-*.json")):
-            record = read_step(file)
+            record = read_own(file, StepRecord)
             if (record.rank, f"step-{record.step:06d}") != (rank, file.stem):
                 raise UsageError(f"{file} is damaged: it belongs to a different rank or step")
             yield record

@@ -351,29 +351,9 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
     private.write(file, msgspec.json.encode(record))
 
 
-def read_step(file: Path) -> StepRecord:
-    """Read a record. Raises UsageError if it is damaged."""
-    return read_own(file, StepRecord)
-
-
-def read_rank(file: Path) -> RankRecord:
-    """Read a rank's record. Raises UsageError if it is damaged."""
-    return read_own(file, RankRecord)
-
-
 def for_others(record: RankRecord) -> RankRecord:
     """Return the record with a masked command line, which may contain secrets."""
     return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
-
-
-def read_samples(file: Path) -> tuple[Sample, ...]:
-    """Return the samples that a rank has read again, if any. Raises UsageError if damaged."""
-    return read_own(file, RereadSamples).samples if file.exists() else ()
-
-
-def read_manifest(file: Path) -> KeptRecording:
-    """Read the required contents of a kept recording. Raises UsageError if damaged."""
-    return read_own(file, KeptRecording)
 
 
 def read_own(file: Path, kind: type[Read]) -> Read:

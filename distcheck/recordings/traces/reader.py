@@ -1,5 +1,6 @@
 """Reads a trace: tensors, digests and headers by rank and step, for oracles and checks."""
 
+import copy
 import mmap
 from collections.abc import Sequence
 
@@ -29,8 +30,8 @@ class TraceReader:
         device: torch.device = _CPU,
         tensors: bool = True,
     ) -> None:
-        self.layout = layout
-        self.ranks = tuple(range(layout.world))  # as numbered in the world
+        self.layout = self._of_file = layout
+        self.ranks = tuple(range(layout.world))  # as numbered in the file
         self._device = device
         self._has_tensors = tensors
         self._fd = fd
@@ -49,34 +50,42 @@ class TraceReader:
 
     def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
         """Return the trace restricted to these ranks, numbered from 0 in this order."""
-        return self if tuple(ranks) == self.ranks else _OfRanks(self, ranks)
+        if tuple(ranks) == self.ranks:
+            return self
+        part = copy.copy(self)
+        part.layout = msgspec.structs.replace(self.layout, world=len(ranks))
+        part.ranks = tuple(self.ranks[rank] for rank in ranks)
+        return part
 
     def header(self, rank: int, step: int) -> StepHeader:
-        return read_header(self._map, self.layout, self.layout.header_offset(rank, step))
+        at = self._of_file.header_offset(self.ranks[rank], step)
+        return read_header(self._map, self._of_file, at)
 
     def lines(self, rank: int, step: int) -> StepLines | None:
         """Return the source lines of a rank's gradients, if known."""
-        return read_lines(self._map, self.layout, self.layout.lines_offset(rank, step))
+        at = self._of_file.lines_offset(self.ranks[rank], step)
+        return read_lines(self._map, self._of_file, at)
 
     def steps_written(self) -> int:
-        """Return the number of steps, from the first, that every rank has completed."""
-        return steps_written(self._map, self.layout)
+        """Return the number of steps, from the first, that every rank of the file has completed."""
+        return steps_written(self._map, self._of_file)
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
         """Return the table entry of one tensor; for an owned gradient, the owner's entry."""
         owner = self.owner(rank, kind, slot, index)
-        return self.own_entry(rank if owner is None else owner, kind, slot, index)
+        return self._entry(self.ranks[rank] if owner is None else owner, kind, slot, index)
 
     def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
-        """Return the rank that owns a recorded tensor; None if every rank has its own."""
+        """Return the rank (of the file) that owns a tensor; None if every rank has its own."""
         if kind is not Kind.GRADIENT:
             return None
-        *_, order = ENTRY.unpack_from(self._map, self.layout.entry_offset(rank, kind, slot, index))
+        at = self._of_file.entry_offset(self.ranks[rank], kind, slot, index)
+        *_, order = ENTRY.unpack_from(self._map, at)
         owner = order - OWNED_BY
-        return owner if 0 <= owner < self.layout.world and order != TOGETHER else None
+        return owner if 0 <= owner < self._of_file.world and order != TOGETHER else None
 
-    def own_entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        at = self.layout.entry_offset(rank, kind, slot, index)
+    def _entry(self, place: int, kind: Kind, slot: int, index: int) -> Entry:
+        at = self._of_file.entry_offset(place, kind, slot, index)
         digest, state, source, holder, order = ENTRY.unpack_from(self._map, at)
         together = order >= OWNED_BY
         known = 0 if together else order
@@ -88,7 +97,7 @@ class TraceReader:
 
     def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         """Return the rank's own tensor, even if another rank owns it."""
-        return self._tensor_of(self.own_entry(rank, kind, slot, index), kind, slot, index)
+        return self._tensor_of(self._entry(self.ranks[rank], kind, slot, index), kind, slot, index)
 
     def _tensor_of(self, entry: Entry, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
         if entry.state is not EntryState.STORED:
@@ -105,12 +114,12 @@ class TraceReader:
         count = len(self.layout.specs(kind))
         return [self.tensor(rank, kind, slot, index) for index in range(count)]
 
-    def _mapped(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
-        place = (rank, kind, slot, index)
+    def _mapped(self, holder: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
+        place = (holder, kind, slot, index)
         if place in self._known:
             return self._known[place]
         spec = self.layout.specs(kind)[index]
-        offset = self.layout.data_offset(rank, kind, slot, index)
+        offset = self._of_file.data_offset(holder, kind, slot, index)
         tensor = mapped_tensor(self._map, getattr(torch, spec.dtype), spec.shape, offset)
         # Optimizers keep their step counters on the CPU.
         counts_steps = kind is Kind.OPTIMIZER and not spec.shape and spec.name.endswith("/step")
@@ -118,36 +127,3 @@ class TraceReader:
             self._known[place] = tensor
             return tensor
         return tensor.to(self._device)
-
-
-class _OfRanks(TraceReader):
-    """Some of the ranks of another trace."""
-
-    def __init__(self, whole: TraceReader, ranks: Sequence[int]) -> None:
-        self.layout = msgspec.structs.replace(whole.layout, world=len(ranks))
-        self.ranks = tuple(whole.ranks[rank] for rank in ranks)
-        self._whole, self._chosen = whole, tuple(ranks)
-
-    def header(self, rank: int, step: int) -> StepHeader:
-        return self._whole.header(self._chosen[rank], step)
-
-    def lines(self, rank: int, step: int) -> StepLines | None:
-        return self._whole.lines(self._chosen[rank], step)
-
-    def steps_written(self) -> int:
-        return self._whole.steps_written()
-
-    def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        return self._whole.entry(self._chosen[rank], kind, slot, index)
-
-    def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
-        return self._whole.owner(self._chosen[rank], kind, slot, index)
-
-    def own_entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        return self._whole.own_entry(self._chosen[rank], kind, slot, index)
-
-    def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        return self._whole.own_tensor(self._chosen[rank], kind, slot, index)
-
-    def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        return self._whole.tensor(self._chosen[rank], kind, slot, index)

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from distcheck.addons.simulated.scale import plan_scale
+from distcheck.addons.simulated.scale import plan_scale, render
 from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.records import Case, CaseReport, Difference, Report
-from distcheck.reports import html_report, scale, scale_screen
+from distcheck.reports import html_report, scale
 from distcheck.reports.document import decoded
 from distcheck.reports.json_report import as_document, read_document, render_json
 from tests import documents
@@ -121,7 +121,7 @@ def test_the_screen_looks_as_it_did(width: int) -> None:
 
 def screen(reports: list[CaseReport], *, width: int = 100) -> str:
     stream = io.StringIO()
-    scale_screen.render(
+    render(
         Report(environment=documents.ENVIRONMENT, cases=tuple(reports)),
         Console(file=stream, width=width, highlight=False, color_system=None),
     )
