@@ -22,7 +22,7 @@ OF_ENDS = ROOT / "distcheck/judge/diagnosis/outcomes.py"
 OF_LAYOUTS = ROOT / "distcheck/judge/diagnosis/layouts.py"
 OF_GRADIENTS = [
     ROOT / f"distcheck/judge/diagnosis/{name}.py"
-    for name in ("gradients", "weights", "parts", "precision", "tokens")
+    for name in ("gradients", "weights", "parts", "tokens")
 ]
 OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, *OF_GRADIENTS]
 OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
