@@ -15,7 +15,7 @@ from distcheck.judge.checks.merging import share_of_bound
 from distcheck.judge.divergence.lockstep import LockstepComparison
 from distcheck.judge.oracles import rounding
 from distcheck.judge.oracles.full_batch import loss_tolerance, module_scales, relative_tolerance
-from distcheck.judge.oracles.shares import declared_factor
+from distcheck.judge.oracles.shares import Shares
 from distcheck.machine import numerics, seeds
 from distcheck.recordings.differing import Pair, TraceComparison
 from distcheck.recordings.recording import EntryState, Kind
@@ -36,9 +36,8 @@ class StepBounds:
         self._training = job.training
         self._trace = then = then.of_ranks(job.case.with_data)
         self._world = then.layout.world
-        self._headers = [then.header(rank, step) for rank in range(self._world)]
+        self._headers = tuple(then.header(rank, step) for rank in range(self._world))
         self._sizes = [len(header.ids) for header in self._headers]
-        self._loss_over = [header.loss_over for header in self._headers]
         mesh = job.contracts[0].mesh(self._world)  # its ranks may share samples
         self._samples = sum(self._sizes if mesh is None else (self._sizes[r] for r in mesh.readers))
         self._layer = _LAYERS.get(job.case.dtype, "")
@@ -121,23 +120,21 @@ class StepBounds:
 
     def _rounding(self, shards: Sequence[torch.Tensor], contract: Contract) -> torch.Tensor:
         wire = None if contract.wire is None else getattr(torch, contract.wire)
-        rescaled = any(factor != 1.0 for factor in self._factors(contract))
+        rescaled = any(factor != 1.0 for factor in self._of(contract).loss_factors)
         return rounding.interval(shards, self._shares(contract), rescaled=rescaled, wire=wire).bound
 
-    def _factors(self, contract: Contract) -> list[float]:
-        loss, over = contract.loss_given(self._case.loss), self._loss_over
-        return [
-            declared_factor(loss, count, sum(over), len(over))
-            * (header.loss_factor if contract.observes_loss else 1.0)
-            for count, header in zip(over, self._headers, strict=True)
-        ]
+    def _of(self, contract: Contract) -> Shares:
+        unscaled = (1.0,) * self._world
+        loss = contract.loss_given(self._case.loss)
+        return Shares(self._step, self._case.with_data, self._headers, contract, loss, unscaled)
 
     def _shares(self, contract: Contract) -> list[float]:
         """Return each rank's weight in the mean over all samples."""
         if contract.weighting == "loss":
             return [1.0 / self._world] * self._world
-        total = max(1, sum(self._loss_over))
-        pairs = zip(self._loss_over, self._factors(contract), strict=True)
+        step = self._of(contract)
+        total = max(1, sum(step.counts))
+        pairs = zip(step.counts, step.loss_factors, strict=True)
         return [count / total / factor if factor else math.nan for count, factor in pairs]
 
 

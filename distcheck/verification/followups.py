@@ -36,8 +36,8 @@ from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
+from distcheck.verification.session import Session
 from distcheck.worlds.launch import Ranks
-from distcheck.worlds.pool import Pool
 
 Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -356,17 +356,10 @@ def schedules_are_due(report: CaseReport) -> bool:
     return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)
 
 
-def with_schedules(
-    pool: Pool,
-    report: CaseReport,
-    *,
-    description: bytes,
-    data_fd: int | None,
-    show: Callable[[str], None],
-) -> CaseReport:
+def with_schedules(session: Session, report: CaseReport) -> CaseReport:
     """Return the report with the check `schedules`. Raises CannotRunError if they cannot run."""
     case = report.case
-    found = _search(pool, case, description, data_fd, show)
+    found = _search(session, case)
     replay = msgspec.structs.replace(case, schedules=0, preemptions=0).command_line
     judged = registry.load("simulated").judged
     result, causes = judged(found, ranks=case.world, digests=_digests, replay=replay)
@@ -396,29 +389,23 @@ def _digests(result: bytes) -> tuple[str, ...]:
     return found
 
 
-def _search(
-    pool: Pool,
-    case: Case,
-    description: bytes,
-    data_fd: int | None,
-    show: Callable[[str], None],
-) -> Searched:
+def _search(session: Session, case: Case) -> Searched:
     ranks = Ranks(
         job=DIGEST,
         backend=case.backend,
         size=case.world,
         request=lambda meeting: DigestRequest(
-            case=case, rendezvous=meeting, description=description
+            case=case, rendezvous=meeting, description=session.data.description
         ),
         deadline_s=case.deadline_s,
     )
     found: Searched = registry.load("simulated").search_schedules(
-        pool,
+        session.pool,
         ranks,
         schedules=case.schedules,
         preemptions=case.preemptions,
-        fds={} if data_fd is None else {"data": data_fd},
-        on_progress=lambda ran: show(
+        fds=session.data.fds,
+        on_progress=lambda ran: session.listener.preparing(
             f"{case.strategy}, world {case.world}: schedule {ran} of at most {case.schedules}"
         ),
     )

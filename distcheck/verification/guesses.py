@@ -29,7 +29,6 @@ from distcheck.verification.case_run import CaseRun
 from distcheck.verification.report_builder import ReportBuilder
 from distcheck.verification.session import OnFinished, Session
 from distcheck.workloads import about, datasets
-from distcheck.worlds.pool import Pool
 
 # Causes that describe observations without explaining values by a synchronization.
 _NOT_EXPLAINED = {
@@ -174,20 +173,15 @@ class Guess:
     waiting: list[CaseRun] = field(default_factory=list)
 
     def settle(
-        self,
-        pool: Pool,
-        builder: ReportBuilder,
-        data: preparation.Data,
-        session: Session,
-        enter: OnFinished,
+        self, session: Session, builder: ReportBuilder, enter: OnFinished
     ) -> Sequence[CaseRun]:
         """Decide, and return the remaining cases to run. Raises UsageError if the user must specify
         how the code is called.
         """
         self.settled = True
         case = self.done[0].case
-        ways = preparation.ways_to_call(pool, case) if self.failed else ()
-        decision = self._try_all(ways, pool, data, session)
+        ways = preparation.ways_to_call(session.pool, case) if self.failed else ()
+        decision = self._try_all(ways, session)
         if decision.what != "take":
             self._ask(case, decision)
             for run in self.done:
@@ -198,7 +192,7 @@ class Guess:
             msgspec.structs.replace(run.case, adaptation=taken.way)
             for run in (*self.done, *self.waiting)
         ]
-        runs = _planned(pool, cases, data)
+        runs = preparation.planned(session.pool, cases, session.data)
         for run in runs:
             run.notes = (note_on(taken, of_any_value=bool(more)), *run.notes)
         builder.change(runs)
@@ -221,13 +215,7 @@ class Guess:
         if decision.what == "ask" and (passed or not known):
             raise question(case, decision)
 
-    def _try_all(
-        self,
-        ways: Sequence[Sequence[Adaptation]],
-        pool: Pool,
-        data: preparation.Data,
-        session: Session,
-    ) -> Decision:
+    def _try_all(self, ways: Sequence[Sequence[Adaptation]], session: Session) -> Decision:
         """Try the guess, then each tier of other ways until one has a way that passes."""
         known = self.done[0].case.adaptation
         guessed = known
@@ -250,7 +238,8 @@ class Guess:
                 msgspec.structs.replace(small, adaptation=way, id=name)
                 for way, name in zip(tier, names, strict=True)
             ]
-            session.run(_planned(pool, cases, data), on_finished=take)
+            runs = preparation.planned(session.pool, cases, session.data)
+            session.run(runs, on_finished=take)
         first = next((one for one in tried if one.way == known), None)
         if first is None:
             return Decision("stands")
@@ -307,17 +296,6 @@ class Guesses:
         """Free all kept cases."""
         for guess in self._of.values():
             guess.close()
-
-
-def _planned(pool: Pool, cases: Sequence[Case], data: preparation.Data) -> list[CaseRun]:
-    """Return the planned runs of cases; of several, refused ones are omitted."""
-    try:
-        facts = preparation.inspect(pool, cases, data)
-        return preparation.plan_runs(pool, cases, facts.cases, data)[0]
-    except (UsageError, CannotRunError):
-        if len(cases) == 1:
-            return []
-    return [run for case in cases for run in _planned(pool, [case], data)]
 
 
 def _smallest(case: Case) -> Case:

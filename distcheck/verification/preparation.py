@@ -116,6 +116,11 @@ class Data:
     description: bytes = b""
     note: str = ""
 
+    @property
+    def fds(self) -> dict[str, int]:
+        """What a process that reads it receives."""
+        return {} if self.fd is None else {"data": self.fd}
+
 
 @contextlib.contextmanager
 def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
@@ -148,9 +153,8 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
         description=data.description,
         ranks_here=max(pool.ranks_here(case.world) for case in cases),
     )
-    fds = {"data": data.fd} if data.fd is not None else {}
     deadline_s = max(_LEAST_LOADING_S, *(case.deadline_s for case in cases))
-    world = start_job(pool, INSPECT, request, fds, deadline_s=deadline_s)
+    world = start_job(pool, INSPECT, request, data.fds, deadline_s=deadline_s)
     run_until_over(pool, world)
     try:
         if reason := why_not_loaded(world, deadline_s=deadline_s):
@@ -236,6 +240,16 @@ def plan_runs(
     for case, reason in left_out:
         _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
+
+
+def planned(pool: Pool, cases: Sequence[Case], data: Data) -> list[CaseRun]:
+    """Return the planned runs of further cases, without those that cannot run."""
+    try:
+        return plan_runs(pool, cases, inspect(pool, cases, data).cases, data)[0]
+    except (UsageError, CannotRunError):
+        if len(cases) == 1:
+            return []
+    return [run for case in cases for run in planned(pool, [case], data)]
 
 
 def _outputs(about: CaseFacts, most: int) -> tuple[TensorSpec, ...]:

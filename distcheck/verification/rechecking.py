@@ -39,7 +39,7 @@ def recheck(
     with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
         here = preparation.inspect(pool, [case], data).environment
         reports: list[CaseReport] = []
-        session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        session = Session(pool, data, listener)
         listener.planned([trace.saved.case for trace in traces])
         for trace in traces:
             saved, fds = trace.saved, read_trace(pool, trace)

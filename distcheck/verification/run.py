@@ -21,10 +21,8 @@ from distcheck.errors import (
     CannotRunError,
     DistcheckError,
     HelperError,
-    LeftOutError,
     MembershipError,
     RankLostError,
-    UsageError,
 )
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
@@ -168,13 +166,15 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         if extras.required:
             builder.left_out, builder.unknown = {}, _unknown(left, out, origin)
         builder.made = origin
-        session = Session(pool, listener, description=data.description, data_fd=data.fd)
+        session = Session(pool, data, listener)
         session.after_hang = extras.after_hang
         with reported(builder):
-            _run_all(runs, pool, builder, data, session, options)
+            _run_all(runs, session, builder, options)
             if options.follow_up:
-                _follow_up(pool, builder, data, session, listener)
-            _search_schedules(pool, builder, data, listener)
+                _follow_up(session, builder)
+            for report in builder.finished:
+                if followups.schedules_are_due(report):
+                    builder.amend(followups.with_schedules(session, report))
             if extras.searches:
                 registry.load("explore").search_thoroughly(
                     pool,
@@ -189,12 +189,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
 
 
 def _run_all(
-    runs: Sequence[CaseRun],
-    pool: Pool,
-    builder: "ReportBuilder",
-    data: preparation.Data,
-    session: Session,
-    options: RunOptions,
+    runs: Sequence[CaseRun], session: Session, builder: ReportBuilder, options: RunOptions
 ) -> None:
     """Run planned cases to their end; those with a wrongly guessed form again, in the right one."""
     guesses = Guesses()
@@ -219,24 +214,9 @@ def _run_all(
         while left:
             session.run(left, on_finished=enter)
             for guess in guesses.open():
-                left = guess.settle(pool, builder, data, session, enter)
+                left = guess.settle(session, builder, enter)
                 session.run(left, on_finished=enter)
             left, later[:] = [*later], []
-
-
-def _search_schedules(
-    pool: Pool, builder: "ReportBuilder", data: preparation.Data, listener: Listener
-) -> None:
-    for report in builder.finished:
-        if followups.schedules_are_due(report):
-            found = followups.with_schedules(
-                pool,
-                report,
-                description=data.description,
-                data_fd=data.fd,
-                show=listener.preparing,
-            )
-            builder.amend(found)
 
 
 def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> list[CaseReport]:
@@ -256,21 +236,9 @@ def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, P
             raise CannotRunError(f"{keep.folder} cannot be written: {error.strerror}") from error
 
 
-def _follow_up(
-    pool: Pool,
-    builder: "ReportBuilder",
-    data: preparation.Data,
-    session: Session,
-    listener: Listener,
-) -> None:
-    wanted = followups.follow_ups(builder.finished)
+def _follow_up(session: Session, builder: ReportBuilder) -> None:
     done: list[tuple[FollowUp, CaseReport]] = []
-    for each in wanted:
-        try:
-            facts = preparation.inspect(pool, [each.case], data)
-            (run,), _ = preparation.plan_runs(pool, [each.case], facts.cases, data)
-        except (LeftOutError, UsageError, CannotRunError):
-            continue  # such a case cannot be judged
+    for each in followups.follow_ups(builder.finished):
 
         def enter(run: CaseRun, each: FollowUp = each) -> str:
             report = verdicts.report_of(run, replay=each.case.command_line)
@@ -279,8 +247,9 @@ def _follow_up(
                 builder.replace(run)
             return report.verdict
 
-        listener.progress(each.case, "rerun after a failure")
-        session.run([run], on_finished=enter)
+        if runs := preparation.planned(session.pool, [each.case], session.data):
+            session.listener.progress(each.case, "rerun after a failure")
+            session.run(runs, on_finished=enter)
     builder.take_in(done)
 
 

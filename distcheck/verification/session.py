@@ -68,6 +68,7 @@ from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
+from distcheck.verification.preparation import Data
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
@@ -171,16 +172,16 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
     return [group for group in (whole, [p for p in planned if p not in whole]) if group]
 
 
-def start_judging(pool: Pool, task: JudgeTask, description: bytes, data_fd: int | None) -> World:
-    """Start the process that judges; `description` and `data_fd` belong to the data set."""
+def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
+    """Start the process that judges."""
     run = task.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
-    fds = {"trace": run.traces["world"]} | ({"data": data_fd} if data_fd is not None else {})
+    fds = {"trace": run.traces["world"], **data.fds}
     about: dict[str, Any] = {
         "case": run.case,
         "contract": run.contract,
         "layout": run.layout,
-        "description": description,
+        "description": data.description,
         "draws_random_numbers": run.facts.draws_random_numbers,
     }
     if task.diagnoses:
@@ -290,16 +291,8 @@ _Awaited = tuple[CaseRun, WorldName]  # a world that is queued
 class Session:
     """Runs cases to their end; `on_finished` is called with each when it is done."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        listener: Listener,
-        *,
-        description: bytes,
-        data_fd: int | None,
-    ) -> None:
-        self._pool, self._listener = pool, listener
-        self._description, self._data_fd = description, data_fd
+    def __init__(self, pool: Pool, data: Data, listener: Listener) -> None:
+        self.pool, self.data, self.listener = pool, data, listener
         self._worlds: deque[_Awaited] = deque()
         self._tasks: deque[JudgeTask] = deque()
         self._world: tuple[World, _Awaited] | None = None
@@ -334,7 +327,7 @@ class Session:
         try:
             while not all(run.finished for run in runs):
                 self._start_what_fits()
-                self._pool.pump(0.05)
+                self.pool.pump(0.05)
                 self._tick_world()
                 self._tick_judges()
                 if self._last is not None:
@@ -366,14 +359,13 @@ class Session:
                 self._world = (self._start_ranks(*awaited), awaited)
         while self._tasks and self._has_room_for(self._tasks[0]):
             task = self._tasks.popleft()
-            world = start_judging(self._pool, task, self._description, self._data_fd)
-            self._judges.append((world, task))
+            self._judges.append((start_judging(self.pool, task, self.data), task))
 
     def _may_start(self, run: CaseRun, what: WorldName) -> bool:
         """Return True if the interpreters for a rerun are ready, or known not to come."""
         if what != "rerun" or not is_separate(run.case):
             return True
-        return self._pool.interpreters_ready or bool(self._pool.why_no_interpreters())
+        return self.pool.interpreters_ready or bool(self.pool.why_no_interpreters())
 
     def _has_room_for(self, task: JudgeTask) -> bool:
         """Return True if another judge may start: there are enough processes and memory."""
@@ -387,17 +379,16 @@ class Session:
     def _start_ranks(self, run: CaseRun, what: WorldName) -> World:
         case, surroundings = run.case, Surroundings(schedule=run.case.schedule or "")
         if what == "rerun":
-            run.decide_surroundings(self._pool.why_no_interpreters())
+            run.decide_surroundings(self.pool.why_no_interpreters())
             surroundings = run.surroundings
         elif what == "further":
             assert run.taking_apart is not None
             assert run.taking_apart.next is not None
             surroundings = run.taking_apart.next
-        fd, again = new_trace(run.layout), what != "world"
-        run.keep(fd, what)
+        run.keep(new_trace(run.layout), what)
+        again = what != "world"
         fds = {"trace": run.shared_trace(what)}
-        if self._data_fd is not None:
-            fds["data"] = Shared(fd=self._data_fd, kind="data")
+        fds |= {name: Shared(fd=fd, kind="data") for name, fd in self.data.fds.items()}
         if again:
             fds["baseline"] = run.shared_trace("world")
         delays = surroundings.delays(case.world) if again else case.delays
@@ -407,7 +398,7 @@ class Session:
                 case=case,
                 rendezvous=rendezvous,
                 layout=run.layout,
-                description=self._description,
+                description=self.data.description,
                 delays=delays,
                 memory_seed=surroundings.memory_seed(rendezvous.rank),
             )
@@ -415,7 +406,7 @@ class Session:
         def on_progress(rank: int, progress: Progress) -> None:
             if rank == 0:
                 at = step_in_words(progress.step, case.steps, progress.phase)
-                self._listener.progress(case, _SAID_OF[what] + at)
+                self.listener.progress(case, _SAID_OF[what] + at)
 
         ranks = Ranks(
             job=RECORD,
@@ -425,7 +416,7 @@ class Session:
             deadline_s=run.deadline_s(what),
             surroundings=surroundings,
         )
-        return start_world(self._pool, ranks, fds=fds, on_progress=on_progress)
+        return start_world(self.pool, ranks, fds=fds, on_progress=on_progress)
 
     def _tick_world(self) -> None:
         if self._world is None:
@@ -492,7 +483,7 @@ class Session:
             self._worlds.remove((run, what))
             run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
-            self._listener.progress(run.case, "not run after a hang")
+            self.listener.progress(run.case, "not run after a hang")
             self._finish(run)
 
     def end_after(self, case: Case) -> None:
@@ -559,7 +550,7 @@ class Session:
         run = task.run
         if task.what == "world":
             run.results += results
-            self._listener.progress(run.case, f"judged {steps_in_words(task.steps)}")
+            self.listener.progress(run.case, f"judged {steps_in_words(task.steps)}")
         elif task.what == "rerun":
             run.of_rerun = results
         else:
@@ -580,7 +571,7 @@ class Session:
         run.kept = verdict is None
         if verdict is not None:
             run.close()
-            self._listener.finished(run.case, verdict)
+            self.listener.finished(run.case, verdict)
 
     def _takes_apart(self, run: CaseRun) -> bool:
         """Start the next world, or judge, that bisects the case's rerun; return True if there is
@@ -632,4 +623,4 @@ class Session:
         worlds = [world for world, _ in self._judges]
         if self._world is not None:
             worlds.append(self._world[0])
-        end_now(self._pool, *worlds)
+        end_now(self.pool, *worlds)

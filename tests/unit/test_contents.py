@@ -24,6 +24,8 @@ from distcheck.records.schedules import ScheduleRun, Searched
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import followups
 from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
+from distcheck.verification.preparation import Data
+from distcheck.verification.session import Session, Silent
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import FACTORS, Surroundings
 
@@ -172,7 +174,7 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
         case=PLAIN, strategy_file="", verdict="pass", outcomes=(), checks=(),
         contents=Run().contents,
     )  # fmt: skip
-    searched = followups.with_schedules(Pool(), report, description=b"", data_fd=None, show=print)
+    searched = followups.with_schedules(Session(Pool(), Data(), Silent()), report)
     assert searched.contents is not None
     two = "interleavings other than those of two worlds"
     assert f"{two}, and of 198 schedules of one case" in not_shown(

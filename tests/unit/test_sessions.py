@@ -15,6 +15,7 @@ from distcheck.store.run_folder import SavedCase
 from distcheck.training.jobs import Calibration
 from distcheck.verification import preparation
 from distcheck.verification.case_run import CaseRun
+from distcheck.verification.preparation import Data
 from distcheck.verification.report_builder import run_of
 from distcheck.verification.session import Session, Silent, steps_of_judges
 from distcheck.worlds.pool import Pool
@@ -43,7 +44,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     run = CaseRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
     if seconds is not None:
         run.timings_s["world"] = seconds
-    session = Session(Pool(), Silent(), description=b"", data_fd=None)
+    session = Session(Pool(), Data(), Silent())
     shares = steps_of_judges(run, 12, session._most_judges, session._cores)
     assert len(shares) == judges
     assert [step for share in shares for step in share] == list(range(12))
@@ -132,7 +133,7 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
 @pytest.mark.parametrize("after_hang", [False, True])
 def test_other_cases_are_not_run_after_a_hang_unless_they_were_asked_for(after_hang: bool) -> None:
     hung, other, elsewhere = case_run(id="a"), case_run(id="b"), case_run(id="c", world=3)
-    session = Session(Pool(), Silent(), description=b"", data_fd=None)
+    session = Session(Pool(), Data(), Silent())
     session.after_hang = after_hang
     session._worlds += [(other, "world"), (elsewhere, "world")]
     session._leave_out_others(hung)
