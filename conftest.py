@@ -6,11 +6,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Worlds are real processes on shared machines: no example may fail for being slow. A run draws the
-# same examples every time; the sweep draws new ones (`--hypothesis-profile random`).
+# same examples every time, and half as many; the sweep draws new ones (`--hypothesis-profile
+# random`).
 settings.register_profile(
     "random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-settings.register_profile("distcheck", settings.get_profile("random"), derandomize=True)
+settings.register_profile(
+    "distcheck", settings.get_profile("random"), derandomize=True, max_examples=50
+)
 settings.load_profile("distcheck")
 
 pytest_plugins = ["pytester"]

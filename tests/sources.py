@@ -24,6 +24,17 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(text_of(path))))
 
 
+@functools.cache
+def calls() -> tuple[tuple[str, str, ast.Call], ...]:
+    """Every call in distcheck: its file, the dotted name that is called, and the call."""
+    return tuple(
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.func), node)
+        for path in MODULES
+        for node in nodes(path)
+        if isinstance(node, ast.Call)
+    )
+
+
 def found(paths: Iterable[Path], look: Callable[[Path], Found]) -> dict[str, Found]:
     """What `look` finds in each file, by the file's name; files in which it finds nothing are left
     out.

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from distcheck.job import running
+from tests.world import warm
 
 BASE = """
 import os, sys, torch, torch.distributed as dist
@@ -276,8 +277,7 @@ def test_an_interrupted_job_leaves_no_rank_behind(tmp_path: Path) -> None:
 )
 def test_an_unseen_command(words: list[str], script: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "distcheck", "job", "--", sys.executable, *words, "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = warm.run("job", "--", sys.executable, *words, "train.py", cwd=tmp_path, timeout=60)
     assert ran.returncode == 5
     assert ran.stdout == "here\n"
     assert expected in said(ran)
@@ -332,9 +332,7 @@ print([name for name in listener.heard if name in ("losses", "backward", "target
 
 def test_a_loss_is_heard_once_under_a_mode_of_torch(tmp_path: Path) -> None:
     """torch.set_default_device has torch call its own functions again, by their public names."""
-    ran = subprocess.run(
-        [sys.executable, "-c", MODES], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    ran = warm.run(MODES, cwd=tmp_path, program="-c")
     assert ran.stdout.strip() == "['target', 'losses', 'backward']", ran.stdout + ran.stderr
 
 
@@ -362,11 +360,8 @@ print([name for name in listener.heard if name in ("enters", "leaves", "backward
 """
 
 
-@pytest.mark.parametrize("kind", ["reentrant", pytest.param("not", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("kind", ["reentrant", "not"])
 def test_parts_that_are_computed_again_in_backward_are_no_pass(kind: str, tmp_path: Path) -> None:
     """Activation checkpoints call parts of the model while gradients are computed."""
-    ran = subprocess.run(
-        [sys.executable, "-c", CHECKPOINTS, kind],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    ran = warm.run(CHECKPOINTS, kind, cwd=tmp_path, program="-c")
     assert ran.stdout.strip() == "['enters', 'leaves', 'backward']", ran.stdout + ran.stderr

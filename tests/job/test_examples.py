@@ -19,6 +19,7 @@ from distcheck.compare.jobs import compare_jobs
 from distcheck.records.causes import causes
 from tests.job.planted import BUGS, FOLDER, PRESUMES, SCRIPTS, Bug, plant, unfounded
 from tests.launchers.processes import free_port
+from tests.world import warm
 
 FRAMEWORKS = {
     "with_accelerate": "accelerate", "resuming_accelerate": "accelerate",
@@ -38,19 +39,13 @@ def judge(script: Path, folder: Path, *options: str, world: int = 2) -> tuple[in
 def judge_command(command: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
     """The same of any options and command."""
     file = folder / "report.json"
-    words = [sys.executable, "-m", "distcheck", "job", "--steps", "6", "--json", str(file)]
-    ran = subprocess.run(
-        [*words, *command], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    ran = cli("job", folder, "--steps", "6", "--json", str(file), *command)
     assert file.exists(), ran.stdout + ran.stderr
     return ran.returncode, json.loads(file.read_text())["cases"][0]
 
 
 def cli(command: str, folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    asked = [sys.executable, "-m", "distcheck", command, *words]
-    return subprocess.run(
-        asked, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
+    return warm.run(command, *words, cwd=folder, timeout=300)
 
 
 def marked(name: str, *, always: bool) -> Any:

@@ -1,7 +1,5 @@
 """`distcheck job --guard`: the command's end is its own, and what ranks found is the report."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from distcheck.job.guard.records import Checked, Divergence, ReplicaFinding
 from distcheck.job.guard_command import GuardOptions, guard_job
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings, read
+from tests.world import warm
 
 LOSES_A_REPLICA = """
 import sys, torch, torch.distributed as dist
@@ -39,16 +38,14 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
     """After the steps that a recording has by default, and too small for a loss curve."""
     script = tmp_path / "train.py"
     script.write_text(LOSES_A_REPLICA)
-    words = [sys.executable, "-m", "distcheck", "job", "--guard", "--every", "4", "--warn"]
-    words += ["--nproc", "2", "--", sys.executable, str(script)]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    words = ["job", "--guard", "--every", "4", "--warn", "--nproc", "2", "--", sys.executable]
+    ran = warm.run(*words, str(script), cwd=tmp_path, timeout=300)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stdout.count("ended") == 2
     assert "first  step 12: bias differs between rank 0 and rank 1" in ran.stdout
     assert "parameters-modified-outside-step" in ran.stdout
     (bundle,) = (tmp_path / ".distcheck" / "guard").iterdir()
-    explain = [sys.executable, "-m", "distcheck", "explain", str(bundle)]
-    said = subprocess.run(explain, capture_output=True, text=True, timeout=60)
+    said = warm.run("explain", str(bundle), cwd=tmp_path, timeout=60)
     assert said.returncode == 1
     assert "they agreed at step 8" in said.stdout
     assert "cause   parameters-modified-outside-step" in said.stdout
@@ -130,8 +127,7 @@ def test_numbers_out_of_range_are_refused() -> None:
 
 @pytest.mark.parametrize("words", [["--every", "5"], ["--warn"]])
 def test_options_of_a_guard_without_one(words: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "distcheck", "job", *words, "--", "true"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ})
+    ran = warm.run("job", *words, "--", "true", cwd=tmp_path)
     assert ran.returncode == 2
     assert "pass --guard as well" in ran.stderr
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +36,7 @@ from distcheck.recordings.jobs.records import (
     RankRecord,
     StepRecord,
 )
+from tests.world import warm
 
 
 @pytest.fixture
@@ -232,10 +232,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_copy_can_go_backward_after_fake_tensors(tmp_path: Path) -> None:
     """FSDP2 has them; autograd then has threads for GPUs that are not there."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FORKS_AFTER_FAKE_TENSORS],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    ran = warm.run(FORKS_AFTER_FAKE_TENSORS, cwd=tmp_path, program="-c", timeout=120)
     assert ran.stdout == "7\n", ran.stderr
 
 

@@ -192,23 +192,21 @@ def test_a_job_goes_on_where_the_recorder_failed(tmp_path: Path) -> None:
 INSTALLS = """
 import sys
 from distcheck.job.inside import start
-if {fails}:
-    sys.modules["distcheck.job.inside.recorder"] = None  # its import raises
+sys.modules["distcheck.job.inside.recorder"] = None  # its import raises
 start.begin(sys.argv[1])
 import torch
 print(torch.ones(2).sum().item())
 """
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_hooks_that_cannot_be_put_in_leave_the_script_alone(fails: bool, tmp_path: Path) -> None:
+def test_hooks_that_cannot_be_put_in_leave_the_script_alone(tmp_path: Path) -> None:
+    """Hooks that can be are in test_rules.py: who asks where torch is does not take the hook."""
     file = write(JobSettings(), tmp_path)
     ran = subprocess.run(
-        [sys.executable, "-c", INSTALLS.replace("{fails}", str(fails)), str(file)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", INSTALLS, str(file)], capture_output=True, text=True, timeout=300
+    )
     assert ran.stdout == "2.0\n", ran.stderr
-    assert (tmp_path / "defect").exists() == fails
+    assert (tmp_path / "defect").exists()
 
 
 PROBE = """

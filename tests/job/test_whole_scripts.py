@@ -1,15 +1,17 @@
-"""Whole scripts that are judged as their users would see it: what the reference repeats, what ranks
-decide together, and forward passes and collectives in unusual places.
+"""Whole scripts, judged with their reference: what the reference repeats, what ranks decide
+together, and forward passes and collectives in unusual places.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.job.planted import unfounded
 from tests.job.test_examples import cli
+from tests.job.worlds import judged
 from tests.launchers.processes import free_port
 
 HEAD = """
@@ -56,7 +58,8 @@ for x, y in loader:
         %s
     optimizer.step()
 """
-MEAN = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
+SUM = "dist.all_reduce(p.grad)"
+MEAN = f"{SUM}; p.grad /= dist.get_world_size()"
 STALE = f"{MEAN}; p.old, p.grad = p.grad.clone(), getattr(p, 'old', p.grad)"
 # Two micro-batches, and one as one process: the reference has both as one.
 SPLIT = f"""
@@ -85,31 +88,40 @@ for x, y in DataLoader(data, 4):
     optimizer.step()
 """
 SCRIPTS = {
-    "positions": (POSITIONS % MEAN, 0, set(), set()),
-    "positions, a sum": (POSITIONS % "dist.all_reduce(p.grad)", 1, {"missing-division"}, set()),
-    "a GAN that logs": (GAN, 0, set(), set()),
-    "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", 0, set(), {"wrong-sign"}),
-    "one step old": (BY_HAND % STALE, 0, set(), {"stale-gradient"}),
-    "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", 1,
+    "positions": (POSITIONS % MEAN, "pass", set(), set()),
+    "positions, a sum": (POSITIONS % SUM, "fail", {"missing-division"}, set()),
+    "a GAN that logs": (GAN, "pass", set(), set()),
+    "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", "pass", set(), {"wrong-sign"}),
+    "one step old": (BY_HAND % STALE, "pass", set(), {"stale-gradient"}),
+    "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", "fail",
                   {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
-    "micro-batches": (SPLIT % "y", 0, set(), set()),
-    "micro-batches, each a mean": (SPLIT % "b", 1, {"accumulation-not-scaled"}, set()),
+    "micro-batches": (SPLIT % "y", "pass", set(), set()),
+    "micro-batches, each a mean": (SPLIT % "b", "fail", {"accumulation-not-scaled"}, set()),
 }  # fmt: skip
-OFTEN = ("a GAN that logs", "of rank 0", "micro-batches")
+ANOTHER_SHAPE = ("positions", "positions, a sum")  # for one process, which begins again
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.sweep) for n in SCRIPTS]
-)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ANOTHER_SHAPE])
 def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
-    script, code, causes, remarks = SCRIPTS[name]
+    script, verdict, causes, remarks = SCRIPTS[name]
+    (tmp_path / "train.py").write_text(HEAD + script)
+    case = judged(tmp_path / "train.py", tmp_path, modules=False, steps=4)
+    assert case.verdict == verdict
+    assert {one.cause for one in case.diagnosis} == causes
+    assert {one.cause for one in case.remarks} == remarks
+    assert unfounded(msgspec.to_builtins(case), HEAD + script) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ANOTHER_SHAPE)
+def test_a_script_that_has_its_own_inputs_is_judged(name: str, tmp_path: Path) -> None:
+    script, verdict, causes, _ = SCRIPTS[name]
     (tmp_path / "train.py").write_text(HEAD + script)
     words = ("--steps", "4", "--json", "report.json", "--nproc", "2")
-    ran = cli("job", tmp_path, *words, "--", sys.executable, "train.py")
-    assert ran.returncode == code, ran.stdout + ran.stderr
+    cli("job", tmp_path, *words, "--", sys.executable, "train.py")
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    assert {one["cause"] for one in case["diagnosis"]} == causes
-    assert {one["cause"] for one in case.get("remarks", ())} == remarks
+    assert (case["verdict"], {one["cause"] for one in case["diagnosis"]}) == (verdict, causes)
+    assert not case.get("remarks")
     assert unfounded(case, HEAD + script) == []
 
 

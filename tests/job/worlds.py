@@ -8,15 +8,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
-from distcheck.job import replaying, settings
+from distcheck.job import command, replaying, settings
+from distcheck.job.copying import Copy
 from distcheck.job.inside.install import install
 from distcheck.job.judging import judge
 from distcheck.job.options import JobOptions
-from distcheck.job.replaying import Reference
+from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings, Replayed
 from distcheck.recordings.jobs import reading
@@ -80,17 +82,15 @@ def record(
 
 
 def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: bool) -> Reference:
-    """What the script reaches as one process."""
-    folder.mkdir(parents=True)
+    """What the script reaches as one process. Raises NoReferenceError."""
     file = settings.write(
-        JobSettings(
-            mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules
-        ),
-        folder,
-    )
+        JobSettings(mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
+                    joins=bool(job.joined)), folder,
+    )  # fmt: skip
     _ended([_forked(script, words, file, replaying._ONE_RANK)], folder)
     said = decode_json((folder / "replayed.json").read_bytes(), Replayed)
-    assert said.steps, said.failure
+    if not said.steps:
+        raise NoReferenceError(said.failure, said.retry)
     return Reference(folder, said)
 
 
@@ -100,6 +100,12 @@ def judged(
 ) -> CaseReport:  # fmt: skip
     """The case of a script, as the command judges it."""
     job = record(script, folder / "job", *words, modules=modules, steps=steps)
-    reference = replay(job, script, folder / "reference", *words, modules=modules)
     asked = change(JobOptions(words=("python", str(script)), steps=steps, modules=modules))
-    return judge(asked, job, Ran(0, ()), reference, "")
+
+    def replayed(job: JobRecording, copy: Copy, there: Path, **_: object) -> Reference:
+        return replay(job, script, there, *words, modules=modules)
+
+    copy = Copy(script.parent, folder)  # which is not looked at
+    with patch.object(replaying, "replay", replayed):
+        job, reference, missing = command._replay(asked, job, copy, folder / "reference")
+    return judge(asked, job, Ran(0, ()), reference, missing)

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.optional import needs
+from tests.world import warm
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -333,11 +333,10 @@ def test_a_stopped_helper_does_not_stop_the_session(run: Run) -> None:
 @pytest.mark.sweep
 def test_the_conformance_suite_sees_the_outputs_of_a_layout(tmp_path: Path) -> None:
     mutant = "distcheck_mutants.divided:ReturnsLogitsWithoutTheirMaximum"
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", "-v",
-         "-p", "no:cacheprovider", "--distcheck-strategy", mutant, "--distcheck-world=2",
-         "--distcheck-workload", "distcheck_mutants.small:Small"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    ran = warm.run(
+        "--pyargs", "distcheck.testing.conformance", "-v", "-p", "no:cacheprovider",
+        "--distcheck-strategy", mutant, "--distcheck-world=2", "--distcheck-workload",
+        "distcheck_mutants.small:Small", cwd=tmp_path, program="pytest",
     )  # fmt: skip
     failed = [line for line in ran.stdout.splitlines() if "FAILED" in line and "%]" in line]
     assert len(failed) == 1, ran.stdout
@@ -358,11 +357,8 @@ def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
     options = [word for name in strategies for word in ("--distcheck-strategy", name)]
     options += [f"--distcheck-world={world}" for world in worlds]
     options += ["--distcheck-workload", "mlp"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", "-v", "-rf",
-         "-p", "no:cacheprovider", *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    words = ("--pyargs", "distcheck.testing.conformance", "-v", "-rf", "-p", "no:cacheprovider")
+    ran = warm.run(*words, *options, cwd=tmp_path, program="pytest")
     ended = Counter(
         (strategy, line.split()[1])
         for line in ran.stdout.splitlines()
@@ -388,10 +384,8 @@ def test_the_conformance_suite(tmp_path: Path, worlds: list[int]) -> None:
     ids=["alone", "without-the-plugin"],
 )
 def test_conformance_needs_a_strategy(tmp_path: Path, options: list[str], sentence: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "--pyargs", "distcheck.testing.conformance", *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    words = ("--pyargs", "distcheck.testing.conformance", *options)
+    ran = warm.run(*words, cwd=tmp_path, program="pytest")
     assert ran.returncode != 0
     assert sentence in ran.stdout + ran.stderr
     assert "INTERNALERROR" not in ran.stdout

@@ -6,7 +6,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import distcheck
 from distcheck.backends import missing
 from tests.job.planted import FOLDER
 from tests.optional import left_of
+from tests.sources import MODULES, PACKAGE, calls, nodes
 from tests.world.command import COMMAND, QUICK
 
 ROOT = Path(distcheck.__file__).parent
@@ -34,30 +34,24 @@ PROGRAMS = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(ROOT.rglob("*.py")):
-        yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_bytes())
-
-
-def starts_a_program(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    of, name = ast.unparse(node.func.value), node.func.attr
+def starts_a_program(called: str) -> bool:
+    of, _, name = called.rpartition(".")
     if of == "os":
         return name in STARTS or name.startswith(("exec", "spawn", "posix_spawn"))
     return of in ("subprocess", "multiprocessing") and name in STARTS
 
 
 def test_every_program_that_is_started_is_known() -> None:
-    found = {name for name, tree in sources() if any(map(starts_a_program, ast.walk(tree)))}
+    found = {file for file, called, _ in calls() if starts_a_program(called)}
     assert found == left_of(PROGRAMS)
 
 
 def test_every_interpreter_is_started_without_the_current_folder() -> None:
     """`python -c` and `python -m` put it first, before Python's own modules."""
     seen = []
-    for name, tree in sources():
-        for node in ast.walk(tree):
+    for path in MODULES:
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in nodes(path):
             if not isinstance(node, ast.List | ast.Tuple):
                 continue
             words = [ast.unparse(one) for one in node.elts]

@@ -5,27 +5,11 @@ why it need not.
 
 import ast
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-import distcheck
 from tests.optional import left_of
-
-ROOT = Path(distcheck.__file__).parent
-
-
-@cache
-def calls() -> list[tuple[str, str, ast.Call]]:
-    """Every call in distcheck: its file, the dotted name that is called, and the call."""
-    found = []
-    for file in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Call):
-                name = file.relative_to(ROOT).as_posix()
-                found.append((name, ast.unparse(node.func), node))
-    return found
+from tests.sources import calls
 
 
 def runs_code(called: str, call: ast.Call) -> bool:

@@ -2,7 +2,6 @@
 function.
 """
 
-import ast
 import dataclasses
 import json
 import shutil
@@ -24,6 +23,7 @@ from distcheck.store.saved_traces import saved_traces
 from distcheck.verification import rechecking, verdicts
 from tests.optional import needs_all
 from tests.sealing import rewrite_about
+from tests.sources import calls
 
 ROOT = Path(distcheck.__file__).parent
 # Commands that are given something to read, and what of that they run.
@@ -64,16 +64,10 @@ def test_every_command_that_reads_says_what_it_runs() -> None:
 
 @needs_all
 def test_every_module_that_reads_cases_asks_by_one_function() -> None:
-    found = {}
-    for file in sorted(ROOT.rglob("*.py")):
-        tree = ast.parse(file.read_bytes())
-        called = {
-            ast.unparse(node.func).rpartition(".")[2]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-        }
-        if called & {*READ}:
-            found[file.relative_to(ROOT).as_posix()] = "require_trust" in called
+    called: dict[str, set[str]] = {}
+    for file, name, _ in calls():
+        called.setdefault(file, set()).add(name.rpartition(".")[2])
+    found = {file: "require_trust" in names for file, names in called.items() if names & {*READ}}
     assert found == {name: why == "asks" for name, why in READERS.items()}
 
 

@@ -29,7 +29,8 @@ def imports(path: Path) -> frozenset[str]:
 @functools.cache
 def trees() -> dict[str, ast.Module]:
     """Every module of the package, by its dotted name."""
-    return house.modules(ROOT)
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
+    return {name.removesuffix(".__init__"): nodes(path)[0] for name, path in named.items()}  # type: ignore[misc]
 
 
 def imports_of(path: Path, forbidden: tuple[str, ...]) -> set[str]:

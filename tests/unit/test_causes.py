@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
 
@@ -15,6 +14,7 @@ from distcheck.cli.commands.explain import command as explain
 from distcheck.errors import UsageError
 from distcheck.records.causes import Cause, causes, name_cause, shared
 from tests.optional import needs
+from tests.sources import calls, nodes
 
 ROOT = Path(__file__).parents[2]
 OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
@@ -40,24 +40,14 @@ SHOWN_IN = (
 )  # fmt: skip
 
 
-def strings(tree: ast.AST) -> set[str]:
-    nodes = ast.walk(tree)
-    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+def strings(path: Path) -> set[str]:
+    constants = [node for node in nodes(path) if isinstance(node, ast.Constant)]
+    return {node.value for node in constants if isinstance(node.value, str)}
 
 
 def named_in(files: list[Path]) -> set[str]:
     """The names of causes that stand in code; a docstring is never one."""
-    return set().union(*(strings(ast.parse(path.read_text())) for path in files)) & set(causes())
-
-
-def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every place that makes a diagnosis."""
-    for path in (ROOT / "distcheck").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            if getattr(node.func, "id", "") in ("name_cause", "suggested"):
-                yield f"{path.name}:{node.lineno}", node
+    return set().union(*map(strings, files)) & set(causes())
 
 
 def literals(node: ast.expr) -> list[str]:
@@ -73,8 +63,10 @@ def fields(text: str) -> set[str]:
 
 def test_what_code_names_is_in_the_table_with_its_variants_and_numbers() -> None:
     seen = 0
-    for place, call in calls():
-        first = 1 if call.func.id == "suggested" else 2  # type: ignore[attr-defined]
+    for file, called, call in calls():
+        if called not in ("name_cause", "suggested"):
+            continue
+        place, first = f"{file}:{call.lineno}", 1 if called == "suggested" else 2
         given = {keyword.arg for keyword in call.keywords}
         for cause in literals(call.args[0]):
             assert cause in causes(), f"{place} names {cause}, which is not in the table"
@@ -88,13 +80,8 @@ def test_what_code_names_is_in_the_table_with_its_variants_and_numbers() -> None
 
 
 def test_only_the_table_makes_a_diagnosis() -> None:
-    makers = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "distcheck").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Diagnosis"
-    }
-    assert makers == {"distcheck/records/causes/__init__.py"}
+    makers = {file for file, called, _ in calls() if called == "Diagnosis"}
+    assert makers == {"records/causes/__init__.py"}
 
 
 @needs("simulated")
@@ -111,9 +98,7 @@ def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) ->
 
 @needs("simulated")
 def test_every_variant_is_used() -> None:
-    written = set().union(
-        *(strings(ast.parse(p.read_text())) for p in [*OF_VERIFY, *OF_JOB, *OF_GUARD, *OF_COMPARE])
-    )
+    written = set().union(*map(strings, [*OF_VERIFY, *OF_JOB, *OF_GUARD, *OF_COMPARE]))
     variants = {v for cause in causes().values() for v in cause.suggestions} | set(shared())
     assert variants - {"usual"} <= written
 

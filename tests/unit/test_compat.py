@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FlatParameter, _common_utils
 from torch.utils.data import DataLoader, IterableDataset
 
 from distcheck.machine import compat
+from tests.world import warm
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_fsdp_marks_its_tensors() -> None:
     assert marked == _common_utils.FSDP_FLATTENED
 
 
-def test_fsdp2_says_what_it_computes_with() -> None:
+def test_fsdp2_says_what_it_computes_with(tmp_path: Path) -> None:
     """Of a group of one process, in a process of its own."""
     program = (
         "import torch, torch.distributed as dist\n"
@@ -209,7 +210,7 @@ def test_fsdp2_says_what_it_computes_with() -> None:
         "linear = torch.nn.Linear(2, 2)\n"
         "print(compat.fsdp2_dtypes(linear)[0], [*compat.fsdp2_parameters(linear)])\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ran = warm.run(program, cwd=tmp_path, program="-c")
     *lines, plain, last = ran.stdout.splitlines() or ["", ""]
     assert lines == ["torch.bfloat16 torch.float32", "True True", "None None"], ran.stderr
     # Without a dtype to reduce in, some releases leave them in the gradient of the whole one.
@@ -359,6 +360,7 @@ def test_groups_count_their_calls(group: dist.ProcessGroup) -> None:
 RECORDING = """
 import os, torch, torch.distributed as dist
 from distcheck.machine import compat
+from tests.world import warm
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(3))
 print([e["profiling_name"] for e in compat.recorded_calls(nccl=False, stacks=True)])
@@ -420,7 +422,7 @@ def test_print_options_are_those_that_are_set() -> None:
         torch.set_printoptions(precision=before)
 
 
-def test_flags_change_where_code_has_disabled_it() -> None:
+def test_flags_change_where_code_has_disabled_it(tmp_path: Path) -> None:
     program = (
         "import torch\n"
         "from distcheck.machine import compat\n"
@@ -430,7 +432,7 @@ def test_flags_change_where_code_has_disabled_it() -> None:
         "try: torch.backends.cudnn.benchmark = False\n"
         "except RuntimeError: print('refused')\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ran = warm.run(program, cwd=tmp_path, program="-c")
     assert ran.stdout == "refused\n", ran.stderr
 
 

@@ -34,6 +34,8 @@ def negative_exponent(node: ast.AST) -> int | None:
 
 def unit_roundoffs(source: str) -> Iterator[int]:
     """The lines that name a unit roundoff, as a power of two or by torch's own table."""
+    if not re.search(r"finfo|eps|\*\*", source):
+        return
     for node in ast.walk(ast.parse(source)):
         of_torch = isinstance(node, ast.Attribute) and node.attr in ("finfo", "eps", "epsilon")
         of_torch = of_torch and ast.unparse(node) != "self.eps"  # a layer's own

@@ -136,19 +136,19 @@ def equal(world: int) -> list[float]:
 
 
 @given(worlds, seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_right_mean_has_no_cause(world: int, seed: int) -> None:
     assert not causes(measured([equal(world)] * world, equal(world), seed=seed))
 
 
 @given(unequal_shares(), seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_right_weighted_mean_has_no_cause(shares: list[float], seed: int) -> None:
     assert not causes(measured([shares] * len(shares), shares, seed=seed))
 
 
 @given(worlds, seeds, st.floats(0.01, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_scales(world: int, seed: int, factor: float) -> None:
     assume(abs(factor - 1) > 1e-4)
     near = {
@@ -161,7 +161,7 @@ def test_scales(world: int, seed: int, factor: float) -> None:
 
 
 @given(worlds, seeds, st.sampled_from([(1, "missing-division"), (-1, "double-division")]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_named_scales(world: int, seed: int, scale: tuple[int, str]) -> None:
     weights = [float(world) ** scale[0] / world] * world
     for only in ((0, 1, 2), (1,)):
@@ -170,7 +170,7 @@ def test_named_scales(world: int, seed: int, scale: tuple[int, str]) -> None:
 
 @given(unequal_shares(), seeds, st.sampled_from([1.0, 3.7]))
 @example([1 / 3, 2 / 3], 0, 1.0)  # also: the first rank twice, divided by the samples that count
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_plain_means(shares: list[float], seed: int, factor: float) -> None:
     world = len(shares)
     weights = [factor / world] * world
@@ -196,7 +196,7 @@ def test_the_cause_that_explains_most_of_the_error_comes_first(factor: float, fi
 
 
 @given(worlds, seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_rank_alone(world: int, seed: int) -> None:
     own = [[float(r == rank) for r in range(world)] for rank in range(world)]
     assert causes(measured(own, equal(world), seed=seed)) == {"missing-sync"}
@@ -205,7 +205,7 @@ def test_every_rank_alone(world: int, seed: int) -> None:
 
 
 @given(worlds, seeds, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_one_rank_for_all(world: int, seed: int, data: st.DataObject) -> None:
     source = data.draw(st.integers(0, world - 1))
     weights = [float(r == source) for r in range(world)]
@@ -220,7 +220,7 @@ def test_one_rank_for_all(world: int, seed: int, data: st.DataObject) -> None:
 
 
 @given(st.integers(3, 6), seeds, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_counted(world: int, seed: int, data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(0, 2), min_size=world, max_size=world))
     assume(sum(map(bool, counts)) >= 2 and len(set(counts)) > 1)
@@ -249,7 +249,7 @@ def test_a_mean_that_was_clipped_is_told_by_its_norm() -> None:
 
 
 @given(st.integers(2, 6), seeds, st.floats(0.3, 1.1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_clipping_before(world: int, seed: int, share: float) -> None:
     norms = measured([equal(world)] * world, equal(world), seed=seed).left_norms
     most = share * max(norms)
@@ -262,7 +262,7 @@ def test_clipping_before(world: int, seed: int, share: float) -> None:
 
 
 @given(st.integers(3, 6), seeds, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_guesses(world: int, seed: int, data: st.DataObject) -> None:
     """Weights with no rule to them have no name, and are shown as they are."""
     drawn = data.draw(st.lists(st.floats(0.11, 0.97), min_size=world, max_size=world))
@@ -354,7 +354,7 @@ def test_a_case_without_a_closer_look_is_unexplained() -> None:
 
 
 @given(st.integers(3, 6), seeds, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_counted_differently_on_every_rank(world: int, seed: int, data: st.DataObject) -> None:
     """As rings leave it: what rank 0 has of rank r, rank k has of rank r + k."""
     counts = data.draw(st.lists(st.integers(0, 2), min_size=world, max_size=world))

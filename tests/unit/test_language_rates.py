@@ -15,7 +15,7 @@ import click
 import pytest
 
 from distcheck.records.causes import causes, shared
-from tests.sources import PACKAGE, ROOT, found, text_of
+from tests.sources import PACKAGE, ROOT, found, nodes, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
 _MOST_OPENINGS = 0.02  # of docstrings
@@ -65,7 +65,7 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
     """Yield every docstring of a package of distcheck, with its place; code is left out."""
     folder = ROOT / "distcheck" / package
     for path in sorted(folder.glob("*.py") if package == "." else folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(text_of(path))):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text is not None:
@@ -182,9 +182,8 @@ def test_vague_openings_of_docstrings_are_found(text: str, wrong: bool) -> None:
 
 def _literals(path: Path) -> Iterator[str]:
     """Strings of several words that may reach a screen; no docstrings."""
-    tree = ast.parse(text_of(path))
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docs = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             text = re.sub(r"--overlay", " ", node.value)
             if re.search(r"[a-z] [a-z]", text):

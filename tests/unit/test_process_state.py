@@ -110,7 +110,7 @@ def test_lines_are_of_what_made_the_difference_and_few(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"def sync(:\n", b"\xff\xfe\x00", b"x = " + b"(" * 5000, b"f(hash(0))\n" * 100_000],
+    [b"def sync(:\n", b"\xff\xfe\x00", b"x = " + b"(" * 5000, b"f(hash(0))\n#" + b" " * (1 << 20)],
     ids=["syntax", "bytes", "deep", "long"],
 )
 def test_a_file_that_cannot_be_read_has_no_lines(tmp_path: Path, content: bytes) -> None:

@@ -43,7 +43,7 @@ def worlds_of_gradients() -> st.SearchStrategy[torch.Tensor]:
 
 
 @given(worlds_of_gradients(), st.sampled_from([0.0, 1e-3, 0.1, 0.6]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse: float) -> None:
     """The mistaken sum is moved towards the mean by all that its own roundings allow."""
     world = len(gradients)
@@ -70,7 +70,7 @@ def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse
 
 
 @given(worlds_of_gradients(), st.sampled_from([1e-6, 1e-2, 0.5]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_what_shows_by_norm_fails(gradients: torch.Tensor, tolerance: float) -> None:
     mean = gradients.mean(0)
     found = shown(gradients, tolerance)

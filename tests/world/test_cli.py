@@ -23,8 +23,8 @@ def sentences(ran: subprocess.CompletedProcess[str]) -> list[str]:
     return complaints(ran.stderr)
 
 
-def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path: Path) -> None:
-    ran = console("verify", "--strategy", "allreduce", "--world", "4")
+def test_exit_0_and_a_screen_that_says_what_was_compared(distcheck: Run, tmp_path: Path) -> None:
+    ran = distcheck("verify", "--strategy", "allreduce", "--world", "4")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "PASS    allreduce   4 ranks, 5 trainings, 51 checks"
@@ -53,7 +53,7 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(console: Run, tmp_path:
     ("page", "world"),
     [("README.md", "2"), pytest.param("docs/tutorial.md", "3", marks=pytest.mark.sweep)],
 )
-def test_a_failure_is_as_documented(page: str, world: str, console: Run, tmp_path: Path) -> None:
+def test_a_failure_is_as_documented(page: str, world: str, distcheck: Run, tmp_path: Path) -> None:
     """But for the trainings beside the first, which are not run here."""
     text = (ROOT / page).read_text()
     code = re.search(r"```python\n(# my_sync.py\n.+?)```", text, re.DOTALL)
@@ -62,7 +62,7 @@ def test_a_failure_is_as_documented(page: str, world: str, console: Run, tmp_pat
     assert shown is not None
     (tmp_path / "my_sync.py").write_text(code[1])
     words = ("--strategy", "my_sync.py:sync", "--world", world, "--workload", "lattice")
-    ran = console("verify", *words)
+    ran = distcheck("verify", *words)
     assert ran.returncode == 1
     entries = [" ".join(one.split()) for one in re.split(r"\n      (?=\w)", shown[1])]
     there = " ".join(ran.stdout.split())

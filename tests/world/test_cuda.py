@@ -1,18 +1,17 @@
 """On a GPU: gloo and NCCL, with several ranks on one GPU, too; CPU against GPU; and refusals."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distcheck import backends
 from distcheck.machine import devices
+from tests.plugin.running import run_warm
 from tests.world.command import QUICK, Run, distcheck
+from tests.world.warm import distcheck as warm
 
-__all__ = ["distcheck"]
+__all__ = ["distcheck", "warm"]
 
 on_gpu = pytest.mark.skipif(devices.gpu_count() == 0, reason="this machine has no NVIDIA GPU")
 no_gpu = pytest.mark.skipif(devices.gpu_count() > 0, reason="this machine has a GPU")
@@ -84,15 +83,15 @@ def test_the_marker_over_nccl(world) -> None:  # type: ignore[no-untyped-def]
         (("--backend", "nccl", "--device", "cuda"), "this machine has none"),
     ],
 )
-def test_without_one(distcheck: Run, words: tuple[str, ...], said: str) -> None:
-    ran = distcheck("verify", "--strategy", "allreduce", *words)
+def test_without_one(warm: Run, words: tuple[str, ...], said: str) -> None:
+    ran = warm("verify", "--strategy", "allreduce", *words)
     assert (ran.returncode, ran.stdout) == (3, "")
     assert said in ran.stderr
     assert len(ran.stderr.strip().splitlines()) == 1
 
 
-def test_a_strategy_for_gpus_is_refused_without(distcheck: Run) -> None:
-    ran = distcheck("verify", "--strategy", "data_parallel", *QUICK)
+def test_a_strategy_for_gpus_is_refused_without(warm: Run) -> None:
+    ran = warm("verify", "--strategy", "data_parallel", *QUICK)
     assert (ran.returncode, ran.stdout) == (3, "")
     assert "strategy data_parallel works only on device cuda, not on cpu" in ran.stderr
 
@@ -122,10 +121,6 @@ devices.nccl_version = lambda: (2, 28, 9)
 def test_the_marker_skips(tmp_path: Path, marker: str, conftest: str, said: str) -> None:
     (tmp_path / "conftest.py").write_text(conftest)
     test = f"@pytest.mark.world({marker})\ndef test_there(world): raise AssertionError\n"
-    (tmp_path / "test_it.py").write_text(f"import pytest\n{test}")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider"],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "400"},
-    )  # fmt: skip
+    ran = run_warm(tmp_path, f"import pytest\n{test}", "-rs", columns=400)
     assert "1 skipped" in ran.stdout, ran.stdout
     assert said in ran.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.world.command import QUICK, Run, complaints
-from tests.world.command import distcheck as distcheck
+from tests.world.warm import distcheck as distcheck
 
 
 def verdicts(file: Path) -> list[str]:

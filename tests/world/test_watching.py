@@ -15,7 +15,7 @@ import pytest
 from distcheck.cli.watching import watch_command
 from distcheck.errors import CannotRunError
 from tests.world.command import COMMAND, QUICK, Run, hear_interrupts
-from tests.world.command import distcheck as distcheck
+from tests.world.warm import distcheck as distcheck
 
 SYNC = """
 import torch.distributed as dist

@@ -85,8 +85,8 @@ def run(
     *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 400,
     program: str = "distcheck",
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """As `subprocess.run` of the console script, or of `python -m pytest`, with what it printed as
-    text.
+    """As `subprocess.run` of the console script, of `python -m pytest` or of `python -c`, with what
+    it printed as text.
     """
     command = Command(words, cwd, os.environ if env is None else env, program=program)
     try:
@@ -115,10 +115,13 @@ def _console(
     code = 70
     try:
         _settle(folder, environment, files)
-        sys.argv = [program, *words]
+        sys.argv = [program, *(words[1:] if program == "-c" else words)]
         if program == "pytest":
             sys.path.insert(0, folder)
             code = int(pytest.main())
+        elif program == "-c":
+            exec(words[0], {"__name__": "__main__"})
+            code = 0
         else:
             importlib.import_module("distcheck.cli").main()
     except SystemExit as error:
