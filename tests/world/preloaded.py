@@ -1,7 +1,9 @@
 """What the server of `warm.py` imports before it forks the first command."""
 
 import gc
+import importlib
 import os
+import pkgutil
 
 import distcheck.machine.seeds
 
@@ -13,10 +15,14 @@ import torch.distributed
 import torch.utils.data
 
 import distcheck.cli
-import distcheck.cli.commands.verify
-import distcheck.verification.session
 import tests.world.warm
 from distcheck.worlds.local.forks import gather_memory
+
+# What a verification imports by and by, in its front and again in each rank and judge.
+for name in ("cli", "judge", "plan", "recordings", "reports", "store", "training", "verification"):
+    package = importlib.import_module(f"distcheck.{name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 # As the helper does it: what is forked neither collects what it inherited nor copies its tables.
 gc.collect()
