@@ -17,6 +17,7 @@ SCRIPT = Path(sysconfig.get_path("scripts"), "distcheck")
 COMMAND = [sys.executable, *([str(SCRIPT)] if SCRIPT.exists() else ["-m", "distcheck"])]
 # Without separate interpreters, which cost seconds a run and have tests of their own.
 QUICK = ("--workload", "mlp:small", "--dtype", "float32", "--world", "2", "--no-separate")
+SURE = (*QUICK, "--as", "model")  # where code fails, no other form is tried
 
 
 def complaints(stderr: str) -> list[str]:

@@ -18,6 +18,7 @@ from tests.world.command import (
     COMMAND,
     FILLER,
     QUICK,
+    SURE,
     Run,
     complaints,
     distcheck,
@@ -65,7 +66,7 @@ def test_a_folder_that_was_there_stays(distcheck: Run, tmp_path: Path) -> None:
 
 def test_an_edited_case_does_not_pass(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
-    ran = warm.run("verify", "--strategy", "bad.py:no_sync", *QUICK, cwd=tmp_path)
+    ran = warm.run("verify", "--strategy", "bad.py:no_sync", *SURE, cwd=tmp_path)
     assert ran.returncode == 1
     (case,) = tmp_path.glob(".distcheck/runs/*/cases/*.json")
     document = json.loads(case.read_text())

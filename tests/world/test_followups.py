@@ -14,7 +14,7 @@ from distcheck.records import Report
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
 CODE = Path(__file__).parents[1] / "adapted" / "float32_only.py"
-DEFAULT = ("lattice", "mlp")  # as the default run: float32, and float64 beside it
+DEFAULT = ("lattice", "mlp:small")  # as the default run: float32, and float64 beside it
 
 
 RIGHT = ("bucket", "through_numpy", "gathers_floats", "slices")
@@ -48,11 +48,12 @@ def of(name: str) -> Report:
 @pytest.mark.parametrize(
     ("name", "cases", "said"),
     [
-        ("bucket", ["lattice float32", "mlp float32", "mlp float64"], ""),
-        ("through_numpy", ["lattice float32", "mlp float32"],
+        ("bucket", ["lattice float32", "mlp:small float32", "mlp:small float64"], ""),
+        ("through_numpy", ["lattice float32", "mlp:small float32"],
          "all of its gradients are representable in float32"),
-        ("gathers_floats", ["lattice float32", "mlp float32"], "pass --dtype float64 to judge it"),
-        ("slices", ["lattice:no-scalar float32", "mlp float32", "mlp float64"],
+        ("gathers_floats", ["lattice float32", "mlp:small float32"],
+         "pass --dtype float64 to judge it"),
+        ("slices", ["lattice:no-scalar float32", "mlp:small float32", "mlp:small float64"],
          "scalar (0-d) parameters are not judged"),
     ],
 )  # fmt: skip
@@ -85,7 +86,9 @@ def test_its_wrong_twin_fails(name: str, causes: set[str]) -> None:
 
 def test_float64_that_was_asked_for_is_judged() -> None:
     place = f"{CODE}:through_numpy"
-    report = distcheck.verify(place, world=2, workload="mlp", dtype="float64", batch=48, steps=1)
+    report = distcheck.verify(
+        place, world=2, workload="mlp:small", dtype="float64", batch=48, steps=1
+    )
     assert report.verdict == "fail"
     assert {cause.cause for cause in report.cases[0].diagnosis} == {"low-precision"}
 
@@ -94,14 +97,16 @@ def test_float64_that_was_asked_for_is_judged() -> None:
     ("name", "said"),
     [
         ("averages",
-         "correct if all ranks have equally many samples (mlp float32 passes with --batch"),
-        ("sums", "mlp float32 does not pass there either (missing-division)"),
+         "correct if all ranks have equally many samples (mlp:small float32 passes with --batch"),
+        ("sums", "mlp:small float32 does not pass there either (missing-division)"),
     ],
 )  # fmt: skip
 def test_unequal_shards_fail_and_say_what_equal_ones_do(name: str, said: str) -> None:
     report = verify(name, world=3, batch=49)
     assert report.verdict == "fail"
-    (mlp,) = [c for c in report.cases if (c.case.workload, c.case.dtype) == ("mlp", "float32")]
+    (mlp,) = [
+        c for c in report.cases if (c.case.workload, c.case.dtype) == ("mlp:small", "float32")
+    ]
     (unweighted,) = [cause for cause in mlp.diagnosis if cause.cause == "unweighted-mean"]
     assert said in f"{unweighted.evidence} {unweighted.suggestion}"
 
@@ -142,7 +147,7 @@ def hook(state, bucket):
 def test_a_hook_that_does_not_wait_is_named_with_its_line(tmp_path: Path) -> None:
     """Its gradients look like several other mistakes, as it happens."""
     (tmp_path / "race.py").write_text(RACE)
-    report = distcheck.verify(f"{tmp_path}/race.py:hook", world=2, workload="mlp", steps=1)
+    report = distcheck.verify(f"{tmp_path}/race.py:hook", world=2, workload="mlp:small", steps=1)
     (cause,) = report.cases[0].diagnosis
     assert cause.cause == "tensor-used-in-flight"
     assert "race.py:10" in cause.evidence
