@@ -60,19 +60,28 @@ def seal_of(case: Case, digests: Mapping[str, str]) -> str:
     """Return the HMAC, with this user's secret, of a case that ran with code of these digests; ""
     if no secret can be stored.
     """
+    return sealed("case", msgspec.json.encode([case, sorted(digests.items())]))
+
+
+def sealed(kind: str, content: bytes) -> str:
+    """Return the HMAC, with this user's secret, of a content of one kind; "" as for `seal_of`."""
     try:
         secret = shared_secret()
     except CannotRunError:
         return ""
-    text = msgspec.json.encode([case, sorted(digests.items())])
-    return hmac.new(secret, b"case\0" + text, "sha256").hexdigest()
+    return hmac.new(secret, kind.encode() + b"\0" + content, "sha256").hexdigest()
 
 
 def is_sealed(case: Case, made: Provenance | None) -> bool:
     """Return True if this user has run the case, and neither it nor its digests were changed."""
     if made is None or not made.seal:
         return False
-    return hmac.compare_digest(made.seal.encode(), seal_of(case, made.digests).encode())
+    return is_same_seal(made.seal, seal_of(case, made.digests))
+
+
+def is_same_seal(seal: str, wanted: str) -> bool:
+    """Return True if a seal that was read is that of this user."""
+    return bool(wanted) and hmac.compare_digest(seal.encode(), wanted.encode())
 
 
 def named(case: Case) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from distcheck.errors.masking import masked_json
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.provenance import Provenance, seal_of
+from distcheck.plan.provenance import Provenance, is_same_seal, seal_of, sealed
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import SAVE, TRACES, TraceFilesRequest
@@ -74,6 +74,13 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def made(self) -> Provenance:
         return Provenance(environment=self.environment, digests=self.digests, seal=self.seal)
+
+
+class _Finished(msgspec.Struct, frozen=True):
+    """A report as it was written, and its seal."""
+
+    report: msgspec.Raw
+    seal: str
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -146,23 +153,37 @@ class Store:
         """Write a case: before it runs, for a replay after a crash; then with its provenance."""
         write_case(self.case_file(case), case, made)
 
-    def finished(self, cases: Sequence[Case]) -> dict[str, CaseReport]:
-        """Return the reports, by case ID, of cases that an earlier start of this run finished."""
+    def finished(
+        self, cases: Sequence[Case], made: Mapping[str, Provenance]
+    ) -> dict[str, CaseReport]:
+        """Return the reports, by case ID, of cases that an earlier start of this run finished with
+        the same code (`made`). A report without this user's seal came with the folder.
+        """
         found = {}
         for case in cases if self._run else ():
-            file = self.folder / "finished" / f"{case.id}.json"
-            report = read_if_whole(file, CaseReport)
-            if report is not None and report.case == case:
-                found[case.id] = report
+            kept = read_if_whole(self.folder / "finished" / f"{case.id}.json", _Finished)
+            text = b"" if kept is None else bytes(kept.report)
+            if kept is None or not is_same_seal(kept.seal, self._seal(text, made.get(case.id))):
+                continue
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version
+                report = decode_json(text, CaseReport)
+                if report.case == case:
+                    found[case.id] = report
         return found
 
-    def write_finished(self, report: CaseReport) -> None:
+    def _seal(self, report: bytes, made: Provenance | None) -> str:
+        digests = sorted(made.digests.items()) if made is not None else []
+        return sealed("finished", msgspec.json.encode([self._run, digests]) + report)
+
+    def write_finished(self, report: CaseReport, made: Provenance | None) -> None:
         """Store the report of a case that need not run again, if this run may be restarted."""
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
         private.folder(path.parent)
-        private.write(path, msgspec.json.encode(report))
+        text = msgspec.json.encode(report)
+        kept = _Finished(report=msgspec.Raw(text), seal=self._seal(text, made))
+        private.write(path, msgspec.json.encode(kept))
 
     def check_space(self, total_bytes: int) -> None:
         if not self.keep_everything or not self._tensors:

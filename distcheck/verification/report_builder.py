@@ -137,7 +137,7 @@ class ReportBuilder:
         if self._keep is None or self._save_error:
             return
         try:
-            self._keep.write_finished(report)
+            self._keep.write_finished(report, self._made.get(report.case.id))
         except (OSError, DistcheckError) as error:
             self._note_failure(error)
 

@@ -148,7 +148,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         environment = {"hash_seeds": hash_seeds, **facts.environment, **pool.describe()}
         here = {case.id: provenance_of(case, environment) for case in cases}
         _write_cases(keep, cases, here)
-        earlier = {} if keep is None else keep.finished(cases)
+        earlier = {} if keep is None else keep.finished(cases, here)
         about = dict(zip([case.id for case in cases], facts.cases, strict=True))
         left = [case for case in cases if case.id not in earlier]
         listener.preparing("calibrating reduction orders")
