@@ -144,7 +144,7 @@ def drafted(path: Path) -> Iterator[Path]:
 
 def followed(path: str) -> Path:
     """Return the target of a path. Raises OSError for a link of another user in it, which may lead
-    to any file of this one.
+    to any file of this one, and for a pipe of another user, who may let it wait.
     """
     place, links = Path("/"), 0
     ahead = [*reversed(Path(path).absolute().parts[1:])]
@@ -162,6 +162,8 @@ def followed(path: str) -> Path:
         target = one.readlink()
         place = Path("/") if target.is_absolute() else place
         ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    if place.is_fifo() and place.stat().st_uid not in (os.geteuid(), _ROOT):
+        raise PermissionError(errno.EPERM, f"{place} is a pipe of another user", path)
     return place
 
 
@@ -179,10 +181,12 @@ def publish(path: str, text: str) -> None:
             try:
                 with file:
                     file.write(_encoded(text))
-                if is_there:
-                    draft.chmod(stat.S_IMODE(place.stat().st_mode))
-                elif (place.parent / "cases").is_dir():  # of a run
-                    draft.chmod(0o600)
+                    about = place.stat() if is_there else None
+                    # By descriptor: in another user's folder, the name may be a link by now.
+                    if about is not None and about.st_uid == os.geteuid():
+                        os.fchmod(file.fileno(), stat.S_IMODE(about.st_mode))
+                    elif about is None and (place.parent / "cases").is_dir():  # of a run
+                        os.fchmod(file.fileno(), 0o600)
                 draft.replace(place)
             except OSError as error:
                 if error.errno != errno.EBUSY:  # mounted as a single file

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distcheck import private
 from distcheck.recordings.jobs.reading import MANIFEST
 
 MOST_BYTES = 1 << 30
@@ -40,7 +41,8 @@ class Copy:
 def copy_project(target: Path) -> Copy:
     """Copy the current checkout, or the current folder if it is in none or that is too large."""
     here, own = Path.cwd(), target.parent  # may be inside the project, depending on TMPDIR
-    checkout = next((one for one in (here, *here.parents) if (one / ".git").exists()), here)
+    folders = (one for one in (here, *here.parents) if (one / ".git").exists())
+    checkout = next((one for one in folders if private.is_ones_own(one / ".git")), here)
     project = checkout if _size(checkout, own) is not None and checkout != Path.home() else here
     if _size(project, own) is None:
         missing = (

@@ -1,13 +1,12 @@
 """Removes the folders of killed jobs at the start of the next one."""
 
 import contextlib
-import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from distcheck import private
 from distcheck.job import in_use
 from distcheck.worlds import scratch
 
@@ -29,12 +28,5 @@ def clear() -> None:
     with contextlib.suppress(OSError):
         for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
-                if _is_own(found) and in_use.is_free(str(found)):
+                if private.is_private_folder(found, strictly=True) and in_use.is_free(str(found)):
                     shutil.rmtree(found, ignore_errors=True)
-
-
-def _is_own(found: Path) -> bool:
-    """Return True for a folder (not a link) that only this user owns and can write to."""
-    about = found.lstat()
-    shared = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not shared

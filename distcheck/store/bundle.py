@@ -355,8 +355,7 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
     """
     try:
         target = private.followed(str(target.parent)) / target.name
-        draft = target.with_name(f".{target.name}.draft")
-        draft.unlink(missing_ok=True)
+        draft = target.with_name(private.unique(".part-"))  # no other user can create it first
         try:
             with _draft_file(draft) as file:
                 with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:

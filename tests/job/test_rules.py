@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from distcheck import private
 from distcheck.job import accepting, causes, checks, copying, judging, replaying
 from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import choosing, single_process_group
@@ -101,6 +102,15 @@ def test_a_copy_reaches_as_far_as_the_checkout(project: Path, tmp_path: Path) ->
     assert copy.words(["python", script, "--lr"]) == [
         "python", str(tmp_path / "copy" / "library.py"), "--lr",
     ]  # fmt: skip
+
+
+def test_a_repository_of_another_user_above_is_not_copied(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that every user can write."""
+    real, git = private._owners, project / ".git"
+    monkeypatch.setattr(private, "_owners", lambda path: {4242} if path == git else real(path))
+    assert copying.copy_project(tmp_path / "copy").project == project / "examples"
 
 
 def test_what_a_copy_writes_stays_in_it(project: Path, tmp_path: Path) -> None:

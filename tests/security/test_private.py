@@ -14,6 +14,7 @@ from distcheck import private
 from distcheck.errors import CannotRunError
 from distcheck.errors.defects import save_traceback
 from distcheck.records import Case
+from distcheck.records.decoding import read_bounded
 from distcheck.reports.files import check_writable, write_text
 from distcheck.store.run_folder import Store
 from tests.optional import needs
@@ -200,3 +201,52 @@ def test_a_report_goes_into_a_pipe(here: Path) -> None:
     write_text("pipe", "{}")
     reader.join()
     assert found == ["{}"]
+
+
+def of_another(path: Path) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, ANOTHER, ANOTHER)
+    return path
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_a_pipe_of_another_user_is_neither_written_nor_waited_for(name: str, here: Path) -> None:
+    os.mkfifo("pipe", 0o666)
+    (here / "link").symlink_to("pipe")
+    of_another(here / "pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for write in (write_text, lambda path, _: check_writable(path)):
+        with pytest.raises(CannotRunError, match="is a pipe of another user"):
+            write(name, "{}")
+    writer = os.open("pipe", os.O_WRONLY)  # and never writes
+    assert read_bounded(Path(name)) == b""
+    os.close(writer)
+    os.close(reader)
+
+
+def test_a_report_in_place_of_another_users_file_has_this_users_mode(here: Path) -> None:
+    (here / "r.json").touch()
+    (here / "r.json").chmod(0o666)
+    of_another(here / "r.json")
+    write_text("r.json", "{}")
+    assert (mode_of(here / "r.json"), (here / "r.json").stat().st_uid) == (0o664, os.geteuid())
+
+
+def test_the_mode_of_a_report_is_given_to_no_other_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of the folder replaces the draft by a link while it is written."""
+    (here / "victim").touch(0o600)
+    (here / "r.json").touch(0o644)
+    (here / "r.json").chmod(0o666)
+
+    def replaced(text: str) -> bytes:
+        (draft,) = here.glob(".part-*")
+        draft.unlink()
+        draft.symlink_to("victim")
+        return text.encode()
+
+    monkeypatch.setattr(private, "_encoded", replaced)
+    write_text("r.json", "{}")
+    assert mode_of(here / "victim") == 0o600

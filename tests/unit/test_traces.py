@@ -114,6 +114,15 @@ def places() -> list[tuple[int, Kind, int, int]]:
     ]
 
 
+def test_a_pipe_in_place_of_a_slot_is_not_waited_for(fd: int, tmp_path: Path) -> None:
+    digest = files._save(tmp_path, LAYOUT, fd)
+    slot = tmp_path / "slot-001.safetensors"
+    slot.unlink()
+    os.mkfifo(slot)
+    with pytest.raises(ValueError, match=r"slot-001\.safetensors is not a regular"):
+        files._load(tmp_path, LAYOUT, new_file(), digest)
+
+
 def test_a_gradient_that_one_rank_owns_is_the_owners_on_every_rank(fd: int, tmp_path: Path) -> None:
     spec = MODEL.parameters[0]
     for rank in range(2):
