@@ -20,6 +20,7 @@ from distcheck.machine.resources import cores
 
 _LEAST_TURNS = 2  # a single world leaves cores idle while its ranks wait for each other
 _LOOK_EVERY_S = 0.004
+_PATIENCE_S = 600.0  # Chosen: longer than a world lasts; another user can bind the names as well
 
 _shared: tuple[str, int] | None = None  # name of a test run, and number of its processes
 _held: list[socket.socket] = []
@@ -68,12 +69,16 @@ if hasattr(os, "register_at_fork"):  # without forks there are no worlds
 
 
 def _take() -> socket.socket | None:
-    """Acquire a turn by binding its name; None if that is unnecessary or impossible."""
+    """Acquire a turn by binding its name; None if that is unnecessary or impossible, or if none is
+    released: from then on, this process takes no turns.
+    """
+    global _shared
     turns = max(_LEAST_TURNS, cores())
     if _shared is None or _shared[1] <= turns:
         return None
     holder = socket.socket(socket.AF_UNIX)
-    while True:
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
         for number in range(turns):
             try:
                 holder.bind(f"\0distcheck-{_shared[0]}-{number}")
@@ -84,3 +89,6 @@ def _take() -> socket.socket | None:
                 return None
             return holder
         time.sleep(_LOOK_EVERY_S)
+    holder.close()
+    _shared = None
+    return None

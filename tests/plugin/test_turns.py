@@ -158,3 +158,21 @@ def test_kept_worlds_in_more_processes_than_turns(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert "32 passed" in ran.stdout, ran.stdout
+
+
+def test_names_that_another_user_has_bound_are_not_waited_for_forever(
+    crowd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names in use are visible to every user, and so are those that follow."""
+    assert turns._shared is not None
+    theirs = [socket.socket(socket.AF_UNIX) for _ in range(turns_here())]
+    for number, one in enumerate(theirs):
+        one.bind(f"\0distcheck-{turns._shared[0]}-{number}")
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    with turn():
+        assert not turns._held
+    monkeypatch.setattr(turns, "_PATIENCE_S", 600.0)
+    with turn():  # at once
+        assert not turns._held
+    for one in theirs:
+        one.close()
