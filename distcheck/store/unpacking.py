@@ -25,7 +25,7 @@ MOST_BYTES = 256 << 20  # of all compressed members, unpacked
 MOST_MEMBERS = 10_000
 _MOST_DIRECTORY_BYTES = 4 << 20  # of the central directory, which is read as a whole
 _MOST_PARTS = 32
-_MOST_NAME_BYTES = 1000
+_MOST_NAME_BYTES, _MOST_PART_BYTES = 1000, 255
 _COMPILED = "__pycache__"
 _CHUNK_BYTES = 1 << 20
 _DAMAGE = (
@@ -111,13 +111,14 @@ def _digest(path: Path) -> bytes:
 
 
 def _write_members(path: Path, archive: zipfile.ZipFile, folder: Path) -> None:
-    left = MOST_BYTES
+    left, made = MOST_BYTES, {folder}
     for member in archive.infolist():
         target = folder / member.filename
+        place = target if member.is_dir() else target.parent
+        if place not in made:  # its check takes time for each of its files
+            made.add(private.folder(place))
         if member.is_dir():
-            private.folder(target)
             continue
-        private.folder(target.parent)
         with archive.open(member) as source, private.new_file(target) as file:
             left -= _copy(path, source, file, left if member.compress_type else None)
 
@@ -188,7 +189,9 @@ def _why_not(member: zipfile.ZipInfo) -> str:
         return "has a name that is not written in its plain form"
     if len(path.parts) > _MOST_PARTS:
         return f"is in more than {_MOST_PARTS} folders"
-    if len(plain.encode(errors="replace")) > _MOST_NAME_BYTES:
+    if max(len(part.encode()) for part in path.parts) > _MOST_PART_BYTES:
+        return f"has a name with more than {_MOST_PART_BYTES} bytes in one part"
+    if len(plain.encode()) > _MOST_NAME_BYTES:
         return f"has a name of more than {_MOST_NAME_BYTES} bytes"
     if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
         return "is a link or a special file"

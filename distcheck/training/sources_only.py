@@ -48,6 +48,11 @@ def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str
     if len(found) > _MOST_CHARACTERS:  # a large checkout: only what foreign code could reach
         near = {f: d for f, d in agreed.items() if any(map(Path(f).is_relative_to, places))}
         found = _encoded(near, places)
+    if len(found) > _MOST_CHARACTERS:
+        raise UsageError(
+            f"this code imports so many files ({len(agreed):,}) that they cannot be checked while "
+            "it runs; review them, then pass --trust"
+        )
     os.environ[_VARIABLE] = found
 
 

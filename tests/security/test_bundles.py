@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distcheck import private
 from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.plan.provenance import provenance_of
@@ -84,7 +85,12 @@ MEMBERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "with NUL": (zips.with_nul, "characters that do not print"),
     "with an escape": (lambda b: zips.add(b, "a\x1b[2J"), "characters that do not print"),
     "deep": (lambda b: zips.add(b, "a/" * 500 + "x.py"), "is in more than 32 folders"),
-    "long": (lambda b: zips.add(b, "a" * 2000), "a name of more than 1000 bytes"),
+    "long": (lambda b: zips.add(b, "a/" * 20 + "a" * 999), "255 bytes in one part"),
+    "long for a file": (lambda b: zips.add(b, "\u00e9" * 128), "255 bytes in one part"),
+    "long as a whole": (
+        lambda b: zips.add(b, "aaaaaaaaa" * 20 + "/" + ("b" * 200 + "/") * 5),
+        "1000 bytes",
+    ),
     "twice": (lambda b: zips.add(b, "sources/x.py", twice=True), "is in it more than once"),
     "a file and a folder": (lambda b: zips.add(b, "sources/there"), "is in it more than once"),
     "compiled": (
@@ -307,3 +313,16 @@ def test_a_case_file_has_a_limit(tmp_path: Path) -> None:
     assert "it is larger than 16 MiB" in refuse(str(tmp_path / "case.json"))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
     assert not zipfile.is_zipfile(tmp_path / "case.json")
+
+
+def test_folders_of_many_members_are_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a folder lists its files."""
+    more = {f"sources/there/m{number}.py": b"" for number in range(500)}
+    bundle = zips.write(tmp_path / "b.zip", {**zips.members(tmp_path / "ran"), **more})
+    checked: list[Path] = []
+    real = private._is_empty_own
+    monkeypatch.setattr(private, "_is_empty_own", lambda path: checked.append(path) or real(path))
+    open_bundle(bundle)
+    assert len(checked) < 50
