@@ -81,8 +81,8 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("password", r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:login\s+\S+\s+)?(?:account\s+"
          r"\S+\s+)?password\s+(?P<secret>[^\s\"'<>]+)"),
         ("token=", r"[?&]token=(?P<secret>[^&\s\"'<>]{6,})"),
-        ("token", r"(?<![\w-])token[\"']?\s*[:=]\s*[\"'](?P<secret>(?=[^\"']{0,99}\d)"
-         r"(?=[^\"']{0,99}[A-Za-z])[\w.~+/=-]{16,})"),
+        ("oken", r"(?<![A-Za-z0-9-])(?i:token)(?:[\"']?\s*[:=]\s*[\"']|=)"
+         r"(?P<secret>(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[A-Za-z])[\w.~+/=-]{16,})"),
         ("pass=", r"(?<![\w.-])pass=(?P<secret>(?=[^\s&]{0,99}\d)(?=[^\s&]{0,99}[A-Za-z])"
          r"[^\s\"'&;,<>()]{6,})"),
         ("curl", r"\bcurl\b[^\r\n]{0,500}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']{1,100}:"
@@ -90,21 +90,22 @@ _FORMS: tuple[tuple[tuple[str, ...], "re.Pattern[str]"], ...] = tuple(
         ("sig=", r"[?&;]sig=(?P<secret>[^&\s\"'<>]{8,})"),
         ("ignature=", r"[?&][\w-]{0,40}[Ss]ignature=(?P<secret>[^&\s\"'<>]{8,})"),
         ("Security-Token=", r"Security-Token=(?P<secret>[^&\s\"'<>]{8,})"),
-        ("hook", r"(?i:https)://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/(?:v\d+/)?webhooks|hooks\.slack\.com(?::\d+)?"
-         r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com)"
+        ("hook HOOK Hook", r"(?i:https://(?:[\w.-]{0,99}\.)?(?:discord(?:app)?\.com/api/(?:v\d+/)?webhooks"
+         r"|hooks\.slack\.com(?::\d+)?"
+         r"|webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com))"
          r"/(?P<secret>[^\s\"'<>]+)"),
-        ("chat.googleapis.com/", r"chat\.googleapis\.com/(?P<secret>[^\s\"'<>]+)"),
+        ("chat.googleapis.com/ CHAT.", r"(?i:chat\.googleapis\.com)/(?P<secret>[^\s\"'<>]+)"),
     )
 )  # fmt: skip
 # A value after a name, from the start of the name. `key` and `token` alone are names of tensors.
 _WORDS = tuple(map(re.compile, (
     "passw", "passphrase", "pwd", "secret", "credential", r"(?<=[\w-])key", r"(?<=[\w-])token",
-    r"(?<=\w[_-])pw\b",
+    r"(?<=--)pass\b", r"(?<=[\w-][_-])pw\b",
 )))  # fmt: skip
 _NAME = (
     r"(?:--)?[\w.-]{0,40}?(?:passw(?:or)?d|passphrase|pwd|secret|credentials?|(?:api|access|account"
-    r"|auth|encryption|private|secret|signing|subscription)[_-]?key|(?:access|api|app|auth|bearer"
-    r"|bot|deploy|github|gitlab|hf|hub|id|private|refresh|session|slack|user|wandb)[_-]?token"
+    r"|auth|encryption|private|secret|signing|subscription|wandb)[_-]?key|(?:access|api|app|auth"
+    r"|bearer|bot|deploy|github|gitlab|hf|hub|id|private|refresh|session|slack|user|wandb)[_-]?token"
     r"|(?<=\w)[_-]pw\b)(?:_?\d+)?"
 )
 _NO_VALUE = (
@@ -116,7 +117,9 @@ _NUMBER = re.compile(r"[-+]?(?:\d+|\d*\.\d+(?:e[-+]?\d+)?)|true|false|none|null"
 _EVEN_A_NUMBER = re.compile(r"PASSW|SECRET|TOKEN")
 _ASSIGNED = re.compile(
     rf"{_NAME}(?:"
-    r"(?:\\?[\"']?\s*[:=]|\\?[\"'],)\s*[bru]?(?P<q>\\?[\"'])"
+    r"(?:\\?[\"']?\]?"
+    r"(?:\s*:\s*[A-Za-z][\w.|\[\]]{0,60}(?: \| [\w.]{1,40}){0,4})?"
+    r"\s*(?::=|=>|[:=])|\\?[\"'],)\s*[bru]?(?P<q>\"{3}|'{3}|\\?[\"'])"
     rf"{_NO_VALUE}(?P<a>(?:(?!(?P=q))(?:\\[^\r\n]|[^\\\r\n<>])){{4,}})"
     r"|>(?P<h>[^<>\s]{4,})(?=</)|:[ \t]+[|>][-+]?\s*\n\s+(?P<i>\S{4,})"
     rf"|={_NO_VALUE}(?P<b>[^\s\"'&;,<>]+)"
@@ -125,13 +128,15 @@ _ASSIGNED = re.compile(
     r"|:\s+(?P<f>(?:[^\s\"'<>(),]|,(?=\S)){6,})(?=\s*$)"
     rf"|\s+[\"']{_NO_VALUE}(?P<g>[^\"'\r\n<>]{{4,}})[\"']"
     r"|:\s+(?=[^\s\"']{0,99}\d)(?=[^\s\"']{0,99}[a-z])(?P<c>(?:[^\s\"'<>(),]|,(?=\S)){8,}))"
-    rf"|--(?:[\w-]{{1,40}}-)?(?:token|{_NAME})(?:\s+|=|[\"'],\s*b?)(?:(?P<p>[\"'])"
-    rf"(?P<k>(?:(?!(?P=p))[^\r\n<>]){{4,}})|{_NO_VALUE}(?P<d>[^\s\"'<>-][^\s\"'<>]{{3,}}))",
+    rf"|--(?:[\w-]{{1,40}}-)?(?:token|pw|pass|{_NAME})(?:\s+|=|[\"'],\s*b?)(?:(?P<p>[\"'])"
+    rf"(?P<k>(?:(?!(?P=p))[^\r\n<>]){{4,}})|{_NO_VALUE}"
+    r"(?P<d>(?:(?<==)-|[^\s\"'<>-])[^\s\"'<>]{3,}))",
     re.I | re.M,
 )
 # Variables as in a shell or a file of settings; `is_secret` decides by the name.
 _VARIABLE = re.compile(
-    r"(?<![A-Za-z0-9])(?P<name>_{0,2}[A-Z][A-Z0-9_]{1,60})(?:(?:=|[\"']\s*[:,]\s*b?)(?P<q>[\"'])"
+    r"(?<![A-Za-z0-9])(?P<name>_{0,2}[A-Z][A-Z0-9_]{1,60})"
+    r"(?:(?:=|[\"']\]?\s*(?:=>?|[:,])\s*b?)(?P<q>[\"'])"
     r"(?P<quoted>(?:(?!(?P=q))[^\\\r\n<>]){4,})|=(?P<plain>[^\s\"'&;,<>]{4,}))"
 )
 _NAMES_OF_NO_SECRET = re.compile(

@@ -91,6 +91,19 @@ FORMS = {
     "sentence": ('cannot unlock with passphrase "correct horse"', "horse"),
     "environment": ("WANDB_API_KEY=hunter2", "hunter2"),
     "option": ("train.py --api-key hunter2 --lr 0.1", "hunter2"),
+    "option that begins with -": (f"train.py --token=-{A40}", A40),
+    "option pw": ("sync --pw correcthorse", "horse"),
+    "three quotes": ('password = """hunter2"""', "hunter2"),
+    "three single quotes": ("api_key='\'\'hunter2\'\''", "hunter2"),
+    "any token in lower case": (f"my_token={A40}", A40), "any token": (f"Bus_Token = '{A40}'", A40),
+    "a quoted name": ('"MY_TOKEN"="hunter2"', "hunter2"),
+    "arrow": ("'password' => 'hunter2'", "hunter2"),
+    "item of the environment": ("os.environ['WANDB_API_KEY'] = 'hunter2'", "hunter2"),
+    "item of an upper-case name": ("environ['MY_KEY'] = 'hunter2'", "hunter2"),
+    "annotated": ("api_key: str | None = 'hunter2'", "hunter2"),
+    "walrus": ("(password := 'hunter2')", "hunter2"),
+    "host in capitals": (f"HTTPS://HOOKS.SLACK.COM/services/T0/B0/{A40}", A40),
+    "host with a capital": (f"https://Discord.com/api/webhooks/1/{A40}", A40),
     "option with =": ("train.py --hub_token=hunter2", "hunter2"),
 }  # fmt: skip
 
@@ -131,6 +144,8 @@ def test_a_secret_is_masked(name: str) -> None:
         "BEST_PAT=12.5 GRAD_KEY=0.12345678 KEY_BITS=2048 AUTH=true Authorization = None",
         "xoxo-loves-you PAD_TOKEN='<pad>' BOS_TOKEN=begin_of_text UNEXPECTED_KEY=layer.0.weight",
         "login(password=args.password, token=None)",
+        "--pass-through --pass 2 --passes 3; api_key: str = None; password: str | None = None",
+        "next_token=5 first_token = 'begin_of_text' pad_token=layer_norm, STATE['KEY_OF'] = 'x'",
     ],
 )  # fmt: skip
 def test_an_innocent_text_stays(text: str) -> None:
