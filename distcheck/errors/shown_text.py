@@ -34,9 +34,9 @@ _SHORTEST_SECRET = 6
 _MOST_SECRET = 1 << 16  # characters
 MOST_REPORTED = 4 << 20  # characters of one text that a rank sends and JSON contains
 # Workflow commands: "::" at the start of a line after blanks, and "##[" anywhere in GitHub Actions;
-# "##vso[" in Azure Pipelines.
+# "##vso[" in Azure Pipelines, "##teamcity[" in TeamCity.
 _COMMAND = re.compile(r"^([^\S\n]*(?:\x1b\[[0-9;]*m)*)::", re.MULTILINE)
-_OLD_COMMAND = re.compile(r"##((?:vso)?)\[")
+_OLD_COMMAND = re.compile(r"##((?:vso|teamcity)?)\[", re.I)
 
 
 class _Escapes(dict[int, str]):
@@ -104,7 +104,11 @@ def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> An
 
 
 def _text(text: str) -> str:
-    text = shortened(text)
+    return escaped(shortened(text))
+
+
+def escaped(text: str) -> str:
+    """Return the text safe to display, and otherwise as it is: also with its secrets."""
     return text if text.isprintable() else text.translate(_ESCAPES)
 
 

@@ -32,6 +32,7 @@ from distcheck.judge.diagnosis import outcomes
 from distcheck.judge.divergence.noise_floor import NoiseFloor
 from distcheck.judge.divergence.noise_floor import write as write_noise_floor
 from distcheck.machine.resources import keep_freed_memory
+from distcheck.plan.provenance import Provenance
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT, JobRecording
 from distcheck.records import CaseReport, CheckResult, Compared, Report
@@ -141,7 +142,7 @@ def _kept(report: Report) -> Report:
     store = Store.by_default()
     if store is not None:
         with contextlib.suppress(OSError):
-            store.write_case(report.cases[0].case)
+            store.write_case(report.cases[0].case, Provenance(environment={}))
             store.write_report(render_json(report))
             return msgspec.structs.replace(report, saved_to=str(store.folder))
     return report

@@ -28,7 +28,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import one_line, shown
+from distcheck.errors.shown_text import MOST_CHARACTERS, escaped, one_line, shown
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
 from distcheck.plan.source_files import NO_DIGEST, by_place, digest_of, files_of
@@ -237,17 +237,23 @@ def require_trust(
         if commands
         else unknown_code(cases, unpacked, given=handed_over, made=made, trusted=known)
     )
-    listed = [one_line(shown(text)) for text in (commands or [*map(str, code), *texts])]
+    listed = commands or [*map(str, code), *texts]
     if not listed:
         # Exactly the bytes that were found to be trusted run: their folder may be another user's.
         sources_only.begin(known.pins, around=(handed_over, *known.roots))
         return
     what = "a command" if commands else "untrusted code"
     runs = f"{doing} {one_line(shown(given))} runs {what}"
-    if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"{runs}: {'; '.join(listed)}; review it, then pass --trust to run it")
+    masked = [one_line(shown(text)) for text in listed]
+    # A mask or a cut would hide what runs; a command of one's own (`foreign` is empty) is known.
+    whole = [one_line(escaped(text)) for text in listed] if foreign else masked
+    fits = all(len(line) <= MOST_CHARACTERS for line in whole)
+    if not (may_ask and fits and sys.stdin.isatty() and sys.stderr.isatty()):
+        more = "" if whole == masked else " (the case file has it without masks and cuts)"
+        said = f"{runs}: {'; '.join(masked)}{more}"
+        raise UsageError(f"{said}; review it, then pass --trust to run it")
     click.echo(f"{runs[0].upper()}{runs[1:]}:", err=True)
-    for line in listed:
+    for line in whole:
         click.echo(f"  {line}", err=True)
     if not click.confirm("Run it?", default=False, err=True):
         raise UsageError(f"{given} was not run; pass --trust to run its code without asking")

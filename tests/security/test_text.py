@@ -40,7 +40,7 @@ DANGEROUS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-GITHUB_COMMAND = re.compile(r"^\s*::|##(vso)?\[", re.MULTILINE)
+GITHUB_COMMAND = re.compile(r"^\s*::|##(vso|teamcity)?\[", re.MULTILINE | re.I)
 
 
 def report_of(text: str) -> Report:
@@ -90,8 +90,7 @@ def test_names_in_records_are_shown_as_well() -> None:
 
 COMMANDS = (
     "::error::x\n  ::stop-commands::y\n##[add-mask]z\nword ##[group] ##vso[task.complete] "
-    + "w" * 70
-    + " ::debug::"
+    "##VSO[x] ##teamcity[y] " + "w" * 70 + " ::debug::"
 )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import py_compile
@@ -24,7 +25,7 @@ from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import provenance_of
 from distcheck.plan.request import Request
-from distcheck.records import Adaptation, Case
+from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.store import trust
 from distcheck.store.bundle import make_bundle, open_bundle
 from distcheck.store.run_folder import Store, read_provenance
@@ -578,6 +579,8 @@ def test_digests_of_a_large_checkout_fit(checkout: Path, monkeypatch: pytest.Mon
     sources_only.begin({**many, gift: digests[0]}, around=(str(checkout / "gift"),))
     assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
     assert sources_only._asked()["agreed"] == {gift: digests[0]}
+    with pytest.raises(UsageError, match=r"so many files \(5,000\) .*; review them, then pass"):
+        sources_only.begin(many, around=(str(checkout),))
     few = dict([*many.items()][:1000])
     sources_only.begin(few, around=())
     assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
@@ -693,3 +696,107 @@ def test_a_bundle_packs_code_of_the_checkout(kind: str, checkout: Path, tmp_path
     if kind == "someone's secret":  # who knows its digest knows the file
         gift.write_case(case, provenance_of(case, {}))
         assert make_bundle(gift.folder, tmp_path / "b.zip", traces=False)[0].sources
+
+
+def test_another_users_draft_does_not_become_the_bundle(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder such as /tmp; the name was that of the bundle with a suffix."""
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    gift = Store.at(checkout / "run")
+    gift.write_case(case, provenance_of(case, {}))
+    real, planted = private.unique, tmp_path / ".b.zip.draft"
+    planted.write_text("theirs")
+    names: list[str] = []
+    monkeypatch.setattr(private, "unique", lambda prefix: names.append(real(prefix)) or names[-1])
+    make_bundle(gift.folder, tmp_path / "b.zip", traces=False)
+    assert zipfile.is_zipfile(tmp_path / "b.zip")
+    assert planted.read_text() == "theirs"
+    assert any(name.startswith(".part-") for name in names)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def asks(case: Case, given: Path, monkeypatch: pytest.MonkeyPatch, **made: Any) -> str:
+    """What is shown of a case before the question, which is answered with no."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    monkeypatch.setattr(sys, "stderr", screen)
+    with pytest.raises(UsageError) as caught:
+        trust.require_trust(str(given), [case], made, doing="replaying", trusted=False)
+    return f"{screen.getvalue()}\n{caught.value}"
+
+
+HIDES = 'API_TOKEN="$(touch pwned)" python train.py'
+
+
+@pytest.mark.parametrize("kind", ["a command", "a text"])
+def test_a_question_hides_nothing_that_runs(
+    kind: str, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value with the name of a secret may be a command as well."""
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    if kind == "a command":
+        case = msgspec.structs.replace(case, job=("--", "bash", "-c", HIDES))
+    else:
+        given = Adaptation(arguments=(("command", repr(HIDES)),))
+        case = msgspec.structs.replace(case, adaptation=given)
+    assert "$(touch pwned)" in asks(case, checkout / "run", monkeypatch)
+    monkeypatch.setattr(Terminal, "isatty", lambda self: False)
+    said = asks(case, checkout / "run", monkeypatch)
+    assert "pwned" not in said, "nobody is asked, and a log may be public"
+    assert "(the case file has it without masks and cuts); review it, then pass --trust" in said
+
+
+def test_a_command_that_is_too_long_to_read_is_not_asked_about(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--", "bash", "-c", " " * 20_000 + "touch pwned" + " " * 20_000)
+    case = Case(id="c", strategy="job", world=2, workload="job", job=words)
+    said = asks(case, checkout / "run", monkeypatch)
+    assert "Run it?" not in said
+    assert "pass --trust" in said
+
+
+def test_the_secrets_of_an_own_command_stay_masked(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ("--", "python", "train.py", "--token=hunter2-of-mine")
+    case = Case(id="job", strategy="train.py", world=2, workload="job", job=job)
+    store = Store.at(checkout / "run")
+    store.write_case(case, provenance.Provenance(environment={}))
+    made = read_provenance(store.case_file(case))
+    said = asks(case, checkout / "run", monkeypatch, job=made)
+    assert "Run it?" in said
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize("changed", ["nothing", "the report", "the seal", "the code", "the run"])
+def test_what_a_restart_takes_up_is_ones_own(changed: str, checkout: Path) -> None:
+    """A folder that came with a checkout may hold the verdicts of a run that is still to come."""
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    made = provenance_of(case, {})
+    report = CaseReport(
+        case=case, strategy_file="mine.py", verdict="pass", outcomes=(), checks=(), diagnosis=(),
+        replay="", notes=(),
+    )  # fmt: skip
+    store = Store(checkout / "run", keep_everything=True, run="run-7")
+    store.write_finished(report, made)
+    (file,) = (checkout / "run/finished").iterdir()
+    kept = json.loads(file.read_text())
+    if changed == "the report":
+        kept["report"]["notes"] = ["forged"]
+    elif changed == "the seal":
+        kept["seal"] = ""
+    file.write_text(json.dumps(kept, separators=(",", ":")))
+    if changed == "the code":
+        (checkout / "mine.py").write_text("def mean(model): ...\n")
+        made = provenance_of(case, {})
+    again = Store(
+        checkout / "run", keep_everything=True, run="run-8" if changed == "the run" else "run-7"
+    )
+    found = again.finished([case], {"c": made})
+    assert found == ({"c": report} if changed == "nothing" else {})
