@@ -22,6 +22,21 @@ def pool() -> Pool:
     return pool
 
 
+@pytest.fixture
+def kept_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that judge in this process do so on the pool that is there, and leave it open."""
+
+    class Kept:
+        def __getattr__(self, name: str) -> object:
+            return getattr(pool, name)
+
+        def close(self) -> None:
+            pass
+
+    for place in ("compare.command", "cli.show_and_keep"):
+        monkeypatch.setattr(f"distcheck.{place}.Pool", Kept)
+
+
 @pytest.fixture(scope="session")
 def torchvision_loads() -> None:
     """For tests of what torchvision reads or builds: it is not there beside every torch."""

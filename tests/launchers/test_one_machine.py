@@ -207,8 +207,8 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         words = ["--nnodes", "2", "--node-rank", "0", "--world", "2", "--master-addr", "127.0.0.1"]
-        port = ["--master-port", str(taken.getsockname()[1])]
-        ((code, _, err),) = finish([start([*PYTHON, *QUICK, *words, *port], tmp_path)])
+        words += ["--master-port", str(taken.getsockname()[1])]
+        ((code, _, err),) = finish([start_warm(["verify", *QUICK, *words], tmp_path)])
     assert code == 3
     assert "Address already in use; another program may use the port" in err, err
 
@@ -251,8 +251,8 @@ def test_different_worlds(tmp_path: Path) -> None:
     port = str(free_port())
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     ends = finish([
-        start([*PYTHON, *QUICK], tmp_path, **place, RANK="0", WORLD_SIZE="2"),
-        start([*PYTHON, *QUICK], tmp_path, **place, RANK="1", WORLD_SIZE="3"),
+        start_warm(["verify", *QUICK], tmp_path, **place, RANK="0", WORLD_SIZE="2"),
+        start_warm(["verify", *QUICK], tmp_path, **place, RANK="1", WORLD_SIZE="3"),
     ])  # fmt: skip
     assert [code for code, _, _ in ends] == [3, 3], ends
     assert "was started for a world of 3 ranks, but rank 0 for 2" in ends[0][2], ends[0][2]

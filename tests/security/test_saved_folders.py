@@ -83,8 +83,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["workload", "strategy"])
 def gift(
-    request: pytest.FixtureRequest, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+    request: pytest.FixtureRequest, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kept_pool: None,
+) -> Path:  # fmt: skip
     """The run in a folder of somebody else's, with code in it; we are in a checkout beside it."""
     gift, here = tmp_path / "gift", tmp_path / "checkout"
     shutil.copytree(made, gift)

@@ -20,12 +20,12 @@ from distcheck.compare.command import compare_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.store.bundle import make_bundle, read_replay
 from distcheck.store.run_folder import Store
-from distcheck.worlds.pool import Pool
 from tests.sealing import rewrite_about
 from tests.world.command import COMMAND, Run, complaints
 from tests.world.warm import distcheck as command
 
 __all__ = ["command"]
+pytestmark = pytest.mark.usefixtures("kept_pool")
 
 MEAN = """
 import torch.distributed as dist
@@ -94,20 +94,6 @@ def golden(recorded: Path) -> Path:
     """A folder with the run `golden` in it, and its code as it was then."""
     write_code(recorded)
     return recorded
-
-
-@pytest.fixture(autouse=True)
-def kept(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compares in this process does so on the pool that is there, and leaves it open."""
-
-    class Kept:
-        def __getattr__(self, name: str) -> object:
-            return getattr(pool, name)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("distcheck.compare.command.Pool", Kept)
 
 
 def compare(then: Path | str, now: str | None, tmp_path: Path, *, bits: bool = False) -> dict:  # type: ignore[type-arg]
