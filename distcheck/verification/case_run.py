@@ -75,7 +75,7 @@ class CaseRun:
     kept: bool = False
     like: "CaseRun | None" = None
     judges_left: int = 0
-    worlds_left: int = 0
+    awaited: WorldName | None = None  # the world that it waits for; None if for judges
     finished: bool = False
 
     @property

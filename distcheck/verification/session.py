@@ -1,17 +1,15 @@
 """Schedules planned cases on a pool: one world of ranks at a time, and judges concurrently.
 
-A case is a sequence of worlds (processes that train and record) and judges (processes that compare
-a trace with references):
+A case is a sequence of worlds (processes that train and record a trace in memory) and judges
+(processes that compare a trace with references). `Session._whole_case` is this sequence:
 
-1. Its first world records a trace in memory.
-2. Judges for its steps are queued: each group of checks (`groups_of_checks`) for each block of
-   steps (`steps_of_judges`). If the world succeeded, the rerun goes to the front of the queue of
-   worlds; otherwise no further world of the case runs.
-3. After its last world, the whole-run checks are queued as one more judge; if there is no rerun to
-   compare, and the case's last judge still waits, that one takes them, too.
-4. When none of its worlds and judges are left, a rerun in separate interpreters that differed is
-   bisected by further worlds (`TakingApart`), each compared with the first trace; then a failure is
-   measured in detail (`ObserveRequest`, the closer look); then `on_finished` takes the case.
+- The judges of its steps share them by groups of checks (`groups_of_checks`) and blocks of steps
+  (`steps_of_judges`). The rerun of a case goes to the front of the queue of worlds.
+- The whole-run checks have one more judge; if there is no rerun to compare, and the case's last
+  judge still waits, that one takes them, too.
+- A rerun in separate interpreters that differed is bisected by further worlds (`TakingApart`), each
+  compared with the first trace.
+- A failure is measured in detail (`ObserveRequest`, the closer look).
 
 Invariants:
 - Only one world runs at a time, since its ranks fill the cores. Judges share the cores with it.
@@ -45,7 +43,7 @@ were found.
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +61,7 @@ from distcheck.machine.resources import available_bytes, cores
 from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
-from distcheck.records import Case, CheckResult, Outcome
+from distcheck.records import Case, CheckResult
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
@@ -286,6 +284,9 @@ _SAID_OF = {"world": "", "rerun": "rerun, ", "further": "isolating the rerun dif
 # Takes a finished case, and returns its verdict; after None its traces stay open.
 OnFinished = Callable[[CaseRun], str | None]
 _Awaited = tuple[CaseRun, WorldName]  # a world that is queued
+# The stages of a case. They yield the world that they wait for, and then receive it, or None to
+# wait until none of the case's judges are left.
+_Stages = Generator[WorldName | None, Any, None]
 
 
 class Session:
@@ -293,6 +294,7 @@ class Session:
 
     def __init__(self, pool: Pool, data: Data, listener: Listener) -> None:
         self.pool, self.data, self.listener = pool, data, listener
+        self._stages: dict[CaseRun, _Stages] = {}  # of cases that are not finished
         self._worlds: deque[_Awaited] = deque()
         self._tasks: deque[JudgeTask] = deque()
         self._world: tuple[World, _Awaited] | None = None
@@ -301,7 +303,6 @@ class Session:
         self.after_hang = False  # True to run other cases of a strategy that hung
         self._last: Case | None = None  # the last case that is judged
         self._on_finished: OnFinished = lambda run: "unknown"
-        self._judges_only = False
         # Twice the cores, so that the last few share them instead of leaving one idle.
         self._cores = cores()
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
@@ -310,18 +311,94 @@ class Session:
         """Block until every case is finished; end everything it started if interrupted."""
         self._on_finished = on_finished
         for run in runs:
-            run.worlds_left, run.finished = (2 if run.case.rerun else 1), False
-            self._worlds.append((run, "world"))
+            run.finished = False
+            self._begin(run, self._whole_case(run))
         self._until_finished(runs)
 
     def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
         """Judge a case whose traces exist, and close them; start no rank."""
         self._on_finished = on_finished
-        self._judges_only = True
         with closing(run):
-            self._plan_step_judges(run)
-            self._judge_whole_run_if_due(run)
+            self._begin(run, self._judge_traces(run))
             self._until_finished([run])
+
+    def _whole_case(self, run: CaseRun) -> _Stages:
+        world: World = yield "world"
+        run.outcomes = tuple(root_cause.outcomes(world.children, hung=world.hung))
+        run.notes += tuple(f"{one.name}: {one.text}" for c in world.children for one in c.remarks)
+        self._queue_step_judges(run)
+        if world.succeeded and run.case.rerun:
+            world = yield "rerun"
+            run.rerun_outcomes = tuple(root_cause.outcomes(world.children, hung=world.hung))
+        if world.hung:
+            self._leave_out_others(run)
+        self._queue_judge_of_run(run)
+        yield None
+        if run.surroundings.factors and run.rerun_differed:
+            yield from self._bisect_rerun(run)
+        yield from self._look_closer(run)
+
+    def _judge_traces(self, run: CaseRun) -> _Stages:
+        self._queue_step_judges(run)
+        self._queue_judge_of_run(run)
+        yield None
+        yield from self._look_closer(run)
+
+    def _bisect_rerun(self, run: CaseRun) -> _Stages:
+        """Run the worlds that bisect a rerun in separate interpreters that differed."""
+        apart = run.taking_apart = TakingApart(run.surroundings)
+        while apart.next is not None:
+            world: World = yield "further"
+            if not world.succeeded:
+                apart.note(True)
+                continue
+            self._queue(JudgeTask(run, (), (("rerun", "-"),), whole_run=True, what="further"))
+            yield None
+        assert apart.conclusion is not None
+        found = apart.conclusion
+        if found.depends and found.factors == ("nodes",):
+            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+            steps = tuple(range(run.case.steps))
+            self._queue(JudgeTask(run, steps, planned, whole_run=False, what="rerun"))
+            yield None
+        run.conclude(found)
+
+    def _look_closer(self, run: CaseRun) -> _Stages:
+        """Measure a failed case in detail, unless another case explains it."""
+        while run.seen is None and diagnosis.needs_diagnosis(run.results):
+            if self._looks.explained(run):
+                return
+            if self._looks.waits(run):
+                run.judges_left += 1  # of the other case
+            else:
+                self._queue(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
+            yield None
+
+    def _begin(self, run: CaseRun, stages: _Stages) -> None:
+        run.judges_left = 0
+        self._stages[run] = stages
+        self._go_on(run)
+
+    def _go_on(self, run: CaseRun, world: World | None = None) -> None:
+        """Continue a case after the world that it waited for, or else after all its judges."""
+        try:
+            run.awaited = self._stages[run].send(world)
+        except StopIteration:
+            self._finish(run)
+            return
+        if run.awaited == "world":
+            self._worlds.append((run, run.awaited))
+        elif run.awaited is not None:
+            self._worlds.appendleft((run, run.awaited))
+
+    def _judge_over(self, run: CaseRun) -> None:
+        run.judges_left -= 1
+        if not run.judges_left and run.awaited is None and run in self._stages:
+            self._go_on(run)
+
+    def _queue(self, task: JudgeTask) -> None:
+        self._tasks.append(task)
+        task.run.judges_left += 1
 
     def _until_finished(self, runs: Sequence[CaseRun]) -> None:
         try:
@@ -348,8 +425,13 @@ class Session:
         ]
         for one in found:
             self._worlds.remove(one)
-            one[0].finished = True
+            self._drop(one[0])
         return [run for run, _ in found]
+
+    def _drop(self, run: CaseRun) -> None:
+        """End the stages of a case."""
+        self._stages.pop(run, None)
+        run.finished = True
 
     def _start_what_fits(self) -> None:
         if self._world is None and len(self._tasks) < self._most_judges:
@@ -426,11 +508,9 @@ class Session:
         if not world.over:
             return
         self._world = None
-        run.worlds_left -= 1
         spent = time.monotonic() - world.begun
         run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
         unstarted = [c for c in world.children if c.spawn_error]
-        outcomes = root_cause.outcomes(world.children, hung=world.hung)
         world.close()
         if unstarted:
             raise CannotRunError(
@@ -439,38 +519,11 @@ class Session:
             )
         run.refused = refusal_of(world)
         if run.refused is not None:  # an unsupported call may only show at run time
-            run.worlds_left, run.finished = 0, True
             self._finish(run)
             return
         if what != "further" and run.defect is None:
             run.defect = own_code.defect_in_rank(run.case, world.children, hung=world.hung)
-        if what == "further":
-            self._further_world_over(run, succeeded=world.succeeded)
-            return
-        if what == "rerun":
-            run.rerun_outcomes = tuple(outcomes)
-        else:
-            remarks = [f"{one.name}: {one.text}" for c in world.children for one in c.remarks]
-            self._first_world_over(run, outcomes, remarks, succeeded=world.succeeded)
-        if world.hung:
-            self._leave_out_others(run)
-        self._judge_whole_run_if_due(run)
-
-    def _first_world_over(
-        self,
-        run: CaseRun,
-        outcomes: list[Outcome],
-        remarks: Sequence[str],
-        *,
-        succeeded: bool,
-    ) -> None:
-        run.outcomes = tuple(outcomes)
-        run.notes += tuple(remarks)
-        self._plan_step_judges(run)
-        if not succeeded:
-            run.worlds_left = 0
-        elif run.case.rerun:
-            self._worlds.appendleft((run, "rerun"))
+        self._go_on(run, world)
 
     def _leave_out_others(self, hung: CaseRun) -> None:
         """End the strategy's other cases in this world: each could cost a deadline."""
@@ -481,7 +534,6 @@ class Session:
             if what != "world" or run is hung or run.case.siblings != case.siblings:
                 continue
             self._worlds.remove((run, what))
-            run.worlds_left, run.finished = 0, True
             run.not_run = not_run_after_hang(run.case, case)
             self.listener.progress(run.case, "not run after a hang")
             self._finish(run)
@@ -500,29 +552,24 @@ class Session:
         for run in runs:
             if run.finished:
                 continue
-            run.worlds_left, run.judges_left, run.finished = 0, 0, True
             run.not_run, run.results, run.outcomes, run.rerun_outcomes = why, [], (), ()
             self._finish(run)
 
-    def _plan_step_judges(self, run: CaseRun) -> None:
+    def _queue_step_judges(self, run: CaseRun) -> None:
         with mmap.mmap(run.traces["world"], run.layout.index_bytes, prot=mmap.PROT_READ) as index:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._tasks.append(JudgeTask(run, steps, tuple(group), whole_run=False))
-                run.judges_left += 1
+                self._queue(JudgeTask(run, steps, tuple(group), whole_run=False))
 
-    def _judge_whole_run_if_due(self, run: CaseRun) -> None:
-        if run.worlds_left:
-            return
+    def _queue_judge_of_run(self, run: CaseRun) -> None:
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
         last = self._tasks[-1] if self._tasks else None
         if last is not None and last.run is run and "rerun" not in run.traces:
             # A process of its own costs more than the comparison.
             self._tasks[-1] = replace(last, of_run=planned)
             return
-        self._tasks.append(JudgeTask(run, (), planned, whole_run=True))
-        run.judges_left += 1
+        self._queue(JudgeTask(run, (), planned, whole_run=True))
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
@@ -540,11 +587,9 @@ class Session:
             else:
                 self._take_results(task, judged_results(world, task))
             world.close()
-            run.judges_left -= 1
-            self._go_on(run)
+            self._judge_over(run)
             for other in self._looks.taken_up(run) if task.diagnoses else ():
-                other.judges_left -= 1
-                self._go_on(other)
+                self._judge_over(other)
 
     def _take_results(self, task: JudgeTask, results: list[CheckResult]) -> None:
         run = task.run
@@ -557,67 +602,13 @@ class Session:
             assert run.taking_apart is not None
             run.taking_apart.note(any(result.verdict == "fail" for result in results))
 
-    def _go_on(self, run: CaseRun) -> None:
-        """Start the next stage of a case that waits for nothing, or finish it."""
-        if run.judges_left or run.worlds_left:
-            return
-        if self._takes_apart(run) or self._looks_closer(run):
-            return
-        run.finished = True
-        self._finish(run)
-
     def _finish(self, run: CaseRun) -> None:
+        self._drop(run)
         verdict = self._on_finished(run)
         run.kept = verdict is None
         if verdict is not None:
             run.close()
             self.listener.finished(run.case, verdict)
-
-    def _takes_apart(self, run: CaseRun) -> bool:
-        """Start the next world, or judge, that bisects the case's rerun; return True if there is
-        one. Only a rerun in separate interpreters that differed is bisected.
-        """
-        done = run.separation is not None or self._judges_only
-        if done or not run.surroundings.factors or not run.rerun_differed:
-            return False
-        apart = run.taking_apart = run.taking_apart or TakingApart(run.surroundings)
-        if apart.next is not None:
-            self._worlds.appendleft((run, "further"))
-            run.worlds_left = 1
-            return True
-        assert apart.conclusion is not None
-        found = apart.conclusion
-        if found.depends and found.factors == ("nodes",) and run.of_rerun is None:
-            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
-            steps = tuple(range(run.case.steps))
-            task = JudgeTask(run, steps, planned, whole_run=False, what="rerun")
-            self._tasks.append(task)
-            run.judges_left += 1
-            return True
-        run.conclude(found)
-        return False
-
-    def _further_world_over(self, run: CaseRun, *, succeeded: bool) -> None:
-        assert run.taking_apart is not None
-        if not succeeded:
-            run.taking_apart.note(True)
-            self._go_on(run)
-            return
-        planned = (("rerun", "-"),)
-        self._tasks.append(JudgeTask(run, (), planned, whole_run=True, what="further"))
-        run.judges_left += 1
-
-    def _looks_closer(self, run: CaseRun) -> bool:
-        """Queue a closer look at a failed case, once; return True if the case waits for one, False
-        if it is explained by another case or needs none.
-        """
-        if run.seen is not None or not diagnosis.needs_diagnosis(run.results):
-            return False
-        if not self._looks.explained(run):
-            run.judges_left += 1
-            if not self._looks.waits(run):
-                self._tasks.append(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
-        return run.like is None
 
     def _end_everything(self) -> None:
         worlds = [world for world, _ in self._judges]
