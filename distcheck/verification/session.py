@@ -126,13 +126,13 @@ _JUDGE_DEADLINE_S = 600.0  # Heuristic: without any progress; a judge reports wh
 @dataclass(frozen=True)
 class JudgeTask:
     """A judge's task: of `what`, the first world, the rerun in its place, or the bits of a further
-    world. `of_run` are whole-run checks that a judge of some steps makes, too.
+    world. One without `steps` makes the whole-run checks; `of_run` are those that a judge of some
+    steps makes, too.
     """
 
     run: CaseRun
     steps: tuple[int, ...]
     planned: tuple[tuple[str, str], ...]
-    whole_run: bool
     diagnoses: bool = False
     what: WorldName = "world"
     of_run: tuple[tuple[str, str], ...] = ()
@@ -192,7 +192,7 @@ def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
         )
         return start(OBSERVE, look, fds)
     other: WorldName = "further" if task.what == "further" else "rerun"
-    if (task.whole_run or task.what == "rerun") and other in run.traces:
+    if (not task.steps or task.what == "rerun") and other in run.traces:
         fds["rerun"] = run.traces[other]
     request = JudgeRequest(
         **about,
@@ -352,14 +352,14 @@ class Session:
             if not world.succeeded:
                 apart.note(True)
                 continue
-            self._queue(JudgeTask(run, (), (("rerun", "-"),), whole_run=True, what="further"))
+            self._queue(JudgeTask(run, (), (("rerun", "-"),), what="further"))
             yield None
         assert apart.conclusion is not None
         found = apart.conclusion
         if found.depends and found.factors == ("nodes",):
             planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
-            self._queue(JudgeTask(run, steps, planned, whole_run=False, what="rerun"))
+            self._queue(JudgeTask(run, steps, planned, what="rerun"))
             yield None
         run.conclude(found)
 
@@ -371,7 +371,7 @@ class Session:
             if self._looks.waits(run):
                 run.judges_left += 1  # of the other case
             else:
-                self._queue(JudgeTask(run, (), (), whole_run=True, diagnoses=True))
+                self._queue(JudgeTask(run, (), (), diagnoses=True))
             yield None
 
     def _begin(self, run: CaseRun, stages: _Stages) -> None:
@@ -560,7 +560,7 @@ class Session:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._queue(JudgeTask(run, steps, tuple(group), whole_run=False))
+                self._queue(JudgeTask(run, steps, tuple(group)))
 
     def _queue_judge_of_run(self, run: CaseRun) -> None:
         planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
@@ -569,7 +569,7 @@ class Session:
             # A process of its own costs more than the comparison.
             self._tasks[-1] = replace(last, of_run=planned)
             return
-        self._queue(JudgeTask(run, (), planned, whole_run=True))
+        self._queue(JudgeTask(run, (), planned))
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
