@@ -85,8 +85,7 @@ class ReportBuilder:
         """Add the results of follow-ups to the reports."""
         for report in followups.take_in(self.finished, done):
             if report != self._reports[report.case.id]:
-                self._reports[report.case.id] = report
-                self._note_finished(report)
+                self.amend(report)
 
     def amend(self, report: CaseReport) -> None:
         """Replace a report by one that extends it."""
