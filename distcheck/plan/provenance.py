@@ -27,10 +27,10 @@ _SETTINGS = (
     "threads", "deterministic_algorithms", "mkldnn", "float32_matmul_precision", "omp_num_threads",
     "tf32", "cublas_workspace_config", "backend",
 )  # fmt: skip
-_SOFTWARE = ("distcheck", "torch", "python", "cuda", "cudnn", "nccl", "driver", "mpi", "libraries")
+SOFTWARE = ("distcheck", "torch", "python", "cuda", "cudnn", "nccl", "driver", "mpi", "libraries")
 _KINDS: dict[str, ChangeKind] = {
     **dict.fromkeys(_MACHINE, "machine"),
-    **dict.fromkeys(_SOFTWARE, "software"),
+    **dict.fromkeys(SOFTWARE, "software"),
     **dict.fromkeys(_SETTINGS, "settings"),
 }
 _MISSING = NO_DIGEST

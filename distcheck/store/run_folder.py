@@ -33,7 +33,7 @@ from distcheck.errors.masking import masked_json
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.provenance import Provenance, is_same_seal, seal_of, sealed
+from distcheck.plan.provenance import SOFTWARE, Provenance, is_same_seal, seal_of, sealed
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import SAVE, TRACES, TraceFilesRequest
@@ -157,7 +157,7 @@ class Store:
         self, cases: Sequence[Case], made: Mapping[str, Provenance]
     ) -> dict[str, CaseReport]:
         """Return the reports, by case ID, of cases that an earlier start of this run finished with
-        the same code (`made`). A report without this user's seal came with the folder.
+        the same code and software (`made`). A report without this user's seal came with the folder.
         """
         found = {}
         for case in cases if self._run else ():
@@ -173,7 +173,8 @@ class Store:
 
     def _seal(self, report: bytes, made: Provenance | None) -> str:
         digests = sorted(made.digests.items()) if made is not None else []
-        return sealed("finished", msgspec.json.encode([self._run, digests]) + report)
+        software = [made.environment.get(name) for name in SOFTWARE] if made is not None else []
+        return sealed("finished", msgspec.json.encode([self._run, digests, software]) + report)
 
     def write_finished(self, report: CaseReport, made: Provenance | None) -> None:
         """Store the report of a case that need not run again, if this run may be restarted."""

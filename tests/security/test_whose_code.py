@@ -774,7 +774,9 @@ def test_the_secrets_of_an_own_command_stay_masked(
     assert "hunter2" not in said
 
 
-@pytest.mark.parametrize("changed", ["nothing", "the report", "the seal", "the code", "the run"])
+@pytest.mark.parametrize(
+    "changed", ["nothing", "the report", "the seal", "the code", "torch", "the run"]
+)
 def test_what_a_restart_takes_up_is_ones_own(changed: str, checkout: Path) -> None:
     """A folder that came with a checkout may hold the verdicts of a run that is still to come."""
     case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
@@ -795,6 +797,8 @@ def test_what_a_restart_takes_up_is_ones_own(changed: str, checkout: Path) -> No
     if changed == "the code":
         (checkout / "mine.py").write_text("def mean(model): ...\n")
         made = provenance_of(case, {})
+    if changed == "torch":
+        made = provenance_of(case, {"torch": "3.0"})
     again = Store(
         checkout / "run", keep_everything=True, run="run-8" if changed == "the run" else "run-7"
     )
