@@ -1,4 +1,4 @@
-"""`distcheck job` over the plain job of the same steps, and what it catches in the examples.
+"""CPU time of `distcheck job` over the plain job of the same steps, and the bugs that it catches.
 
 python bench/jobs.py                  right scripts at worlds 2, 3, 4, planted bugs, ratios
 python bench/jobs.py --worlds 2 --seeds 1 --without-bugs
@@ -8,7 +8,8 @@ python bench/jobs.py --only right --first-seed 7 --seeds 3
 
 Prints right scripts passed / tried, and bugs caught and named / planted, with those beside which
 another cause was named; the smallest factor of the loss that is caught; and for each script two
-ratios: the whole command, and the same without a reference, over the job itself, which is ended
+ratios of CPU times (user and system, of all processes; medians of `--repeat` runs, with minimum and
+maximum): the whole command, and the same without a reference, over the job itself, which is ended
 after as many steps. A seed is planted into a script as the seed of its model. With `--lines FILE`
 every run is added to a file as soon as it is over, and runs that are there already are left out.
 """
@@ -16,10 +17,11 @@ every run is added to a file as soon as it is over, and runs that are there alre
 import argparse
 import json
 import re
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,29 +48,35 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def used_s() -> float:
+    """CPU seconds of all processes that this one has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def judge(script: Path, world: int, *options: str) -> tuple[dict[str, Any], float]:
-    """The case of the report, and the seconds that the command took."""
+    """The case of the report, and the CPU seconds of the command."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         words = [sys.executable, "-m", "distcheck", "job", "--steps", str(STEPS), *options]
         words += ["--json", str(file), "--nproc", str(world), "--", sys.executable, str(script)]
-        begun = time.perf_counter()
+        begun = used_s()
         ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-        spent_s = time.perf_counter() - begun
+        spent_s = used_s() - begun
         if not file.exists():
             return {"verdict": "none", "diagnosis": [], "said": ran.stderr[-500:]}, spent_s
         return json.loads(file.read_text())["cases"][0], spent_s
 
 
 def plain_s(script: Path, world: int) -> float:
-    """The seconds that the job itself takes for as many steps."""
+    """CPU seconds of the job itself for as many steps."""
     with tempfile.TemporaryDirectory() as folder:
         runner = Path(folder) / "plain.py"
         runner.write_text(PLAIN)
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-        begun = time.perf_counter()
+        begun = used_s()
         subprocess.run([*words, str(runner), str(script)], capture_output=True, check=True)
-        return time.perf_counter() - begun
+        return used_s() - begun
 
 
 def seeded(script: Path, seed: int, folder: Path) -> Path:
@@ -159,14 +167,18 @@ def smallest_error(lines: Lines) -> None:
                     break
 
 
-def ratios(scripts: list[Path]) -> None:
-    """The command, and its recording alone, over the job."""
+def ratios(scripts: list[Path], repeat: int) -> None:
+    """The command, and its recording alone, over the job; alternating."""
     for script in scripts:
-        job = plain_s(script, 2)
-        _, whole = judge(script, 2)
-        _, recording = judge(script, 2, "--no-reference")
-        print(f"{script.name}: whole command {whole / job:.1f}x, without reference "
-              f"{recording / job:.1f}x of {job:.1f} s")  # fmt: skip
+        rows = [
+            (plain_s(script, 2), judge(script, 2)[1], judge(script, 2, "--no-reference")[1])
+            for _ in range(repeat)
+        ]
+        plain, whole, recording = (statistics.median(column) for column in zip(*rows, strict=True))
+        spread = ", ".join(f"{min(c):.1f} to {max(c):.1f}" for c in zip(*rows, strict=True))
+        print(f"{script.name}: whole command {whole / plain:.2f}x, without reference "
+              f"{recording / plain:.2f}x of {plain:.1f} CPU s (job, command, recording: {spread})",
+              flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -176,6 +188,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--bugs-at", type=int, nargs="*", default=[2], metavar="WORLD")
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scripts", nargs="*", default=[])
     parser.add_argument("--only", choices=["right", "bugs", "error", "ratios"])
     parser.add_argument("--without-bugs", action="store_true")
@@ -192,7 +205,7 @@ def main() -> None:
     if asked.only in (None, "error"):
         smallest_error(lines)
     if asked.only in (None, "ratios") and not asked.without_ratios:
-        ratios(scripts)
+        ratios(scripts, asked.repeat)
 
 
 if __name__ == "__main__":

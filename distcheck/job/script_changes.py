@@ -126,8 +126,8 @@ def _remark(one: Changed, explain: Explain) -> Diagnosis:
         how = f"{number_text(one.factor)}x the mean of the ranks' local gradients"
     return name_cause(
         "gradients-modified-before-step",
-        f"step {one.step}: the script modifies gradients between backward and optimizer.step(), "
-        f"which receives {how}; {_SAME}",
+        f"step {one.step}: the script or its comm hook modifies gradients before "
+        f"optimizer.step(), which receives {how}; {_SAME}",
         "meant",
     )
 

@@ -1,6 +1,7 @@
 """What a replay hands out, and what it makes of what its copies wrote."""
 
 import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from distcheck.job.inside.batch_source import (
 )
 from distcheck.job.inside.forks import Forks
 from distcheck.job.inside.joining import can_join, joined
+from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
 from distcheck.recordings.jobs import records
@@ -210,6 +212,15 @@ def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> Non
     assert batch_source.begins_at(1) == 0
     job.records[1, 1] = msgspec.structs.replace(job.records[1, 1], earlier=((0, 0),), passes=())
     assert batch_source.begins_at(1) == 0
+
+
+def test_rounding_of_an_all_reduce_needs_no_perturbed_copy(job: JobRecording) -> None:
+    copies = object.__new__(ReplayTasks)
+    copies._job, copies.spreads = job, {"weight": 0.0}
+    own = {"weight": torch.ones(4)}
+    assert not copies._says_too_little(own, {"weight": torch.full((4,), 1 + 2.0**-23)}, {})
+    assert copies._says_too_little(own, {"weight": torch.full((4,), 1.001)}, {})
+    assert copies._says_too_little(own, {"weight": torch.full((4,), math.nan)}, {})
 
 
 FORKS_AFTER_FAKE_TENSORS = """

@@ -201,6 +201,11 @@ torch.distributed.init_process_group("nccl")
 group = torch.distributed.new_group([0, 1], backend="nccl")
 backend = torch.distributed.get_backend(group)
 assert backend == single_process_group.NAME, backend
+# Nothing waits for the other ranks.
+torch.distributed.TCPStore("127.0.0.1", 0, 2, True).set("key", "value")
+from torch.multiprocessing import Barrier
+single_process_group.run_first_rank(2)
+Barrier(2).wait(60)
 """
 
 
@@ -235,7 +240,15 @@ def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _copies(rank_gradients: list[Any], **about: float) -> choosing.Copies:
-    plain = {"loss": 1.0, "passes": 1.0, "count": 0.0, "sums": 0.0, "own": 1.0, **about}
+    plain = {
+        "loss": 1.0,
+        "passes": 1.0,
+        "count": 0.0,
+        "sums": 0.0,
+        "own": 1.0,
+        "exchanges": 0.0,
+        **about,
+    }
     numbers = {name: torch.tensor(value) for name, value in plain.items()}
     return {ReplayTask(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
 
@@ -255,6 +268,32 @@ def test_a_script_that_goes_on_dividing_by_its_ranks_is_found(tmp_path: Path) ->
     assert "--reference COMMAND" in choice.failure
     found = _copies([gradients(0, 0), gradients(1, 0)])
     assert not choosing.choose(job, BatchSource(job), found, "", "").failure
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "off", "fails"),
+    [
+        (1, 0.0, False),  # logged
+        (1, 0.1, False),
+        (0, 0.0, False),  # a single process logs nothing
+        (0, 0.1, True),  # as SyncBatchNorm: a rank's loss depends on the other ranks
+    ],
+)
+def test_what_is_exchanged_before_backward(
+    exchanges: int, off: float, fails: bool, tmp_path: Path
+) -> None:
+    call = CollectiveCall(name="all_reduce", place="train.py:9", elements=9, after_backward=False)
+
+    def calls(facts: Facts) -> None:
+        facts.of_record = {"calls": (call,)}
+
+    job = make(tmp_path, calls)
+    found = _copies([gradients(0, 0), gradients(1, 0)], exchanges=exchanges)
+    for task, one in found.items():
+        one["loss"] = torch.tensor(job.records[task.rank, 0].loss + off)  # type: ignore[index]
+    found[ReplayTask(0, 0, doubles=True)] = found[ReplayTask(0, 0)]
+    choice = choosing.choose(job, BatchSource(job), found, "", "the batches are apart")
+    assert ("ranks communicate before backward" in choice.failure) == fails
 
 
 @pytest.mark.parametrize(("classes", "mode"), [(8, "rank by rank"), (4, "together")])

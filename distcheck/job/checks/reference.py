@@ -232,26 +232,18 @@ def losses(
         )
         tally.add(Comparison(ok, 1, worst=place, first=None if ok else place),
                   parameter="loss", rank=0, step=seen.step)  # fmt: skip
-        tally.sums.add_losses(
-            seen.step, _own_losses(job, seen.step), mean=actual, expected=expected, bound=bound
-        )
+        own = [record.loss for record in records]
+        tally.sums.add_losses(seen.step, own, mean=actual, expected=expected, bound=bound)
     result = tally.result()
     if result.compared.elements:  # not if some pass has no loss of its own
         yield result
 
 
-def _own_losses(job: JobRecording, step: int) -> list[float]:
-    return [
-        sum(one.loss or 0.0 for one in record.trained) / (record.scale or 1.0)
-        for record in job.at(step)
-    ]
-
-
 def losses_beside(job: JobRecording, reference: Reference, step: int) -> tuple[float, float, float]:
     """Return the mean of the ranks' losses, the reference's loss, and the tolerance."""
     found, records = reference.tensors(step), job.at(step)
-    own, weights = _own_losses(job, step), token_weights(job, step)
-    actual = sum(loss * weight for loss, weight in zip(own, weights, strict=True))
+    pairs = zip(records, token_weights(job, step), strict=True)
+    actual = sum(record.loss * weight for record, weight in pairs)
     expected, spread = float(found["loss"]), float(found["spread/loss"])
     size = sum(abs(one.loss or 0.0) for record in records for one in record.trained)
     size /= records[0].scale or 1.0

@@ -4,6 +4,7 @@ The decision is based on copies of the replay at the first step: one with each r
 one with all of them concatenated. It never uses the job's own gradients.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,14 +90,21 @@ def choose(
         why = choice.why
     batch_source.pads = False
     doubled = found.get(ReplayTask(0, first, doubles=True))
-    # Tensors exchanged before backward affect no gradient, such as logged losses.
+    # Tensors exchanged before backward affect no gradient, such as logged losses. If a single
+    # process exchanges fewer, as with SyncBatchNorm, the losses decide.
     is_unused = doubled is not None and state.distance(doubled, base) == 0
+    recorded = sum(one.elements > 1 and not one.after_backward for one in record.calls)
+    pairs = zip(job.at(first), alone, strict=True)
+    # Heuristic: the same kernels ran on the same batch.
+    same = all(one and math.isclose(one["loss"], rank.loss, rel_tol=1e-5) for rank, one in pairs)
+    is_unused = is_unused and (int(base["exchanges"]) >= recorded or same)
     call = None if is_unused else _before_backward(job)
     why = why or "the ranks' batches cannot be concatenated"
     if call is not None:
+        advice = "; set dropout to 0 for this check" * any(one.draws for one in record.passes)
         return ReferenceChoice(
             failure=f"ranks communicate before backward ({call.name} at {call.place}), which is "
-            f"impossible if they are replayed one by one, as is necessary since {why}"
+            f"impossible if they are replayed one by one, as is necessary since {why}{advice}"
         )
     return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
 

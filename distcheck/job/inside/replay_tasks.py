@@ -8,6 +8,7 @@ loads the recorded state, and continues. Nondeterminism of GPU kernels, includin
 then part of the measured differences.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -33,7 +34,9 @@ from distcheck.job.inside.marking import MARK
 from distcheck.job.inside.merged_batch import MergedBatch, limit_memory
 from distcheck.job.inside.watching import WatchedCopies
 from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
+from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, norm_of, tolerance
 from distcheck.machine import devices
+from distcheck.machine.numerics import unit_roundoff
 from distcheck.recordings.jobs.reading import JobRecording
 
 _PATIENCE_S = 300.0  # for a copy's next step: it may have to start Python and tune kernels
@@ -159,9 +162,7 @@ class Processes:
         tensors.write(found, _Copy(self._folder).result(step))
 
 
-PERTURBED_RUNS = 2
 _ON_GPU = "on a GPU the kernel and its rounding depend on the batch shape"
-NOISE_FACTOR = 8  # multiple of a perturbation's change, as in `checks/reference`
 Tensors = dict[str, torch.Tensor]
 
 
@@ -320,12 +321,18 @@ class ReplayTasks:
             self.spreads[name] = state.spread_of(gradient, there, name, self._moves)
 
     def _says_too_little(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
-        """Return True if a gradient deviates from its expectation by more than the known spread."""
+        """Return True if a gradient deviates from its expectation by more than the tolerance that
+        follows from the known spread.
+        """
         folded = {n.removeprefix("folded/"): g for n, g in out.items() if n[:7] == "folded/"}
         factor = state.factor_of(raw, folded)
         spread = {n: abs(factor) * float(out[f"spread-folded/{n}"]) for n in folded}
-        apart = {n: (raw[n] - g, self.spreads[n]) for n, g in recorded.items()}
-        apart |= {f"folded {n}": (raw[n] - factor * folded[n], spread[n]) for n in folded}
+        norms = {n: norm_of(g) for n, g in raw.items()}
+        total = math.hypot(*norms.values())
+        apart = [(raw[n] - g, self.spreads[n], norms[n]) for n, g in recorded.items()]
+        apart += [(raw[n] - factor * folded[n], spread[n], 0.0) for n in folded]
         return any(
-            not float(one.double().norm()) <= NOISE_FACTOR * known for one, known in apart.values()
+            not norm_of(one)
+            <= tolerance(known, norm, total, world=self._job.world, unit=unit_roundoff(one.dtype))
+            for one, known, norm in apart
         )

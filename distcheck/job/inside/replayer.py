@@ -76,7 +76,7 @@ class Replayer(NullListener):
         self._begun = self._is_ready = self._changes = False
         self._hands.step = self._step if self._at < len(self._job.steps) else -1
         self._hands.begin_step()
-        self._backwards = 0
+        self._backwards = self._exchanges = 0
         self._made = -1  # steps made when a scaler's step was called
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
@@ -224,6 +224,11 @@ class Replayer(NullListener):
         self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
         self._copies.merged_batch.heard(self._heard[-1])
 
+    def collective(self, name: str, place: str, given: Any) -> None:
+        """Count exchanges before backward."""
+        size = max((t.numel() for t in tensors.leaves(given)), default=0)
+        self._exchanges += size > 1 and not self._backwards
+
     # -- backward passes -------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -280,6 +285,7 @@ class Replayer(NullListener):
             "passes": torch.tensor(float(self._hands.passes)),
             "count": torch.tensor(count),
             "classes": torch.tensor(self._classes),
+            "exchanges": torch.tensor(self._exchanges),
             "sums": torch.tensor(choosing.SUMS.index(sums)),
             "own": torch.tensor(1.0 if self._own is None else self._own),
         }

@@ -12,6 +12,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import synchronize
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +142,8 @@ def install(*, forks: bool = True) -> None:
     for module in (dist, dist.distributed_c10d):
         setattr(module, "init_process_group", init_process_group)  # noqa: B010
         setattr(module, "new_group", new_group)  # noqa: B010
+        # A server waits for the clients of all ranks.
+        setattr(module, "TCPStore", lambda *_, **__: dist.HashStore())  # type: ignore[attr-defined]  # noqa: B010
 
 
 def _without_device_threads() -> None:
@@ -157,7 +160,9 @@ def _without_device_threads() -> None:
 
 
 def run_first_rank(world: int) -> None:
-    """Make functions that start `world` ranks run the first of them in this process."""
+    """Make functions that start `world` ranks run the first of them in this process, with barriers
+    of one process.
+    """
     spawning: Any = torch.multiprocessing
 
     def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
@@ -170,6 +175,10 @@ def run_first_rank(world: int) -> None:
     def start(process: Any) -> None:
         process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
 
+    def barrier(one: Any, parties: int, *args: Any, **kwargs: Any) -> None:
+        begin(one, of_one(parties, world), *args, **kwargs)
+
+    begin, synchronize.Barrier.__init__ = synchronize.Barrier.__init__, barrier  # type: ignore[method-assign, assignment]
     multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 

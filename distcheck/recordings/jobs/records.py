@@ -295,6 +295,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The passes that the step was trained on, each with its loss."""
         return [one for one in self.passes if one.live and one.loss is not None]
 
+    @property
+    def loss(self) -> float:
+        """The sum of the losses that the step was trained on, without the loss scale."""
+        return sum(one.loss or 0.0 for one in self.trained) / (self.scale or 1.0)
+
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a rank: how and where its script was started, and its devices and libraries."""
