@@ -64,17 +64,22 @@ def diagnose(
         step_at = _step_of(failed["gradients", ROUNDING])
         found += [*_between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
     elif "clipping" in checks:
-        found.append(_of_clipping(step))
+        found.append(
+            name_cause(
+                "clip-by-local-norm",
+                f"step {step}: the clipped gradient is not the reduced gradient times the factor "
+                "that follows from the norm used for clipping",
+            )
+        )
     if ("accumulation", NO_LAYER) in failed:
         found += _between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
     if "loss scale" in checks:
-        result = next(r for (check, _), r in failed.items() if check == "loss scale")
+        result = _result(failed, "loss scale")
         between = _between_passes(job, _step_of(result))
-        found += [one for one in between if one.cause == "lost-micro-batch"] or [
-            *_of_loss_scale(job, failed)
-        ]
+        lost = [one for one in between if one.cause == "lost-micro-batch"]
+        found += lost or [_of_loss_scale(job, result)]
     if ("learning rate", NO_LAYER) in failed:
-        found.append(_of_settings(failed))
+        found.append(_of_settings(failed["learning rate", NO_LAYER]))
     if "loss scaler" in checks:
         found.append(_of_scaler(_result(failed, "loss scaler")))
     if reference is not None:
@@ -94,10 +99,6 @@ def _result(failed: Failed, check: str) -> CheckResult:
     return next(result for (name, _), result in failed.items() if name == check)
 
 
-def _reason(failed: Failed, check: str) -> str:
-    return _result(failed, check).first_reason
-
-
 def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
 
@@ -106,7 +107,7 @@ def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
         yield name_cause("sample-content-differs", failed["data", IN_FLOAT32].first_reason)
-    data = next((result for (check, _), result in failed.items() if check == "data"), None)
+    data = _result(failed, "data") if "data" in checks else None
     if data is not None and data.first_kind is FindingKind.SAME_RANDOMNESS:
         evidence = f"{data.first_reason}, so their augmentations are copies"
         yield name_cause("shared-rng-seed", evidence, "job-data")
@@ -119,9 +120,10 @@ def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
         variant = "job-sampler" if has_loader else "job-draws"
         yield name_cause(cause, data.first_reason, variant)
     if "epoch order" in checks:
-        yield name_cause("missing-set-epoch", _reason(failed, "epoch order"))
+        yield name_cause("missing-set-epoch", _result(failed, "epoch order").first_reason)
     if "random streams" in checks:
-        evidence = f"{_reason(failed, 'random streams')}, so dropout masks or noise are copies"
+        same = _result(failed, "random streams").first_reason
+        evidence = f"{same}, so dropout masks or noise are copies"
         yield name_cause("shared-rng-seed", evidence, "job")
 
 
@@ -230,29 +232,18 @@ def _of_scaler(result: CheckResult) -> Diagnosis:
     return name_cause(cause, result.first_reason)
 
 
-def _of_settings(failed: Failed) -> Diagnosis:
-    first = failed["learning rate", NO_LAYER].first
-    of_rate = first is None or is_rate(first.parameter)
+def _of_settings(result: CheckResult) -> Diagnosis:
+    of_rate = result.first is None or is_rate(result.first.parameter)
     cause = "learning-rate-differs" if of_rate else "optimizer-settings-differ"
-    return name_cause(cause, _reason(failed, "learning rate"), "settings")
+    return name_cause(cause, result.first_reason, "settings")
 
 
-def _of_loss_scale(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
-    result = next(r for (check, _), r in failed.items() if check == "loss scale")
-    if any(axis.kind == "pipeline" for axis in job.ranks[0].axes):
-        yield name_cause("pipeline-not-scaled", _reason(failed, "loss scale"))
-        return
+def _of_loss_scale(job: JobRecording, result: CheckResult) -> Diagnosis:
     twice = result.first is not None and float(result.first.actual) < 1
     cause = "accumulation-scaled-twice" if twice else "accumulation-not-scaled"
-    yield name_cause(cause, _reason(failed, "loss scale"))
-
-
-def _of_clipping(step: int) -> Diagnosis:
-    return name_cause(
-        "clip-by-local-norm",
-        f"step {step}: the clipped gradient is not the reduced gradient times the factor that "
-        "follows from the norm used for clipping",
-    )
+    if any(axis.kind == "pipeline" for axis in job.ranks[0].axes):
+        cause = "pipeline-not-scaled"
+    return name_cause(cause, result.first_reason)
 
 
 def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:

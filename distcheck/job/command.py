@@ -21,9 +21,9 @@ from distcheck.job.by_module import diagnose_modules, needs_diagnosis
 from distcheck.job.checks.averaging import averaging
 from distcheck.job.copying import Copy, copy_project
 from distcheck.job.inside.joining import joined
-from distcheck.job.judging import case_of_words, judge, script_of
+from distcheck.job.judging import case_of_words, judge
 from distcheck.job.machines import Gathered
-from distcheck.job.options import JobOptions
+from distcheck.job.options import JobOptions, script_of
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.resuming import Earlier
 from distcheck.job.running import Ran

@@ -13,6 +13,7 @@ from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.job import accepting, leftovers, running, settings
 from distcheck.job.guard import explaining, records
 from distcheck.job.guard.records import Checked
+from distcheck.job.options import CommandOptions, job_case, script_of
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
 from distcheck.records import (
@@ -41,15 +42,12 @@ _NOT_SHOWN = (
 
 
 @dataclass(frozen=True)
-class GuardOptions:
+class GuardOptions(CommandOptions):
     """The user's options for a guard."""
 
-    words: tuple[str, ...]
-    nproc: int | None = None
     every: int = 100
     warns: bool = False
     save: str | None = None
-    accept: tuple[str, ...] = ()
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -109,7 +107,7 @@ def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseRepor
     case = _case_of(asked, world, max(one.steps for one in found))
     return CaseReport(
         case=case,
-        strategy_file=next((word for word in asked.words if word.endswith(".py")), ""),
+        strategy_file=script_of(asked.words),
         verdict=merge_verdicts([of_ends.verdict, check.verdict]),
         outcomes=outcomes,
         checks=(of_ends, check),
@@ -157,24 +155,8 @@ def _causes(first: Checked | None) -> list[Diagnosis]:
 
 
 def _case_of(asked: GuardOptions, world: int, steps: int) -> Case:
-    script = next((word for word in asked.words if word.endswith(".py")), "job")
     options = ["--guard"]
     options += ["--every", str(asked.every)] if asked.every != JobSettings().every else []
     options += [*["--warn"] * asked.warns, *["--audit"] * asked.audit]
-    options += [word for kind in asked.accept for word in ("--accept", kind)]
-    options += ["--world", str(asked.nproc)] if asked.nproc is not None else []
-    return Case(
-        id="guard",
-        strategy=Path(script).name,
-        world=world,
-        backend="none",
-        device="cpu",
-        dtype="float32",
-        workload="job",
-        data="job",
-        batch=0,
-        steps=steps,
-        layers=(),
-        rerun=False,
-        job=(*options, "--", *asked.words),
-    )
+    about = {"id": "guard", "steps": steps, "layers": ()}
+    return job_case(asked, options, script=script_of(asked.words), world=world, **about)

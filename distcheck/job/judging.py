@@ -14,7 +14,7 @@ from distcheck.job.checks.averaging import averaging
 from distcheck.job.checks.exchange import needless
 from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import with_reference
-from distcheck.job.options import JobOptions
+from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
 from distcheck.job.running import Ran
 from distcheck.job.settings import JobSettings
@@ -225,26 +225,9 @@ def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -
     options += ["--resumed-from", asked.resumed_from] if asked.resumed_from else []
     options += ["--modules"] if asked.modules else []
     options += ["--on-cpu"] if asked.on_cpu else []
-    options += [word for kind in asked.accept for word in ("--accept", kind)]
     options += ["--strict"] if asked.strict else []
-    options += ["--world", str(asked.nproc)] if asked.nproc is not None else []
-    default = {"backend": "none", "device": "cpu", "dtype": "float32", "batch": 0, "steps": 0}
-    return Case(
-        id="job",
-        strategy=Path(script).name or "job",
-        world=world,
-        workload="job",
-        data="job",
-        layers=(ROUNDING,),
-        rerun=False,
-        job=(*options, "--", *asked.words),
-        **{**default, **about},
-    )
-
-
-def script_of(arguments: Sequence[str]) -> str:
-    """Return the script in a command line, or ""."""
-    return next((word for word in arguments[1:] if word.endswith(".py")), "")
+    about = {"id": "job", "layers": (ROUNDING,), **about}
+    return job_case(asked, options, script=script, world=world, **about)
 
 
 def _outcome_check(

@@ -1,18 +1,28 @@
 """Options of `distcheck job`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, settings
-from distcheck.records import MOST_DEADLINE_S
+from distcheck.records import MOST_DEADLINE_S, Case
 
 
 @dataclass(frozen=True)
-class JobOptions:
-    """The user's options for a job; budgets in bytes, deadlines in seconds."""
+class CommandOptions:
+    """The user's command, with `nproc` ranks if it is a script, and accepted deviations."""
 
     words: tuple[str, ...]
     nproc: int | None = None
+    accept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobOptions(CommandOptions):
+    """The user's options for a job; budgets in bytes, deadlines in seconds."""
+
     steps: int = 8
     from_step: int = 0
     budget: int = 4 << 30
@@ -26,7 +36,6 @@ class JobOptions:
     weights: str | None = None
     mesh: str = ""
     on_cpu: bool = False
-    accept: tuple[str, ...] = ()
     strict: bool = False
     deadline_s: float = 300.0
 
@@ -55,3 +64,21 @@ class JobOptions:
             raise UsageError("--from-step must be at least 0")
         if not 0 < self.deadline_s <= MOST_DEADLINE_S:
             raise UsageError(f"--deadline must be above 0 and at most {MOST_DEADLINE_S}")
+
+
+def script_of(arguments: Sequence[str]) -> str:
+    """Return the script in a command line, or ""."""
+    return next((word for word in arguments[1:] if word.endswith(".py")), "")
+
+
+def job_case(
+    asked: CommandOptions, options: Sequence[str], *, script: str, world: int, **about: Any
+) -> Case:
+    """Return a case with the known fields `about`, and a command line with `options`."""
+    accept = [word for kind in asked.accept for word in ("--accept", kind)]
+    start = [] if asked.nproc is None else ["--world", str(asked.nproc)]
+    default = {"backend": "none", "device": "cpu", "dtype": "float32", "batch": 0, "steps": 0}
+    return Case(
+        strategy=Path(script).name or "job", world=world, workload="job", data="job", rerun=False,
+        job=(*options, *accept, *start, "--", *asked.words), **{**default, **about},
+    )  # fmt: skip

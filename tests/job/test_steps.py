@@ -48,6 +48,11 @@ STEPS = {
     ),
     "an evaluation": (f"model.eval(); model(x).sum(); model.train(); {TRAIN}", [True]),
     "without gradients": (f"torch.no_grad()(model)(x); {TRAIN}", [True]),
+    "without gradients within forward": (
+        "own, model.forward = model.forward, torch.no_grad()(model.forward); model(x); "
+        f"model.forward = own; {TRAIN}",
+        [False, True],
+    ),
     "a gradient that is not added": (
         f"torch.autograd.grad(model(x).sum(), model.weight); {TRAIN}",
         [False, True],

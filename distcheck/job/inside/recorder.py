@@ -228,7 +228,9 @@ class Recorder(NullListener):
         nodes = {t.grad_fn for t in tensors.leaves(result) if t.grad_fn is not None}
         for node in nodes:
             node.register_prehook(lambda _: hooks.emit("reaches", key))
-        if not nodes:
+        several = result if isinstance(result, tuple | list) else (result,)
+        has_graph = not all(isinstance(t, torch.Tensor) and not t.requires_grad for t in several)
+        if has_graph and not nodes:
             self._opaque.append(key)
 
     def evaluates(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:

@@ -36,6 +36,7 @@ the recorded w = 0.9, and is judged by itself.
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -133,6 +134,7 @@ class Replayer(NullListener):
 
     def _fail(self, why: str) -> NoReturn:
         if self._copy is not None:
+            sys.excepthook(RuntimeError, RuntimeError(why), None)  # notes it for the parent
             os._exit(1)
         self._write(why)
         ending.leave()
