@@ -122,8 +122,8 @@ def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     if "epoch order" in checks:
         yield name_cause("missing-set-epoch", _result(failed, "epoch order").first_reason)
     if "random streams" in checks:
-        same = _result(failed, "random streams").first_reason
-        evidence = f"{same}, so dropout masks or noise are copies"
+        reason = _result(failed, "random streams").first_reason
+        evidence = f"{reason}, so dropout masks or noise are copies"
         yield name_cause("shared-rng-seed", evidence, "job")
 
 

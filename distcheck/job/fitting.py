@@ -1,6 +1,6 @@
-"""Least-squares fits and means of gradients by name."""
+"""Least-squares fits of gradients by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -27,13 +27,3 @@ def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float]
 
 def of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
     return {name: job.gradient(kind, rank, step, name) for name in job.parameters(step)}
-
-
-def mean(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
-    """Return the weighted mean of the ranks' gradients; missing ones are zero."""
-    found: dict[str, torch.Tensor] = {}
-    for part, weight in zip(parts, weights, strict=True):
-        for name, one in part.items():
-            if one is not None:
-                found[name] = found.get(name, torch.zeros(())) + one.double() * weight
-    return found

@@ -122,8 +122,9 @@ def judge(
         if scaled:
             results = [r for r in results if r.check != "loss scale" or r.compared.elements]
         results += folded
-    elif not (own_steps or not_finite or job.divided_by) and asked.wants_reference:
-        results += [_no_reference(missing)] if job.processes > 1 else []
+    elif not (own_steps or not_finite or job.divided_by or job.processes == 1):
+        unwanted = asked.no_reference or asked.from_step or asked.resumed_from
+        results += [] if unwanted else [_no_reference(missing)]
     results = [
         _not_vacuous(one) if job.world > 1 or one.layer == IN_FLOAT32 else one for one in results
     ]

@@ -40,10 +40,6 @@ class JobOptions(CommandOptions):
     deadline_s: float = 300.0
 
     @property
-    def wants_reference(self) -> bool:
-        return not (self.no_reference or self.from_step or self.resumed_from)
-
-    @property
     def watches_modules(self) -> bool:
         return self.modules or self.ops
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from distcheck.job.checks import terms
-from distcheck.job.fitting import fit, mean, of_rank
+from distcheck.job.fitting import fit, of_rank
+from distcheck.job.inside import state
 from distcheck.job.step_view import JobStep
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
@@ -260,7 +261,8 @@ def divided_later(job: JobRecording, step: int) -> float:
     if not staged and any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
     local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
-    record, own = job.records[0, step], mean(local, [1 / job.world] * job.world)
+    parts = [{n: g for n, g in one.items() if g is not None} for one in local]
+    record, own = job.records[0, step], state.mean(parts, [1 / job.world] * job.world) or {}
     given = {
         name: None if one is None else one.double() / (_clipped_by(record, name)[0] or 1.0)
         for name, one in of_rank(job, Kind.GRADIENT, 0, step).items()
