@@ -482,6 +482,16 @@ KEPT = (
 )
 
 
+def test_a_job_of_one_rank_runs_again_as_a_job() -> None:
+    report = with_command("", worlds=(1,), job=("--", "python", "train.py"))
+    of_job = [
+        msgspec.structs.replace(c, verdict="unknown", replay=c.case.command_line)
+        for c in report.cases
+    ]
+    unknown = msgspec.structs.replace(report, cases=tuple(of_job))
+    assert next_step(unknown) == "distcheck job -- python train.py"
+
+
 def test_next_keeps_the_options_that_were_given() -> None:
     assert next_step(with_command(COMMAND)).startswith(f"{KEPT} --world 3 --world 5 ")
     typed = KEPT.replace(" --arg", " --world 4 --arg")
