@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from distcheck.job import running
+from tests.waiting import wait_until
 from tests.world import warm
 
 BASE = """
@@ -254,9 +254,7 @@ def test_an_interrupted_job_leaves_no_rank_behind(tmp_path: Path) -> None:
         start_new_session=True,
     )  # fmt: skip
     try:
-        until = time.monotonic() + 120
-        while len([*tmp_path.glob("pid-*")]) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_until(lambda: len([*tmp_path.glob("pid-*")]) == 2)
         ranks = [int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")]
         started.send_signal(signal.SIGINT)
         _, errors = started.communicate(timeout=120)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from distcheck.job import copying, in_use, leftovers, running
+from tests.waiting import is_written, wait_until
 from tests.world.command import hear_interrupts
 
 OWNER = """
@@ -101,10 +101,7 @@ def test_what_is_not_a_left_folder_of_this_user_stays(temporary: Path) -> None:
 def test_what_a_shell_has_started_ends_with_the_job(tmp_path: Path) -> None:
     program = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
     shell = subprocess.Popen(["sh", "-c", program])
-    until = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: is_written(tmp_path / "pid"))
     running._end(shell)
     below = int((tmp_path / "pid").read_text())
     assert is_gone(below)
@@ -161,7 +158,7 @@ if os.fork() == 0:
     os._exit(0)
 while not os.path.exists(sys.argv[1] + "/daemon"):
     time.sleep(0.01)
-open(sys.argv[1] + "/script", "w").write(str(os.getpid()))
+print(os.getpid(), file=open(sys.argv[1] + "/script", "w"))
 if sys.argv[2] == "stays":
     time.sleep(600)
 sys.exit(7)
@@ -184,10 +181,7 @@ def replayed(folder: Path, how: str) -> "subprocess.Popen[bytes]":
 
 def started_by(folder: Path) -> list[psutil.Process]:
     """What the script and what it started are called by the kernel, from its folder."""
-    until = time.monotonic() + 60
-    while not (folder / "script").exists() or not (folder / "script").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: is_written(folder / "script"))
     return [p for p in psutil.process_iter() if in_folder(p, folder)]
 
 
@@ -249,16 +243,11 @@ def test_a_job_that_is_ended_while_it_is_replayed(how: signal.Signals, tmp_path:
     )  # fmt: skip
     note = tmp_path / "alone"
     try:
-        until = time.monotonic() + 240
-        while not (note.exists() and note.read_text().endswith("\n")):
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_until(lambda: is_written(note))
         started.send_signal(how)
         _, errors = started.communicate(timeout=120)
-        until = time.monotonic() + 30
         alone = int(note.read_text())
-        while not is_gone(alone) and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_until(lambda: is_gone(alone))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)

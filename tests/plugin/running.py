@@ -16,7 +16,7 @@ def run_pytest(
     """Writes test_it.py and runs pytest on it, in a new interpreter; `more` is for
     subprocess.run.
     """
-    (folder / "test_it.py").write_text(text)
+    _write(folder, text)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=folder,
@@ -32,7 +32,16 @@ def run_warm(
     folder: Path, text: str, *options: str, columns: int = 150
 ) -> subprocess.CompletedProcess[str]:
     """The same in a process that has imported torch, for tests of what it says (`warm.py`)."""
-    (folder / "test_it.py").write_text(text)
+    _write(folder, text)
     words = ["-p", "no:cacheprovider", *options]
     environment = {**os.environ, "COLUMNS": str(columns)}
     return warm.run(*words, cwd=folder, env=environment, timeout=_TIMEOUT_S, program="pytest")
+
+
+def _write(folder: Path, text: str) -> None:
+    """Write test_it.py, and settings for pytest if there are none: it would take those of a folder
+    above, which belongs to somebody else.
+    """
+    (folder / "test_it.py").write_text(text)
+    if not any((folder / name).exists() for name in ("pytest.ini", "pyproject.toml", "tox.ini")):
+        (folder / "pytest.ini").write_text("[pytest]\n")

@@ -16,6 +16,7 @@ from distcheck.records import Collective
 from distcheck.testing.waiting import describe_ranks
 from distcheck.worlds import messages
 from distcheck.worlds.remote.coordinator import RemoteChild
+from tests.waiting import wait_until
 from tests.world.command import hear_interrupts
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -124,10 +125,7 @@ def test_no_process_survives(tmp_path: Path, number: signal.Signals, options: li
             cwd=tmp_path, stdout=printed, stderr=printed, preexec_fn=hear_interrupts,
             env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, start_new_session=True,
         )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while len(list(tmp_path.glob("pid-*-hung"))) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: len(list(tmp_path.glob("pid-*-hung"))) == 3)
     if number == signal.SIGINT:
         time.sleep(1)  # rank 0 has noted that it is there, and enters the barrier
         os.killpg(front.pid, number)  # as a terminal does
@@ -178,13 +176,6 @@ def abandoned(names: set[str]) -> set[str]:
             used = maps.read_text()
             names = {name for name in names if f"/dev/shm/{name}" not in used}
     return names & shared_memory()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def is_gone(pid: int) -> bool:

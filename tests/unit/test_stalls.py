@@ -16,6 +16,7 @@ from distcheck.worlds import linux, messages, root_cause
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.stalls import StallWatch
 from distcheck.worlds.world import World
+from tests.waiting import wait_until
 
 
 @dataclass(eq=False)
@@ -191,10 +192,7 @@ def test_who_runs_or_would_run_is_awake(program: str, awake: bool) -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        until = time.monotonic() + 30
-        while linux.is_awake(process.pid) is not awake:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: linux.is_awake(process.pid) is awake)
         if awake:  # without a core, too
             with warnings.catch_warnings(record=True, action="always") as warned:
                 assert all(linux.is_awake(process.pid) for _ in range(20))

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.store.bundle import make_bundle, read_replay
 from distcheck.store.run_folder import Store
 from tests.sealing import rewrite_about
+from tests.waiting import wait_until
 from tests.world.command import COMMAND, Run, complaints
 from tests.world.warm import distcheck as command
 
@@ -331,9 +331,7 @@ def test_no_folder_of_a_kill(golden: Path, tmp_path: Path, monkeypatch: pytest.M
             env={**os.environ, "TMPDIR": str(tmp_path / "scratch")},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        until = time.monotonic() + 60
-        while not (tmp_path / "asleep").exists() and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_until((tmp_path / "asleep").exists)
         family = psutil.Process(front.pid).children(recursive=True)
         front.kill()
         front.wait()

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +18,7 @@ from distcheck.addons.mpi import library
 from distcheck.addons.mpi import started as mpirun
 from distcheck.errors import CannotRunError
 from tests.correct import LAYOUTS
+from tests.waiting import wait_until
 from tests.world.command import BAD, COMMAND, QUICK, Run, complaints, hear_interrupts
 from tests.world.command import distcheck as console
 from tests.world.warm import distcheck
@@ -149,9 +149,7 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
         env={**os.environ, "DISTCHECK_MARK": mark}, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, preexec_fn=hear_interrupts,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "asleep").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until((tmp_path / "asleep").exists)
     family = list(marked(mark))
     told = [" ".join(p.cmdline()) for p in family]
     assert sum("stand_in.py" in words for words in told) >= 2
@@ -161,11 +159,8 @@ def test_nothing_is_left_of_a_front_that_ends(tmp_path: Path, number: signal.Sig
     shared = {line.path for p in family for line in p.memory_maps() if "/dev/shm/" in line.path}
 
     front.send_signal(number)
-    front.wait(30)
-    deadline = time.monotonic() + 30
-    while any(marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [p.cmdline() for p in marked(mark)]
+    front.wait()
+    wait_until(lambda: not any(marked(mark)))
     assert not folder.exists()
     assert not [name for name in shared if Path(name).exists()]
 
