@@ -241,14 +241,9 @@ def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _copies(rank_gradients: list[Any], **about: float) -> choosing.Copies:
     plain = {
-        "loss": 1.0,
-        "passes": 1.0,
-        "count": 0.0,
-        "sums": 0.0,
-        "own": 1.0,
-        "exchanges": 0.0,
+        "loss": 1.0, "passes": 1.0, "count": 0.0, "sums": 0.0, "own": 1.0, "exchanges": 0.0,
         **about,
-    }
+    }  # fmt: skip
     numbers = {name: torch.tensor(value) for name, value in plain.items()}
     return {ReplayTask(rank, 0): {**g, **numbers} for rank, g in enumerate(rank_gradients)}
 
