@@ -42,8 +42,8 @@ class Notes:
         kinds = [dist.ProcessGroup, dist.distributed_c10d.Work]
         if backend == "mpi":
             from distcheck.addons.mpi import calls
+            from distcheck.addons.mpi.calls import MPIWork
             from distcheck.addons.mpi.group import MPIGroup
-            from distcheck.addons.mpi.work import MPIWork
 
             kinds += [MPIGroup, MPIWork, calls]
         before = [dict(vars(kind)) for kind in kinds]

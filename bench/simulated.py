@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from distcheck.plan import cases as plan
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case
 from distcheck.training.jobs import TRAIN, EpochFigures, RunningLoss, TrainRequest
 from distcheck.verification.run import run_cases

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from distcheck.plan import cases as plan
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case
 from distcheck.verification.run import shared_pool
 from distcheck.workloads.cells import CELLS

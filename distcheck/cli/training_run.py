@@ -19,7 +19,7 @@ from distcheck.cli.under_launchers import dismiss, front_pool
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import say
 from distcheck.plan import cases as plan
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.reports import json_report, training_report

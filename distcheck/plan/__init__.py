@@ -1,8 +1,8 @@
 """Planning: from a request to cases, with the amount that each check must compare. No torch.
 
 cases          from a request to cases, and from a case to its checks
-request        the options of a request
-settings       options declared once, for the command line, the configuration file and Python
+settings       options declared once, for the command line, the configuration file, Python, and a
+               request
 configuration  `[tool.distcheck]` and its matrix; `matrix` converts it to cases
 coverage       the amount that each check must compare for a verdict
 thorough       additional cases of `--thorough`

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.plan.source_files import promises_of
 from distcheck.records import Case
 from distcheck.training.adapters.forms import trained_with

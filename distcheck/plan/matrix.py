@@ -20,8 +20,7 @@ from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
 from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import file_digest
-from distcheck.plan.request import Request
-from distcheck.plan.settings import SETTINGS, with_adaptation
+from distcheck.plan.settings import SETTINGS, Request, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
 from distcheck.records.case import digest_of_all, name_apart

@@ -6,7 +6,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import UsageError
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case
 from distcheck.records.schedules import read_schedule
 

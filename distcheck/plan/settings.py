@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from distcheck.records import Adaptation, Delay
+
 F = TypeVar("F", bound=Callable[..., Any])
 Names = Callable[[], Iterable[str]]
 
@@ -514,3 +516,17 @@ def with_settings(function: F) -> F:
     ]
     function.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return function
+
+
+class Request(Settings, frozen=True, kw_only=True):
+    """The options of one `distcheck verify`, under their own names."""
+
+    adaptation: Adaptation = Adaptation()
+    ranks_here: int | None = None  # ranks of a launcher's world on this machine
+    cell_worlds: tuple[int, ...] = ()  # those of `worlds` in which cells run; empty: all
+    delays: tuple[Delay, ...] = ()
+
+
+def is_launched() -> bool:
+    """Return True if a launcher has started this process as one of its ranks."""
+    return any(name in os.environ for name in ("RANK", "WORLD_SIZE"))

@@ -14,7 +14,7 @@ import msgspec
 from distcheck import registry
 from distcheck.backends import nccl
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.plan.request import Request, is_launched
+from distcheck.plan.settings import Request, is_launched
 from distcheck.records import Adaptation, LossName
 from distcheck.records.run_facts import PlannedSearch
 

@@ -4,5 +4,5 @@ run_folder     cases before they run, traces and the report after; saved_traces:
 bundle         a run as one zip file; unpacking: a zip file from elsewhere
 origin         date, command and commit of the code; earlier_runs: the cases that failed in their
    last run, and the changes since the last pass
-trust          code that a saved run makes distcheck run; own_objects: where that is defined
+trust          code that a saved run makes distcheck run, and the definition of that code
 """

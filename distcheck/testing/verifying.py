@@ -12,8 +12,13 @@ from distcheck.errors import UsageError
 from distcheck.errors.spelling import did_you_mean
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
-from distcheck.plan.request import Request
-from distcheck.plan.settings import SETTINGS, KeywordSettings, with_adaptation, with_settings
+from distcheck.plan.settings import (
+    SETTINGS,
+    KeywordSettings,
+    Request,
+    with_adaptation,
+    with_settings,
+)
 from distcheck.records import Report
 from distcheck.store.run_folder import Store
 from distcheck.verification.given_objects import names_of

@@ -24,8 +24,7 @@ from distcheck import backends
 from distcheck.cli.commands.verify import command
 from distcheck.errors import ExitCode, UsageError
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
-from distcheck.plan.settings import with_adaptation
+from distcheck.plan.settings import Request, with_adaptation
 from distcheck.records import Case, Report
 from distcheck.training.adapters.forms import trained_with
 from distcheck.verification.run import run_cases

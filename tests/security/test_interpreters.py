@@ -25,7 +25,7 @@ MISSING = missing("mpi")
 # Every place that starts a program: a new one has to say here which, and how it is kept apart.
 PROGRAMS = {
     "addons/mpi/library.py": "mpirun, to ask for its version",
-    "addons/engines/part.py": "Python, under -P",
+    "addons/engines/running.py": "Python, under -P",
     "job/inside/replay_tasks.py": "the person's own script again, as it was started",
     "job/running.py": "the person's own command, or torchrun under -P",
     "store/origin.py": "git",
@@ -66,7 +66,7 @@ def test_every_interpreter_is_started_without_the_current_folder() -> None:
             assert {"'-P'", "'-I'"} & {*words}, f"{name}:{node.lineno}"
             seen.append(name)
     assert {*seen} == left_of(
-        ("addons/engines/part.py", "addons/mpi/started.py", "job/running.py", "worlds/keeper.py",
+        ("addons/engines/running.py", "addons/mpi/started.py", "job/running.py", "worlds/keeper.py",
          "worlds/local/helper_process.py")
     )  # fmt: skip
 

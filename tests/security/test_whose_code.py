@@ -24,7 +24,7 @@ from distcheck.plan import provenance
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.provenance import provenance_of
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.store import trust
 from distcheck.store.bundle import make_bundle, open_bundle

@@ -14,7 +14,7 @@ from distcheck.judge.oracles import low_rank, quantum
 from distcheck.judge.oracles.rounding import interval
 from distcheck.machine.numerics import NotBoundedError, unit_roundoff
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case
 
 U = unit_roundoff(torch.float32)

@@ -14,7 +14,7 @@ from torch import nn
 from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.plan import cases as plan
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Adaptation, Case
 from distcheck.training.adapters import forms
 from distcheck.training.adapters.answers import Stillness

@@ -87,7 +87,7 @@ def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
     assert own == {"distcheck.contract", "distcheck.contract.Contract"}
 
 
-IN_RANKS = ("availability.py", "rank.py")  # all the rest of the probes is plain Python
+IN_RANKS = ("rank.py",)  # all the rest of the probes is plain Python
 
 
 @needs_all

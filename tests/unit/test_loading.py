@@ -12,7 +12,7 @@ from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.oracles.shards import stretch_sizes
 from distcheck.plan.cases import check_request
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.training import loading
 from distcheck.training.adapters import names
 from distcheck.training.loaded import LoadedStrategy

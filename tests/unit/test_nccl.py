@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distcheck.backends import missing_for, nccl, variables
 from distcheck.errors import CannotRunError
 from distcheck.machine import devices
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.plan.thorough import widened
 from distcheck.testing.messages import RUN
 from distcheck.training.jobs import INSPECT, InspectionRequest

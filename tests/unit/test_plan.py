@@ -11,7 +11,7 @@ from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batc
 from distcheck.plan.cases import check_case, plan_cases, plan_checks
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case, Compared, ModelLayout, TensorSpec
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.loading import load_strategy

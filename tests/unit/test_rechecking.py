@@ -8,7 +8,7 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.verification.rechecking import failed_without_trace
 from tests.unit.gate_documents import FAILED, PASSED, document_of
 

@@ -16,8 +16,7 @@ import distcheck
 from distcheck.cli.commands.verify import command
 from distcheck.contract import Contract
 from distcheck.plan.configuration import TAKES, OfAll, OfStrategy
-from distcheck.plan.request import Request
-from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, KeywordSettings
+from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS, KeywordSettings, Request
 from distcheck.records import Case
 from distcheck.reports.files import output_names
 

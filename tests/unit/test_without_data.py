@@ -18,7 +18,7 @@ from distcheck.judge.diagnosis.measurements import Match, Measurements, NonFinit
 from distcheck.plan.case_remarks import notes_on
 from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.contract import Step
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Case, Report
 from distcheck.verification.run import RunOptions, verify_cases
 from distcheck.verification.session import NOT_FINISHED, Silent

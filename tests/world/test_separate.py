@@ -13,7 +13,7 @@ import pytest
 
 import distcheck
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import CaseReport, CheckResult
 from distcheck.training.loading import strategy_names
 from distcheck.verification.run import run_cases

@@ -1,4 +1,5 @@
-"""One rank that performs probes in sequence, and reports each result.
+"""The jobs of probing processes: to look if a backend is available, and one rank that performs
+probes in sequence and reports each result.
 
 After every call the ranks exchange its status through the store: no rank runs ahead, and every rank
 knows if the group may be out of sync. Then they continue with a new group with fresh connections
@@ -13,12 +14,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from distcheck import backends
 from distcheck.addons.backend_probe import patterns
 from distcheck.addons.backend_probe.operations import OPERATIONS
 from distcheck.addons.backend_probe.patterns import Value
 from distcheck.addons.backend_probe.records import (
+    LOOK,
     NOT_CALLED,
     PROBE,
+    Availability,
+    LookRequest,
     Probe,
     ProbeRequest,
     RankResult,
@@ -37,6 +42,7 @@ from distcheck.addons.backend_probe.scene import (
 )
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
+from distcheck.verification import inspection
 from distcheck.worlds.jobs import STORE, Descriptors
 from distcheck.worlds.rendezvous import join, wait_for
 from distcheck.worlds.reporter import Reporter
@@ -325,3 +331,33 @@ def _first_line(error: Exception) -> str:
     line = next(iter(str(error).strip().splitlines()), "")
     text = f"{type(error).__name__}: {line}" if line else type(error).__name__
     return text if len(text) <= _DETAIL_CHARACTERS else f"{text[:_DETAIL_CHARACTERS]}..."
+
+
+_OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type only
+
+
+@LOOK.does
+def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
+    """Return the availability of a backend, in a separate process. Raises UsageError."""
+    device = job.device or _OF_DEVICES.get(job.backend, "cpu")
+    missing = _missing(job, device)
+    seen = inspection.environment(job.backend, "cpu" if missing else device)
+    environment = {**seen, "device": device}
+    return Availability(device=device, missing=missing, environment=environment)
+
+
+def _missing(job: LookRequest, device: str) -> str:
+    name = job.backend
+    if ":" in name:
+        load_backend(name)
+    elif name == "gloo" and not dist.is_gloo_available():
+        return f"this build of torch ({torch.__version__}) has no gloo"
+    elif name in _OF_DEVICES and not dist.is_nccl_available():
+        return f"this build of torch ({torch.__version__}) has no {name}"
+    elif name in _OF_DEVICES and device != _OF_DEVICES[name]:
+        return f"{name} supports only {_OF_DEVICES[name]} tensors, not {device} tensors"
+    elif reason := backends.missing(name) or backends.missing_for(name, job.world):
+        return reason
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch detects no CUDA device"
+    return ""

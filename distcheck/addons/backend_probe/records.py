@@ -188,5 +188,5 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str]
 
 
-LOOK = Job("distcheck.addons.backend_probe.availability:look", LookRequest, Availability)
+LOOK = Job("distcheck.addons.backend_probe.rank:look", LookRequest, Availability)
 PROBE = Job("distcheck.addons.backend_probe.rank:probe", ProbeRequest, type(None), (STORE,))

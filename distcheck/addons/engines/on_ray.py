@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distcheck.addons.engines.part import Ended, run_part
-from distcheck.addons.engines.running import Lost, Work
+from distcheck.addons.engines.running import Ended, Lost, Work, run_part
 from distcheck.errors import CannotRunError
 
 _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")

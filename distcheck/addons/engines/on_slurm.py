@@ -11,8 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from distcheck import private
-from distcheck.addons.engines.part import Ended, run_part
-from distcheck.addons.engines.running import Lost, Work
+from distcheck.addons.engines.running import Ended, Lost, Work, run_part
 from distcheck.errors import CannotRunError
 from distcheck.store.run_folder import own_folder
 

@@ -1,8 +1,13 @@
-"""Front end of a matrix that runs on an engine: starts its parts, merges their reports."""
+"""A matrix on an engine: the task, which judges one part in a process and returns the report as
+text; and the front end, which starts the parts and merges their reports.
+"""
 
 import importlib
 import importlib.util
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +16,42 @@ from typing import Protocol
 from rich.console import Console
 
 from distcheck import private
-from distcheck.addons.engines.part import Ended
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
 from distcheck.errors.shown_text import one_line, say
 from distcheck.plan.matrix import Planned
+from distcheck.records.decoding import read_bounded
 from distcheck.reports.brief import words_without
 from distcheck.reports.files import FORMATS, GITHUB, check_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.store.origin import command_line
 from distcheck.verification.merging import MatrixPart, join, read_part, show_whole
 from distcheck.worlds import scratch
+from distcheck.worlds.linux import die_with_parent
+
+Ended = tuple[int, str, str]  # exit code, the report's text or "", the end of stderr
+_MOST_WORDS = 2000  # characters of stderr
+
+
+def run_part(words: Sequence[str], folder: str | None) -> Ended:
+    """Run `distcheck verify` with these arguments, in a folder or in the task's own."""
+    parent = os.getpid()
+    with scratch.folder(prefix="distcheck-part-") as place:
+        file = Path(place, "part.json")
+        ran = subprocess.run(
+            # -P: modules in the folder must not shadow distcheck's own.
+            [sys.executable, "-P", "-m", "distcheck", "verify", *words, "--json", str(file)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            preexec_fn=lambda: die_with_parent(parent),
+            check=False,
+        )
+        text = read_bounded(file).decode() if file.is_file() else ""
+    return ran.returncode, text, ran.stderr[-_MOST_WORDS:]
+
 
 # The module that starts tasks, the library that it requires, and the command to install that.
 ENGINES = {

@@ -18,8 +18,7 @@ from distcheck.backends import check_name, name_of
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan import cases as plan
 from distcheck.plan.configuration import BY_KEY, read_configuration
-from distcheck.plan.request import Request, is_launched
-from distcheck.plan.settings import CALLS
+from distcheck.plan.settings import CALLS, Request, is_launched
 from distcheck.records import Adaptation, Case
 from distcheck.records.generated_words import EXPLORED_DTYPES, KINDS, OPTIMIZERS
 from distcheck.reports.files import check_writable, write_text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distcheck.backends import name_of
 from distcheck.plan import cases as plan
 from distcheck.plan.declined import ABSENT, ACCUMULATE
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Adaptation, Case, Delay
 from distcheck.records.case import as_file_name
 from distcheck.records.generated_words import (

@@ -12,7 +12,7 @@ from distcheck.addons.explore.failure_database import FailureDatabase
 from distcheck.errors import CannotRunError, DistcheckError
 from distcheck.plan import cases as plan
 from distcheck.plan.declined import notes_on, words_of_cells
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.plan.thorough import ThoroughSearch as Asked
 from distcheck.records import Case, CaseReport
 from distcheck.records.generated_words import EXPLORED_DTYPES

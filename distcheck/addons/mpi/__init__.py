@@ -6,10 +6,10 @@ depends on the library, its version, the size and the number of ranks), so there
 `all_reduce_sum` here: an all_reduce is judged by error bounds, and is not compared bitwise.
 
 library.py   finds the launcher and the MPI library, without loading either
-runtime.py   MPI in this process: start, end, communicators
+runtime.py   MPI in this process: start, end, communicators; a stand-in outside any MPI job
 buffers.py   converts tensors to the buffers that MPI sends and reduces
-calls.py     started operations, in the format of torch's flight recorder
-work.py      a started operation, and the wait for it
+calls.py     started operations: their record, in the format of torch's flight recorder, and their
+             Work
 group.py     the process group, and the operations that it refuses
 
 Ranks are part of an MPI job: a launcher starts a stand-in for each, and the helper forks the rank.
@@ -75,9 +75,9 @@ def start_job(size: int) -> LauncherJob:
 
 def stand_alone() -> None:
     """Make mpi4py usable in a process that no launcher has started."""
-    from distcheck.addons.mpi import single_process
+    from distcheck.addons.mpi import runtime
 
-    single_process.stand_alone()
+    runtime.stand_alone()
 
 
 def note_calls(registered: str) -> None:
@@ -93,21 +93,22 @@ def _note_calls() -> None:
     """
     from distcheck.addons.mpi import calls
     from distcheck.addons.mpi.group import MPIGroup
-    from distcheck.addons.mpi.work import MPIWork
     from distcheck.worlds import call_recorder, flight
 
     flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
     call_recorder.note_calls_of(MPIGroup)
     notes = call_recorder.HERE
-    call_recorder.note_waits_of(MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s)
+    call_recorder.note_waits_of(
+        calls.MPIWork, limited=lambda work: work.timeout_s < notes.usual_limit_s
+    )
 
 
 def _move_on() -> None:
     """Let MPI complete pending operations. It does not promise that two threads may enter it at
     once, so only the main thread does.
     """
+    from distcheck.addons.mpi.calls import move_on
     from distcheck.addons.mpi.runtime import mpi
-    from distcheck.addons.mpi.work import move_on
 
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and mpi().Is_initialized() and not mpi().Is_finalized():

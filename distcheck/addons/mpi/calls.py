@@ -1,18 +1,23 @@
-"""The operations that this process has started, in the format of torch's flight recorder: torch
-records none of a backend written in Python.
+"""The operations that this process has started: their record, in the format of torch's flight
+recorder, which has none of a backend written in Python; and c10d's Work, over MPI requests.
 """
 
 import functools
 import os
 import sys
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from distcheck.addons.mpi.runtime import mpi
+from distcheck.backends._python_group import PythonWork
 
 _KEPT = 64  # as many as torch's recorder keeps
 _MOST_FRAMES = 32
@@ -129,3 +134,136 @@ def _frames() -> list[tuple[str, int, str]]:
 @functools.cache
 def _is_theirs(file: str) -> bool:
     return "/torch/" not in file and not file.startswith((_PACKAGE, "<"))
+
+
+# Heuristic: waiting must not occupy a core, because there may be fewer cores than ranks, and a
+# spinning rank appears to compute. Poll a few times, then yield between polls; from 10 ms on, sleep
+# for 2 % of the time waited so far, at most 20 ms.
+_LOOKS_AT_ONCE = 20
+_YIELD_FOR_S = 0.01
+_SLEEP_SHARE = 0.02
+_LONGEST_SLEEP_S = 0.02
+
+# Operations whose Work may have been dropped: MPI still reads and writes their memory.
+_under_way: "dict[int, MPIWork]" = {}
+_one_at_a_time = threading.RLock()  # two threads must not test the same request
+
+
+class MPIWork(PythonWork):
+    """A started operation, recorded as `call`.
+
+    It completes when all of `requests` have; then `finish` copies results to their tensors. Data
+    moves only while some call is within MPI (`wait`, `is_completed`, or another operation).
+    `get_future` therefore waits first, because nothing else would complete the future: results of
+    chained callbacks are correct, without any overlap.
+    """
+
+    def __init__(
+        self,
+        call: MPICall,
+        requests: list[Any],
+        *,
+        results: list[torch.Tensor],
+        keep: tuple[Any, ...],
+        finish: Callable[[Any], None] | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._call, self._requests, self._results = call, requests, results
+        self._keep, self._finish, self.timeout_s = keep, finish, timeout_s
+        self._done = False
+        self._error: BaseException | None = None
+        self._status, self._source = mpi().Status(), -1
+        with _one_at_a_time:
+            if _under_way:
+                move_on()
+            if not self._look():
+                _under_way[id(self)] = self
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until complete. Raises RuntimeError after `timeout`, or the group's timeout."""
+        self._until_done(timeout.total_seconds() or self.timeout_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return True if it is complete; otherwise let MPI progress it."""
+        return self._look()
+
+    def is_success(self) -> bool:
+        return self._look() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def _until_done(self, timeout_s: float) -> None:
+        for _ in range(_LOOKS_AT_ONCE):
+            if self._look():
+                return
+        begun = time.perf_counter()
+        while not self._look():
+            waited = time.perf_counter() - begun
+            if waited < _YIELD_FOR_S:
+                os.sched_yield()
+            elif waited < timeout_s:
+                time.sleep(min(waited * _SLEEP_SHARE, _LONGEST_SLEEP_S))
+            else:
+                raise RuntimeError(f"{self._call.what} timed out after {timeout_s:g} s")
+
+    def _look(self) -> bool:
+        """Let MPI progress the operation, and finish it once."""
+        if self._done:
+            return True
+        with _one_at_a_time:
+            return self._done or self._ask_mpi()
+
+    def _ask_mpi(self) -> bool:
+        try:
+            if len(self._requests) == 1:
+                complete = self._requests[0].Test(self._status)
+            else:
+                complete = mpi().Request.Testall(self._requests)
+            if complete:
+                self._source = self._status.Get_source()
+                if self._finish is not None:
+                    self._finish(self._status)
+        except (mpi().Exception, RuntimeError, ValueError) as error:
+            self._error = RuntimeError(f"{self._call.what}: {error}")
+            complete = True
+        if complete:
+            self._done = self._call.complete = True
+            self._keep = ()
+            _under_way.pop(id(self), None)
+        return bool(complete)
+
+
+def move_on() -> None:
+    """Let MPI progress all operations in flight."""
+    with _one_at_a_time:
+        for work in list(_under_way.values()):
+            work._look()
+
+
+class Together(PythonWork):
+    """Several operations with a single wait."""
+
+    def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works, self._results = works, results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from distcheck.addons.mpi import buffers, calls, runtime
+from distcheck.addons.mpi.calls import MPIWork, Together
 from distcheck.addons.mpi.library import TORCH_NAME
 from distcheck.addons.mpi.runtime import mpi
-from distcheck.addons.mpi.work import MPIWork, Together
 from distcheck.backends import _python_group
 from distcheck.backends._python_group import PythonGroup, Tensors, check_length, elements_by_rank
 

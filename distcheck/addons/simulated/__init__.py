@@ -1,7 +1,7 @@
 """Worlds whose ranks are threads of one process, of which exactly one runs at a time.
 
 A collective is checked when it is posted, and computed when the last of its ranks has posted it, in
-one of the reduction orders of `orders.py`. A world may therefore have more ranks than this
+one of the reduction orders of `collectives.py`. A world may therefore have more ranks than this
 machine has cores or memory for, mismatched calls are found at once, and a deadlock is detected
 without a deadline.
 
@@ -12,20 +12,18 @@ scheduler.py       cooperative scheduler of the threads; sleep takes no time
 schedules.py       the schedules of a search, and the next rank under a schedule
 world.py           the ranks of this process, their calls, whether calls of one group match, and
                    how their world ends
-group.py           the process group
+group.py           the process group, and the store for its rendezvous
 calls.py           a posted call, and its place in the source
-collectives.py     the results of each collective, from the inputs of all ranks
+collectives.py     the results of each collective, from the inputs of all ranks, by reduction order
 work.py            a started call, and the wait for it
 in_flight.py       tensors that a call still reads or writes
 groups.py          the groups that ranks create: whether they agree, and whether they are destroyed
 suspicious_calls.py
                    calls that gloo accepts, and that are rarely intended
-store.py           the store for the rendezvous
 isolation.py       state that ranks in one process would share and processes do not: RNGs, and
                    settings of Python and torch
 patches.py         attributes that code sets in modules shared by all ranks
 limits.py          operations that the code under test must not use there
-orders.py          the reduction orders
 rank_threads.py    state of a pytest test that each rank owns
 judged_schedules.py
                    the check of schedules, and the cause of a failure
@@ -57,10 +55,10 @@ def sum_in(order: str, collective: str) -> "Callable[[list[torch.Tensor]], torch
     """Return a function that reduces vectors [n] in rank order to their sum [n], in the order that
     `all_reduce` or `reduce` uses.
     """
-    from distcheck.addons.simulated import orders
+    from distcheck.addons.simulated import collectives
 
     def add_up(shards: "list[torch.Tensor]") -> "torch.Tensor":
-        return orders.reduced(order, collective, shards)
+        return collectives.reduced(order, collective, shards)
 
     return add_up
 
@@ -71,8 +69,7 @@ def join(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -
     """
     import torch.distributed as dist
 
-    from distcheck.addons.simulated.group import register
-    from distcheck.addons.simulated.store import SimulatedStore
+    from distcheck.addons.simulated.group import SimulatedStore, register
     from distcheck.addons.simulated.world import here
 
     here().usual_limit_s = usual_limit_s

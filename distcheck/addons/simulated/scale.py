@@ -20,7 +20,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.shown_text import shown
 from distcheck.errors.spelling import did_you_mean
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request, is_launched
+from distcheck.plan.settings import Request, is_launched
 from distcheck.records import Case, Report
 from distcheck.records.case import name_apart
 from distcheck.reports import brief, scale, terminal

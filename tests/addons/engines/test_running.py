@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from distcheck.addons.engines import on_slurm
-from distcheck.addons.engines.part import Ended
-from distcheck.addons.engines.running import Lost, Work, run_on
+from distcheck.addons.engines.running import Ended, Lost, Work, run_on
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.matrix import Planned
 from distcheck.records import PlannedCase, RunPlan

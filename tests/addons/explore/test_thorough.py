@@ -17,7 +17,7 @@ from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.plan.thorough import ThoroughSearch, thorough_extras, widened
 from distcheck.records import Report
 from distcheck.records.run_facts import Explored

@@ -9,7 +9,7 @@ from distcheck import backends
 from distcheck.addons.mpi import library
 from distcheck.errors import CannotRunError
 from distcheck.plan.cases import check_request
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 
 
 def launcher(folder: Path, says: str, *, name: str = "mpirun") -> Path:

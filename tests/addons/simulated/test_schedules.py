@@ -11,7 +11,7 @@ from distcheck.addons.simulated.schedules import SchedulePolicy, Tree
 from distcheck.addons.simulated.search import RunAll, ScheduleForks, search
 from distcheck.errors import UsageError
 from distcheck.plan.cases import plan_cases
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records.schedules import (
     Choice,
     Covered,

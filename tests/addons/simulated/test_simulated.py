@@ -14,7 +14,7 @@ import distcheck
 from distcheck.errors import ExitCode, LeftOutError, NotSimulatedError
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.plan import cases as plan
-from distcheck.plan.request import Request
+from distcheck.plan.settings import Request
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.worlds import root_cause
