@@ -73,7 +73,6 @@ def order_of(backend: str) -> str:
 
 
 def names_with_orders() -> list[str]:
-    """Return all values of `--backend`."""
     names = backend_names()
     return names + [f"{name}:{order}" for name in names for order in _orders(name)]
 

@@ -55,7 +55,6 @@ class PythonWork(Work):
     _results: Any
 
     def result(self) -> Any:
-        """Wait, and return the output tensors."""
         self.wait()
         return self._results
 
@@ -87,7 +86,6 @@ class PythonGroup(ProcessGroup):
         self._name = str(options.group_id)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the backend's name for torch's messages."""
         return self.torch_name
 
     def name(self) -> str:

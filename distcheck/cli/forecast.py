@@ -62,7 +62,6 @@ def _of_search(search: ThoroughSearch) -> str:
 
 
 def plan_command(planned: Planned, *, json_file: str | None) -> int:
-    """Print a plan; return the exit code."""
     check_writable(json_file)
     recorded = recorded_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]

@@ -22,7 +22,6 @@ from distcheck.store.run_folder import DEFAULT_FOLDER, KEPT_RUNS, kept_runs
 
 
 def runs_command() -> int:
-    """List the kept runs, the latest last; return the exit code."""
     runs = kept_runs()
     if not runs:
         say(f"{DEFAULT_FOLDER} here has no runs")

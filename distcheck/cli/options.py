@@ -161,7 +161,6 @@ def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    """Return the options of several settings; of all, if none is named."""
     return _several(*map(setting_option, names or SETTINGS))
 
 

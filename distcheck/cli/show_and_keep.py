@@ -68,7 +68,6 @@ def verify_command(
 
 
 def recheck_command(folder: str, showing: OutputOptions, *, trusted: bool) -> int:
-    """Judge a saved run again and show the report; return the exit code."""
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]

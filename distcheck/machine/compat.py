@@ -42,7 +42,6 @@ class Replaceable(NamedTuple):
     name: str
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        """Replace torch's function by `make(function)`."""
         setattr(self.owner, self.name, make(getattr(self.owner, self.name)))
 
 

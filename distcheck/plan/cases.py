@@ -225,7 +225,6 @@ def check_case(case: Case) -> Case:
 
 
 def plan_cases(request: Request) -> list[Case]:
-    """Return the cases, ordered by strategy, then by world."""
     check_request(request)
     cases = [
         case

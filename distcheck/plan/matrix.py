@@ -128,7 +128,6 @@ def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configur
 
 
 def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
-    """Raise UsageError for a data folder that no requested data set reads."""
     if "data_dir" in given and not data & {*FILE_DATASETS}:
         known = " or ".join(f"--data {name}" for name in FILE_DATASETS)
         raise UsageError(f"--data-dir is for a data set in files; pass {known} as well")

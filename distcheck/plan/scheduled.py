@@ -19,7 +19,6 @@ _ENUMERATED = 1000  # the default number of schedules with --preemptions alone
 def check_schedules(
     schedules: int, schedule: str | None, backend: str, *, preemptions: int = 0
 ) -> None:
-    """Raise UsageError for invalid options."""
     if not 0 <= schedules <= _MOST:
         raise UsageError(f"--schedules {schedules} is out of range; it takes 0 to {_MOST}")
     if not 0 <= preemptions <= _MOST_PREEMPTIONS:

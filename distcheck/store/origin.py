@@ -18,7 +18,6 @@ _PATIENCE_S = 5.0  # for git, in a repository of any size
 
 
 def origin_here() -> Origin:
-    """Return the origin of a run that begins now, in this folder."""
     commit = run_git("rev-parse", "--verify", "HEAD")
     changed, filters = None, _filters()
     if commit and filters is not None:

@@ -41,6 +41,5 @@ def look() -> None:
 
 
 def take_one_thread() -> None:
-    """Limit the libraries to one thread, in a rank."""
     for count in _counts:
         count.value = 1

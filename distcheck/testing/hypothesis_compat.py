@@ -30,7 +30,6 @@ def is_observed() -> bool:
 
 
 def context() -> Any:
-    """Return the running example; None if there is none."""
     control = sys.modules.get("hypothesis.control")
     if control is None or not control.currently_in_test_context():
         return None

@@ -38,7 +38,6 @@ class WorldOptions:
 
     @property
     def is_simulated(self) -> bool:
-        """True if its ranks are threads of one process."""
         return name_of(self.backend) == "simulated"
 
     @property

@@ -66,7 +66,6 @@ def fixture_value(item: pytest.Function, name: str) -> Any:
 
 
 def note_set_up(item: pytest.Function, name: str, definition: Any) -> None:
-    """Register a fixture of a test as set up."""
     item._request._fixture_defs[name] = definition
 
 

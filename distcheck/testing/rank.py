@@ -129,7 +129,6 @@ def look_from(options: WorldOptions) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all RNGs, which the fork has cloned."""
     import torch
 
     # torch.manual_seed would import torch._dynamo, in every rank.

@@ -23,7 +23,6 @@ class WorldView:
         self.group, self.seed = group, seed
 
     def barrier(self) -> None:
-        """Block until every rank has called it."""
         import torch.distributed as dist
 
         dist.barrier(self.group)

@@ -58,7 +58,6 @@ class Heard:
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
 
     def as_end(self, world: World, outcomes: Sequence[Outcome], *, timeout: str = "") -> Ended:
-        """Return the end of a world whose ranks have these outcomes."""
         return Ended(
             size=len(world.children),
             outcomes=outcomes,

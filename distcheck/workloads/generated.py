@@ -253,7 +253,6 @@ class Generated:
 
     @staticmethod
     def _schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set rates that differ between consecutive steps."""
         for number, group in enumerate(optimizer.param_groups):
             group["lr"] = LEARNING_RATE / (1 + number) * RATES[step % len(RATES)]
 

@@ -54,7 +54,6 @@ class CallLog:
 
 
 def is_within_call(fd: int) -> bool:
-    """Return True if the rank was within a call at its last record."""
     with contextlib.suppress(OSError):
         return os.pread(fd, 1, _OFFSET + _WITHIN) == b"\1"
     return False

@@ -104,7 +104,6 @@ class PostedCalls:
         self.log = None
 
     def remember(self, work: Any, noted: NotedCall) -> None:
-        """Remember the call that a Work belongs to."""
         if work is None:
             return
         if len(self._works) >= _MOST_WORKS:

@@ -55,7 +55,6 @@ class Interpreters:
 
     @property
     def usable(self) -> bool:
-        """True if ranks can be, or will be, forked from them."""
         return not self.error and all(one.usable for one in self._made)
 
     @property
@@ -96,7 +95,6 @@ class Interpreters:
             one.let_go()
 
     def close(self) -> None:
-        """End all of them concurrently."""
         self.let_go()
         for one in self._made:
             one.close()
@@ -173,7 +171,6 @@ class Pool(Forker):
         return [LocalShare(self, target=target, starts=starts_here, fds=descriptors_of(fds))]
 
     def pump(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
         super().pump(timeout_s)
         if self._interpreters is not None:
             self._interpreters.advance(others_importing=int(self.importing))
@@ -185,7 +182,6 @@ class Pool(Forker):
             self._interpreters.look()
 
     def let_go(self) -> None:
-        """Request the helpers to end without waiting for them; `close` it later."""
         if self._interpreters is not None:
             self._interpreters.let_go()
         super().let_go()

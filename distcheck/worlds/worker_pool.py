@@ -88,7 +88,6 @@ class WorkerPool:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close the channels, which ends the processes."""
         for line in self._lines:
             line.close()
 

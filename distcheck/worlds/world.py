@@ -52,7 +52,6 @@ def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
 
 
 def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
-    """Return the logged calls of each rank that it can have made."""
     world = len(children)
     return {
         rank: [logged for logged in child.called if _fits(logged, rank, world)]
@@ -196,7 +195,6 @@ class World:
                 self._phase_since = now
 
     def kill(self) -> None:
-        """End every rank at once, without asking for stacks."""
         if not self.over:
             self._kill()
 
@@ -303,7 +301,6 @@ class World:
         self._enter(Phase.ENDING, self._now)
 
     def _conclude(self) -> None:
-        """Check whether mismatched calls caused the failure of the world."""
         if self.hung or all(root_cause.finished(child, hung=False) for child in self.children):
             return
         cause = root_cause.first_cause(self.children, hung=False)

@@ -132,7 +132,6 @@ class Baseline:
         }
 
     def verdict(self, sweep: Sweep, cell: ProbedCell) -> VerdictName | None:
-        """Return the earlier verdict of a cell; None if it was not probed."""
         place = (sweep.backend, sweep.device, sweep.world, cell.probe.key(cell.probe.form))
         return self._verdicts.get(place)
 

@@ -36,11 +36,9 @@ class ProbeScene:
 
     @property
     def count(self) -> int:
-        """Number of elements in one rank's part."""
         return self.rows * self.cols
 
     def part(self, rank: int, part: int = 0, *, rows: int | None = None) -> list[Value]:
-        """Return the `part`-th vector of `rank`."""
         count = self.count if rows is None else rows * self.cols
         source = patterns.factor if self.reduction == "PRODUCT" else patterns.value
         begin = part * (min(self.count, _PERIOD) + _SHIFT)
@@ -51,7 +49,6 @@ class ProbeScene:
         return (short * -(-count // _PERIOD))[:count] if short else []
 
     def reduced(self, part: int = 0) -> list[Value]:
-        """Return the reduction of the ranks' `part`-th vectors."""
         vectors = [self.part(rank, part)[:_PERIOD] for rank in range(self.world)]
         columns = zip(*vectors, strict=True)
         short = [patterns.reduce_values(self.reduction, column) for column in columns]

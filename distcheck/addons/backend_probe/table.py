@@ -258,7 +258,6 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 
 def read_baseline(path: str | None) -> Baseline | None:
-    """Return the baseline of `--baseline`, or None."""
     return None if path is None else Baseline(read_sweeps(Path(path)))
 
 

@@ -56,7 +56,6 @@ class OnSlurm:
                 yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
-        """Cancel running and queued jobs."""
         for job, _ in self._jobs:
             job.cancel()
 

@@ -76,7 +76,6 @@ _counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by group and ki
 def record(
     what: str, group: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> MPICall:
-    """Record an operation that is being started."""
     among = (group, "messages" if what in _MESSAGES else "collectives")
     _counts[group, "all"] += 1
     _counts[among] += 1
@@ -247,7 +246,6 @@ class MPIWork(PythonWork):
 
 
 def move_on() -> None:
-    """Let MPI progress all operations in flight."""
     with _one_at_a_time:
         for work in list(_under_way.values()):
             work._look()

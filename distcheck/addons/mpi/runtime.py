@@ -77,7 +77,6 @@ def world_so_far() -> Any:
 
 
 def finalize() -> None:
-    """End MPI, if it is running."""
     module = mpi()
     if module.Is_initialized() and not module.Is_finalized():
         module.Finalize()

@@ -66,7 +66,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True if this is the expected result."""
         return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
 
 

@@ -81,7 +81,6 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce several tensors over the ranks as one call."""
         kind, op = "all_reduce_coalesced", self._operation("all_reduce_coalesced", opts)
         return self._post(opts, kind, kind, tensors, tensors, counts=tensors, op=op)
 
@@ -127,7 +126,6 @@ class SimulatedGroup(PythonGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Send one of the root's tensors to each rank."""
         parts = inputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             check_list("scatter", self._size, parts, outputs[0])
@@ -314,7 +312,6 @@ class SimulatedStore(Store):
         self.set(key, self._world.stored.get(key, b"") + _as_bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, once all are set."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
@@ -356,7 +353,6 @@ class SimulatedStore(Store):
         self._world.wait_for_store(keys, limit_s)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; return True if it was set."""
         return self._world.stored.pop(key, None) is not None
 
     deleteKey = delete_key  # noqa: N815 (what torch's other stores call)

@@ -83,7 +83,6 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Send an incomplete line."""
         if self._begun:
             self._send(self._begun)
             self._begun = ""

@@ -71,7 +71,6 @@ class Generators:
         return found
 
     def take(self, own: GeneratorStates) -> None:
-        """Save the states of the rank that ran."""
         own.torch = torch.default_generator.get_state()
         own.python = self._python_now()
         self._take_numpy(own)
@@ -285,7 +284,6 @@ class Isolation:
         self._enter(self._own[rank])
 
     def switch(self, before: int, after: int) -> None:
-        """Save the state of one rank, and restore that of the other."""
         self._leave(self._own[before])
         self._enter(self._own[after])
 

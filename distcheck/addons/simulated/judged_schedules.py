@@ -141,7 +141,6 @@ def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
 
 
 def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
-    """Return a run's receives from any rank, by rank and number."""
     found: dict[tuple[int, int], Turn] = {}
     counts: dict[int, int] = {}
     for turn in run.turns:

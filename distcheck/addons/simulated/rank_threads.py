@@ -73,7 +73,6 @@ def owned(item: Any) -> Owned:
 
 
 def own_copy(value: Any, name: str) -> Any:
-    """Return this rank's copy of an argument of a test."""
     if isinstance(value, fixtures.Deferred | types.ModuleType):
         return value
     try:

@@ -97,7 +97,6 @@ class Scheduler:
             raise error
 
     def wake(self, rank: int, error: BaseException | None = None) -> None:
-        """Make a blocked rank ready."""
         runner = self.runners[rank]
         if runner.state is ThreadState.WAITING:
             runner.state, runner.error = ThreadState.READY, error

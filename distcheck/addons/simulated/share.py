@@ -111,7 +111,6 @@ class HostProcess(Child):
         return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Record an event, or pass it to the rank that it belongs to."""
         if isinstance(event, messages.Of):
             if 0 <= event.key < len(self.ranks):
                 self.ranks[event.key].take(event.event)

@@ -102,7 +102,6 @@ class WaitingFuture(torch.futures.Future[Any]):
         self._works, self._value, self._settled = works, value, False
 
     def settle(self) -> None:
-        """Set its value, once."""
         if not self._settled:
             self._settled = True
             self.set_result(self._value)

@@ -82,7 +82,6 @@ class NumberedSamples(CellSamples):
     """Samples whose first pixel is the sample's index."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Write the index of every sample."""
         pixels.copy_(ids)
 
 

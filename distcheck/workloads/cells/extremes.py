@@ -67,7 +67,6 @@ class _Extreme(CellWorkload):
     factors: tuple[float, ...]
 
     def layers(self, classes: int) -> nn.Module:
-        """Return three layers and the extra parameter."""
         return WithGate(classes, self.factors)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

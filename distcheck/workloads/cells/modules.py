@@ -141,7 +141,6 @@ class Counts(Layers):
         self.register_buffer("is_bright", torch.zeros(2, dtype=torch.bool))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layers, and count this rank's samples."""
         bright = inputs[:, 0, 0, 0] > 0
         self.seen += 2 * bright.sum()
         self.classes += torch.stack([bright.sum(), (~bright).sum(), bright.sum() * 2]).int()

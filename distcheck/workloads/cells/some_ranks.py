@@ -17,7 +17,6 @@ class HalfMarked(CellSamples):
     """Samples of which the second half is marked."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Mark the second half."""
         pixels[ids >= _SIZE // 2] = _MARK
 
 

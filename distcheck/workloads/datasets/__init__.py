@@ -27,7 +27,6 @@ def dataset_names() -> dict[str, str]:
 
 
 def check_dataset(name: str) -> None:
-    """Raise UsageError for a name that is not a data set."""
     if name not in dataset_names():
         meant = did_you_mean(name, dataset_names())
         raise UsageError(f"unknown data {name!r}{meant}; known are {', '.join(dataset_names())}")

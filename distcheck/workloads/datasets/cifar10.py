@@ -42,7 +42,6 @@ class CIFAR10Files:
         return where if where.is_file() else None
 
     def open(self, found: Path, root: Path) -> None:
-        """Unpack the archive, or link the folder."""
         if found.is_file():
             unpack(found, root)
         else:

@@ -57,9 +57,7 @@ class FileDataset(Protocol):
         """Read one split below `root`."""
         ...
 
-    def fetch(self, root: Path) -> None:
-        """Download the files below `root`."""
-        ...
+    def fetch(self, root: Path) -> None: ...
 
     def remark(self, found: Path) -> str:
         """Return a note for the user about these files, or an empty string."""
@@ -212,6 +210,5 @@ def unpack(archive: Path, root: Path) -> None:
 
 
 def md5_matches(path: Path, expected: str) -> bool:
-    """Return True if a file is the published one."""
     module: Any = importlib.import_module("torchvision.datasets.utils")
     return bool(module.check_integrity(str(path), expected))

@@ -46,7 +46,6 @@ class MNISTFiles:
                 (folder / name).symlink_to(source.resolve())
 
     def read(self, root: Path, *, train: bool) -> Split:
-        """Read one split through torchvision's own reader."""
         from torchvision.datasets import MNIST
 
         data = MNIST(str(root), train=train, download=False)

@@ -40,7 +40,6 @@ Target = Callable[[bytes, Descriptors, Reporter], bytes]
 
 
 def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
-    """Run a job in this freshly forked process, then exit. Never returns."""
     linux.die_with_parent(parent)
     reporter = Reporter(fds[EVENTS])
     code = 0
@@ -176,7 +175,6 @@ class _FolderError(RuntimeError):
 
 
 def as_event(error: BaseException) -> messages.Raised:
-    """Return the message that reports a rank's exception to the front end."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))

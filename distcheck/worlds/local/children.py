@@ -116,7 +116,6 @@ class Child:
 
     @property
     def was_within_call(self) -> bool:
-        """True if the child was within a call at its last record."""
         return is_within_call(self._stacks_fd)
 
     def take(self, event: messages.AnyEvent) -> None:
@@ -150,7 +149,6 @@ class Child:
             self.gone = True
 
     def forget_output(self) -> None:
-        """Discard all output so far."""
         self._output.clear()
         self._output_bytes = self.output_left_out = 0
 

@@ -128,7 +128,6 @@ class Forker:
         self._selector.register(source, selectors.EVENT_READ, on_readable)
 
     def unwatch(self, source: Readable | int) -> None:
-        """Stop watching `source`, if it is watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 

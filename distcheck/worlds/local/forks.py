@@ -30,7 +30,6 @@ class ManyForks:
         self._count, self._next = 0, first
 
     def about_to(self) -> None:
-        """Count a fork; call this before each fork."""
         self._count += 1
         if self._count >= self._next:
             self._next *= 2

@@ -99,7 +99,6 @@ class CleanHelper(HelperProcess):
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Start the interpreter without waiting for its imports."""
         program = _PROGRAM.format(
             path=self.import_path(),
             package=os.path.dirname(distcheck.__file__),
@@ -152,7 +151,6 @@ class CleanHelper(HelperProcess):
         return sorted(path, key=lambda entry: entry == here)
 
     def variables(self) -> dict[str, str]:
-        """Return the hash seed as an environment variable."""
         return {"PYTHONHASHSEED": str(self._hash_seed)}
 
 

@@ -153,7 +153,6 @@ class Link:
         return share
 
     def forget(self, world: int) -> None:
-        """Make the peer drop a share."""
         self._shares.pop(world, None)
         self.send(protocol.ToRanks(world, "close"))
 
@@ -179,11 +178,9 @@ class RemoteShare(Share):
         self._link.send(protocol.ToRanks(self._world, "release"))
 
     def close(self) -> None:
-        """Make the peer forget the ranks."""
         self._link.forget(self._world)
 
     def lose(self) -> None:
-        """Mark every rank that was still running as lost."""
         for child in self.children.values():
             if not child.gone:
                 child.gone, child.lost = True, self._link.lost
@@ -393,7 +390,6 @@ class Coordinator(Pool):
             super().pump(0.05)
 
     def let_go(self) -> None:
-        """Request the helper to end as any pool; close every connection."""
         for link in self._links:
             self.unwatch(link.line)
             link.line.close()
