@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests, and f
 import distcheck
 from bench import zoo
 from distcheck.errors import DistcheckError
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Descriptors, Reporter
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]

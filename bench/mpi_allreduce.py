@@ -13,11 +13,10 @@ from typing import Any
 
 import msgspec
 
-from distcheck.worlds.jobs import STORE, Descriptors, Job
+from distcheck.worlds.jobs import STORE, Descriptors, Job, Reporter
 from distcheck.worlds.launch import Ranks, run_until_over, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, join
-from distcheck.worlds.reporter import Reporter
 
 WORLD = 4
 ROUNDS = 15

@@ -15,8 +15,7 @@ from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
-from distcheck.store.run_folder import Store
-from distcheck.store.saved_traces import saved_traces
+from distcheck.store.run_folder import Store, saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.rechecking import recheck
 from distcheck.verification.report_builder import GivenUpError, Interrupted

@@ -37,8 +37,7 @@ from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import SavedCase, Store
-from distcheck.store.saved_traces import SavedTrace, read_trace, saved_traces
+from distcheck.store.run_folder import SavedCase, SavedTrace, Store, read_trace, saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launch import run_job

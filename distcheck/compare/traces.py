@@ -22,8 +22,7 @@ from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Difference
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Descriptors, Reporter
 
 _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 

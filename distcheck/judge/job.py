@@ -26,9 +26,8 @@ from distcheck.records import CheckResult
 from distcheck.records.mistakes import Shown
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.rendezvous import enter_world_of_one
-from distcheck.worlds.reporter import Reporter
 
 Pair = tuple[str, str]  # a check and its layer
 

@@ -7,7 +7,7 @@ the ranks are its threads. `plugin.py` is the entry point; the other modules:
     marker      arguments of `@pytest.mark.world(...)`
     fixtures    the fixtures that ranks set up themselves
     front       in the pytest process: starts a world, waits, decides; tries other schedules
-    rank        in a rank: runs the body, reports the result
+    rank        in a rank: runs the body, reports the result; the `world` fixture's value
     session     in a rank: its copy of pytest's session, detached from the terminal
     examples    Hypothesis examples: rejection, deadline, events and targets of ranks
     messages    reports of a rank
@@ -17,7 +17,6 @@ the ranks are its threads. `plugin.py` is the entry point; the other modules:
     reused_worlds  persistent worlds that run several tests (`reuse=True`)
     blas        limits BLAS to one thread in a rank
     leaks       resources that a test left open in a rank
-    view        the `world` fixture's value
     verifying   `distcheck.verify(...)`; conformance/ is a test suite that uses it
 
     pytest_compat, hypothesis_compat   private names without a public equivalent
@@ -30,9 +29,9 @@ __all__ = ["LeakWarning", "WorldFailure", "WorldView"]
 if TYPE_CHECKING:
     from distcheck.testing.failures import WorldFailure
     from distcheck.testing.leaks import LeakWarning
-    from distcheck.testing.view import WorldView
+    from distcheck.testing.rank import WorldView
 
-_HOMES = {"LeakWarning": "leaks", "WorldFailure": "failures", "WorldView": "view"}
+_HOMES = {"LeakWarning": "leaks", "WorldFailure": "failures", "WorldView": "rank"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -22,13 +22,47 @@ from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encoded
-from distcheck.testing.view import WorldView
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Owned, Reporter, of_each_rank
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.messages import text_of
-from distcheck.worlds.owned import Owned, of_each_rank
 from distcheck.worlds.rendezvous import Rendezvous, join
-from distcheck.worlds.reporter import Reporter
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class WorldView:
+    """One rank's view of the world that it runs in.
+
+    rank, size   this rank's number, and the world size
+    device       the device for this rank's tensors
+    group        the process group of all ranks: torch's default group
+    seed         the root seed; torch, random and numpy start from it, identically on every rank
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, device: "torch.device", group: "ProcessGroup", seed: int
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.group, self.seed = group, seed
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order, on every rank. Values are pickled."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size} on {self.device}>"
+
 
 _MOST_MESSAGE = 200_000  # characters of an exception that are passed to pytest
 _CUT = "; pytest is given 200,000 of a text"

@@ -18,9 +18,8 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest, encoded
 from distcheck.testing.rank import Prepared
 from distcheck.worlds import flight
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous
-from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.worker_pool import requests
 
 BODY = "_distcheck_body"  # on the substitute for a Hypothesis test's body while it runs

@@ -36,11 +36,10 @@ from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
 from distcheck.worlds import call_recorder, step_calls, surroundings
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.local.child import keep_folder
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
-from distcheck.worlds.reporter import Reporter
 
 
 def _open(

@@ -38,9 +38,8 @@ from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import CodeInspection, load_strategy, other_ways
 from distcheck.training.loading import look_at as look_at_code
 from distcheck.training.outputs import Calls, calls_of
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.rendezvous import enter_world_of_one
-from distcheck.worlds.reporter import Reporter
 
 
 def check_loss(case: Case, strategy: LoadedStrategy) -> None:

@@ -11,7 +11,7 @@ from distcheck.records.case import is_file_name
 from distcheck.reports.documents import read_report
 from distcheck.store import run_folder as store
 from distcheck.store.origin import origin_here
-from distcheck.store.saved_traces import SavedTrace, read_trace, require_tensors
+from distcheck.store.run_folder import SavedTrace, read_trace, require_tensors
 from distcheck.verification import preparation, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown

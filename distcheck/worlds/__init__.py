@@ -4,8 +4,8 @@ world.py         one world of ranks: linger, deadline, root cause, calls that do
 launch.py        starts a world of ranks, or a single-process job
 pool.py          processes that ranks are forked from here: the helper, and further interpreters
 worker_pool.py   persistent processes that serve one request after another
-jobs.py          the type of a job that a forked process can run
-reporter.py      the connection of a forked process to the front end
+jobs.py          the type of a job that a forked process can run, the connection of that process to
+                 the front end, and the state that each rank of a simulated world owns
 messages.py      messages between front end, helper and children; framing.py: their encoding
 rendezvous.py    how the ranks of a world find each other
 shares.py        the ranks of a world that run in one place
@@ -24,7 +24,6 @@ linux.py         the few Linux calls that Python does not wrap
 local/           ranks on this machine: the helper that imports torch once and forks everything
     else, the front end's side of it, the life of a forked process
 remote/          ranks in processes that a launcher started, here or on other machines
-owned.py         state that each rank of a simulated world owns
 mpi_segments.py  files that Open MPI leaves in shared memory
 launchers/       detects the launcher that started this process, one file each
 """

@@ -1,19 +1,73 @@
-"""Defines the `Job` type: work that a forked process can be asked to do.
+"""Defines the `Job` type, work that a forked process can be asked to do, and the `Reporter`, the
+connection of that process to the front end.
 
 Each package declares its own jobs; this module imports none of them. The front end holds the
 declaration, which imports nothing heavy; the process that runs the job imports the function that
 the declaration names.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from distcheck.errors import AnswerError
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds import messages
+from distcheck.worlds.framing import frame, write_all
+
+leave = os._exit  # a child replaces os._exit by a function that reports the exit
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+class Reporter:
+    """A child's connection to the front end. Its methods may be called from any thread."""
+
+    def __init__(self, events_fd: int) -> None:
+        self._fd = events_fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Set by a job that collects its own stacks.
+        self.tell_stacks: Callable[[], None] | None = None
+
+    def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
+        """Send one event; it is not an error if the front end has exited. With `patience_s`, give
+        up if another send takes longer. A process that this one forked, and that reaches code
+        meant for the rank only, exits here.
+        """
+        if os.getpid() != self._pid:
+            sys.stderr.write(
+                "distcheck: a forked child of this rank continued as if it were the rank\n"
+            )
+            flush()
+            leave(0)
+        if not self._lock.acquire(timeout=patience_s):
+            return
+        try:
+            write_all(self._fd, frame(event))
+        except BrokenPipeError:
+            leave(1)
+        finally:
+            self._lock.release()
+
+    def progress(self, step: int, phase: str) -> None:
+        """Report the start of a phase of a step: the heartbeat that deadlines watch."""
+        self.send(messages.Progress(step, phase))
+
+    def say(self, payload: bytes) -> None:
+        """Send a payload that only the starter of this job understands."""
+        self.send(messages.UserMessage(payload))
+
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -76,3 +130,51 @@ def _encoded(value: Any) -> bytes:
         return msgspec.msgpack.encode(value)
     except (OverflowError, UnicodeEncodeError) as error:  # a number or text of the code under test
         raise AnswerError(f"an answer cannot be sent: {error}") from error
+
+
+# -- state that each rank of a simulated world owns, in addition to that of isolation.py -----------
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_NAME = "distcheck_of_each_rank"
+
+
+class Absent:
+    """Type of the marker for a missing attribute."""
+
+
+ABSENT = Absent()
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Attributes as (object, name), and a function for one rank's initial values."""
+
+    places: Sequence[tuple[Any, str]] = ()
+    begin: Callable[[], Sequence[Any]] = tuple
+
+    def read(self) -> list[Any]:
+        return [getattr(owner, name, ABSENT) for owner, name in self.places]
+
+    def write(self, values: Sequence[Any]) -> None:
+        for (owner, name), value in zip(self.places, values, strict=True):
+            if value is not ABSENT:
+                setattr(owner, name, value)
+            elif hasattr(owner, name):
+                delattr(owner, name)
+
+
+def of_each_rank(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
+    """Declare per-rank state on the function that runs a job; `find` is called just before its
+    ranks begin.
+    """
+
+    def declare(function: _Function) -> _Function:
+        setattr(function, _NAME, find)
+        return function
+
+    return declare
+
+
+def owned_by(function: Callable[..., Any]) -> Owned:
+    find: Callable[[], Owned] = getattr(function, _NAME, Owned)
+    return find()

@@ -2,7 +2,7 @@
 
 front end -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front end    Ready; about a child Spawned and Exited, as Of
-child -> front end     Progress, Said, Done, Raised, Stacks, Waits and GoesOn, over its own pipe
+child -> front end     Progress, UserMessage, Done, Raised, Stacks, Waits and GoesOn, over a pipe
 
 Ranks without a pipe to the front end are reported as Of: by the child that runs a simulated world,
 which also sends Proven and Remarked for the whole world, and by another machine

@@ -21,7 +21,7 @@ from distcheck.records.posted_calls import Posted
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.call_recorder import HERE, NotedCall, PostedCalls
 from distcheck.worlds.callers import is_theirs
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Reporter
 
 LOOK_EVERY_S = 0.1
 # The recorder's names that are also the kind of the call.

@@ -44,7 +44,7 @@ from distcheck.reports.training_report import (
 )
 from distcheck.store import bundle
 from distcheck.store.earlier_runs import since_last_green
-from distcheck.store.saved_traces import read_trace, saved_traces
+from distcheck.store.run_folder import read_trace, saved_traces
 from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.pool import Pool

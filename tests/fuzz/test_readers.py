@@ -15,7 +15,6 @@ import pytest
 import distcheck
 from distcheck.errors import ExitCode
 from distcheck.reports.json_report import render
-from distcheck.store import saved_traces
 from distcheck.store.bundle import make_bundle
 from distcheck.worlds.pool import Pool
 from tests.documents import crash, document, mismatch, passing
@@ -126,7 +125,7 @@ def broken_of(reader: str, numbers: range, originals: Originals, folder: Path) -
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_traces, "run_job", readers.load_here)
+    monkeypatch.setattr("distcheck.store.run_folder.run_job", readers.load_here)
 
 
 @pytest.mark.parametrize("reader", READERS)

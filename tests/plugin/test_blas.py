@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from distcheck.testing.view import WorldView
+from distcheck.testing.rank import WorldView
 
 _MATRIX = np.ones((600, 600))  # large enough to be shared out among threads
 

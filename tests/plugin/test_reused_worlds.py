@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distcheck.testing.rank import WorldView
 from distcheck.testing.reused_rank import _Before
-from distcheck.testing.view import WorldView
 from distcheck.worlds import flight
 from tests.plugin.running import run_warm
 from tests.world import warm

@@ -26,10 +26,9 @@ from distcheck.records import Case, decoding
 from distcheck.reports.documents import read_report
 from distcheck.reports.training_report import read_training
 from distcheck.store import run_folder, trust
-from distcheck.store import saved_traces as read_back
+from distcheck.store import run_folder as read_back
 from distcheck.store.bundle import make_bundle, read_replay
-from distcheck.store.run_folder import read_case
-from distcheck.store.saved_traces import saved_traces
+from distcheck.store.run_folder import read_case, saved_traces
 from distcheck.verification.merging import merge_command
 from distcheck.verification.rechecking import failed_without_trace
 from tests.job.recordings import make

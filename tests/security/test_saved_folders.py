@@ -19,7 +19,7 @@ from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, Compared, Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.store.saved_traces import saved_traces
+from distcheck.store.run_folder import saved_traces
 from distcheck.verification import rechecking, verdicts
 from tests.optional import needs_all
 from tests.sealing import rewrite_about

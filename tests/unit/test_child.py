@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from distcheck.worlds import messages
+from distcheck.worlds.jobs import Reporter, leave
 from distcheck.worlds.local import child
-from distcheck.worlds.reporter import Reporter, leave
 
 _PATIENCE_S = 30.0
 

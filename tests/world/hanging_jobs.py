@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join
-from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
 
 LATE_S = 1.0  # longer than it takes to prove a hang

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from distcheck.worlds import scratch
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
-from distcheck.worlds.reporter import Reporter
 
 
 class Asked(msgspec.Struct):

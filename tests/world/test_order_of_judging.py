@@ -24,15 +24,14 @@ from distcheck.judge.oracles.references import References
 from distcheck.machine import seeds
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
-from distcheck.store.saved_traces import read_trace, saved_traces
+from distcheck.store.run_folder import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.report_builder import run_of
 from distcheck.workloads.cells import CELLS
-from distcheck.worlds.jobs import Descriptors, Job
+from distcheck.worlds.jobs import Descriptors, Job, Reporter
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.reporter import Reporter
 from tests.world.test_kinks import AtAKink
 
 STEPS = 6

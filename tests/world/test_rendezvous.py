@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from distcheck.testing.view import WorldView
+from distcheck.testing.rank import WorldView
 from distcheck.worlds import linux
 
 # A name server that never answers is on 127.0.0.1; it says how often it was asked.

@@ -13,12 +13,11 @@ from distcheck import backends
 from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.launch import job_result, run_until_over, start_job
 from distcheck.worlds.messages import Remarked
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous, environment_of, join
-from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.shares import RankStart
 from tests.world.jobs import Asked
 from tests.world.launching import run_to_end, start

@@ -43,9 +43,8 @@ from distcheck.addons.backend_probe.scene import (
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join, wait_for
-from distcheck.worlds.reporter import Reporter
 
 
 def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:

@@ -35,9 +35,8 @@ from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import look_at
 from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
-from distcheck.worlds.reporter import Reporter
 from distcheck.worlds.worker_pool import requests
 
 

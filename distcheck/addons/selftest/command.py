@@ -33,9 +33,8 @@ from distcheck.reports.terminal import console_for
 from distcheck.testing.verifying import verify
 from distcheck.training.loading import load_strategy, strategy_names
 from distcheck.verification.run import shared_pool
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.launch import run_job
-from distcheck.worlds.reporter import Reporter
 
 WORLDS = (2, 3)
 WORKLOADS = ("lattice", "mlp")  # their cases take one second each

@@ -30,11 +30,9 @@ from distcheck.records.exit_status import MISUSES
 from distcheck.records.schedules import Schedule, read_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.callers import place_of_caller
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter, owned_by
 from distcheck.worlds.local import child
 from distcheck.worlds.local.helper_process import in_order
-from distcheck.worlds.owned import owned_by
-from distcheck.worlds.reporter import Reporter
 
 _NO_TURN = "waits for its turn, which rank {} does not yield"
 _STOPPED = "was stopped because of rank {}"

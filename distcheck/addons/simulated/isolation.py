@@ -10,7 +10,7 @@ processes do not, is swapped whenever another rank runs.
                    modules are shared, and so are modules with compiled code.
  working directory once a rank has changed it
  streams           sys.stdout and sys.stderr
- job state         attributes that `owned.py` lists
+ job state         attributes that a job declares (`jobs.of_each_rank`)
 """
 
 import _random
@@ -37,7 +37,7 @@ import torch
 
 from distcheck.addons.simulated.patches import Patches
 from distcheck.machine import compat
-from distcheck.worlds.owned import Owned
+from distcheck.worlds.jobs import Owned
 
 _Words = ctypes.c_uint32 * 625
 

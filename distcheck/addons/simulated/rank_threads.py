@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing import fixtures, pytest_compat, session
-from distcheck.worlds.owned import ABSENT, Owned
+from distcheck.worlds.jobs import ABSENT, Owned
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
 # Fixtures that capture the file descriptors of a process.

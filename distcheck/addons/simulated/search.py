@@ -34,8 +34,7 @@ from distcheck.records.schedules import (
 )
 from distcheck.worlds import messages
 from distcheck.worlds.framing import Frames, frame, write_all
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Descriptors, Reporter
 
 _leave = os._exit  # a world replaces os._exit
 _REPEATS = 2  # Heuristic: of both schedules, once they differ

@@ -54,9 +54,8 @@ from distcheck.records import LossName
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.rendezvous import enter_world_of_one
-from distcheck.worlds.reporter import Reporter
 
 _ORDERS: tuple[Order, ...] = (
     RankOrder(), BackendAllReduce(), BackendReduce(), RingOrder(), DDPBuckets(),

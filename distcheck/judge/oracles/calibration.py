@@ -21,9 +21,8 @@ from distcheck.contract import BackendReduce, Contract, DDPBuckets, Order
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.machine import devices, seeds
 from distcheck.training.jobs import CALIBRATE, Calibration, CalibrationRequest
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
-from distcheck.worlds.reporter import Reporter
 
 SIZES = (3, 1003)  # fewer elements than ranks, and an odd number
 _DRAWN = 10_007

@@ -31,8 +31,7 @@ from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.records import TensorSpec
 from distcheck.records.decoding import read_bounded
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Descriptors, Reporter
 
 _IN_PAIRS = (torch.complex32, torch.complex128)
 # Exceptions of damaged files, or of an edited about.json.

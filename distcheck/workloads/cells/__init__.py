@@ -179,12 +179,12 @@ CELLS: Mapping[str, Cell] = {
         about="gradients below the smallest normal number of float32",
     ),
     "over_25_mib": Cell(
-        place="distcheck.workloads.cells.large:Over25MiB",
+        place="distcheck.workloads.cells.sizes:Over25MiB",
         about="one parameter of more than 25 MiB",
         steps=1,
     ),
     "over_2_24_elements": Cell(
-        place="distcheck.workloads.cells.large:Over2To24",
+        place="distcheck.workloads.cells.sizes:Over2To24",
         about="one parameter of more than 2^24 elements",
         steps=1,
     ),

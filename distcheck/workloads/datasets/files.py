@@ -18,8 +18,7 @@ from distcheck.workloads.datasets import dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
 from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
 from distcheck.worlds import scratch
-from distcheck.worlds.jobs import Descriptors
-from distcheck.worlds.reporter import Reporter
+from distcheck.worlds.jobs import Descriptors, Reporter
 
 MOST_BYTES = 1 << 30  # of an unpacked archive: five times the published ones
 

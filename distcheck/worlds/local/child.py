@@ -25,9 +25,8 @@ from distcheck.errors.defects import is_defect
 from distcheck.errors.shown_text import reported
 from distcheck.records import Collective
 from distcheck.worlds import call_recorder, flight, linux, messages, mpi_segments
-from distcheck.worlds.jobs import Descriptors
+from distcheck.worlds.jobs import Descriptors, Reporter, flush, leave
 from distcheck.worlds.local import late_compiler
-from distcheck.worlds.reporter import Reporter, flush, leave
 from distcheck.worlds.waiting import LOOK_EVERY_S, RankInspector
 
 # The descriptors that come with a Spawn, in this order; the job's follow.

@@ -1,7 +1,7 @@
 """Agent process: forks ranks for a front end in another process, supervises them, and forwards
 their events and traces.
 
-It takes no decisions. It exits when the front end sends the result (`Over`), when no heartbeat
+It takes no decisions. It exits when the front end sends the result (`Shutdown`), when no heartbeat
 arrives within the deadline, or when its connection breaks; its ranks end with it.
 """
 
@@ -50,7 +50,7 @@ class HostedChild(Child):
     end_is_known: bool = False  # by the front end
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Record an event and forward it; `Host` sends the exit after all other data."""
+        """Record an event and forward it; the agent sends the exit after all other data."""
         super().take(event)
         if isinstance(event, messages.ChildEvent) and not isinstance(event, messages.Exited):
             self.pass_on(event)

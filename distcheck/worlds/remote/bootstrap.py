@@ -19,9 +19,8 @@ import psutil
 from distcheck import private
 from distcheck.errors import CannotRunError
 from distcheck.records.decoding import read_bounded
-from distcheck.worlds.jobs import Descriptors, Job
+from distcheck.worlds.jobs import Descriptors, Job, Reporter
 from distcheck.worlds.remote import secret
-from distcheck.worlds.reporter import Reporter
 
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1

@@ -1,7 +1,7 @@
 """Protocol between the front end and the processes on other machines, over one connection each.
 
-agent -> front end    Coming, Hello, DataPrepared; for its ranks Of, Written, and Signs (heartbeat)
-front end -> agent    Prepare, StartRanks, ToRanks; Beat (heartbeat); Over
+agent -> front end    Joining, Hello, DataPrepared; for its ranks Of, Written, and Signs (heartbeat)
+front end -> agent    Prepare, StartRanks, ToRanks; Heartbeat, Shutdown
 
 Each side declares its peer dead if no heartbeat arrives within the deadline.
 """

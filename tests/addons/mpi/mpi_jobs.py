@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join
-from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")

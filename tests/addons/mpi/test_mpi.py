@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distcheck import backends
 from distcheck.addons.mpi import library
-from distcheck.testing.view import WorldView
+from distcheck.testing.rank import WorldView
 from distcheck.worlds.pool import Pool
 from tests.addons.mpi.mpi_jobs import FLOATS, INTEGERS, SIZES, reducible
 from tests.world.launching import hang, run

@@ -30,9 +30,8 @@ from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer
 from distcheck.training.whole_tensors import whole
-from distcheck.worlds.jobs import STORE, Descriptors
+from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join
-from distcheck.worlds.reporter import Reporter
 from tests.world.jobs import Asked, _join
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)

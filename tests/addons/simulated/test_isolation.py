@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from distcheck.addons.simulated import patches as patches_module
 from distcheck.addons.simulated.isolation import Isolation
 from distcheck.addons.simulated.patches import Patches
-from distcheck.worlds.owned import ABSENT, Owned
+from distcheck.worlds.jobs import ABSENT, Owned
 
 NAME = "kept_by_a_rank"
 
