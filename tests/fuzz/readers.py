@@ -301,14 +301,14 @@ def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
     """What `distcheck backends --baseline` reads."""
-    from distcheck.addons.backend_probe.records import Probe, ProbedCell, Sweep
+    from distcheck.addons.backend_probe.records import Probe, Sweep
     from distcheck.addons.backend_probe.table import read_sweeps, render_json
 
     probe = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
     sweep = Sweep(
         backend="gloo", device="cpu", world=3,
-        cells=(ProbedCell(probe=probe, verdict="ok", elements=64),),
-        environment={"torch": "2.13.0"},
+        missing="", failure="", environment={"torch": "2.13.0"},
+        cells=(probe.ended("right", "", 64),),
     )  # fmt: skip
     file = folder / "sweep.json"
     file.write_text(render_json([sweep], [], ExitCode.PASS))

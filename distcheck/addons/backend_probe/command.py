@@ -69,10 +69,10 @@ def sweep(
         following = probes[len(cells)]
         if ends[following.operation] >= _MOST_ENDS:
             reason = f"{following.operation} had already crashed {_MOST_ENDS} worlds"
-            cells.append(ProbedCell(probe=following, verdict="not tried", detail=reason))
+            cells.append(following.ended("not tried", reason))
             continue
         episode = _Episode(probes, len(cells), world, on_cell)
-        refused = {c.probe.key(c.probe.form): c.detail for c in cells if c.verdict == "refused"}
+        refused = {cell.key: cell.detail for cell in cells if cell.verdict == "refused"}
         failure = episode.run(
             pool, backend=backend, device=device, refused=refused, deadline_s=deadline_s
         )
@@ -80,7 +80,7 @@ def sweep(
             return cells, failure or "the ranks exited before the first probe"
         cells += episode.cells
         if cells[-1].verdict in ("crashes", "hangs"):
-            ends[cells[-1].probe.operation] += 1
+            ends[cells[-1].operation] += 1
     return cells, ""
 
 
@@ -155,9 +155,7 @@ class _Episode:
         detail = "; ".join([_how(outcomes, said, hung=hung), *details])
         elements = sum(result.elements for result in said.values())
         probe = self._probes[self._first + place]
-        self.cells[place:] = [
-            ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
-        ]
+        self.cells[place:] = [probe.ended(verdict, detail, elements)]
         return ""
 
 
@@ -187,7 +185,7 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
     if "refused" in statuses and verdict == "wrong":
         refusing = [str(rank) for rank, r in present.items() if r.status == "refused"]
         detail += f" (only rank {', '.join(refusing)} refused)"
-    return ProbedCell(probe=probe, verdict=verdict, detail=detail, elements=elements)
+    return probe.ended(verdict, detail, elements)
 
 
 def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:
@@ -311,13 +309,12 @@ def backends_command(
     pool = Pool()
     try:
         sweeps = [
-            _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s,
-                   asked=bool(backend))
+            _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s)
             for name in dict.fromkeys(backend or known)
-        ]  # fmt: skip
+        ]
     finally:
         pool.close()
-    code = exit_code_of(sweeps, baseline)
+    code = exit_code_of(sweeps, baseline, asked=bool(backend))
     if json_file != "-":
         console = console_for()
         for number, one in enumerate(sweeps):
@@ -341,14 +338,7 @@ def known_names() -> list[str]:
 
 
 def _sweep(
-    pool: Pool,
-    name: str,
-    probes: list[Probe],
-    *,
-    device: str,
-    world: int,
-    deadline_s: float,
-    asked: bool,
+    pool: Pool, name: str, probes: list[Probe], *, device: str, world: int, deadline_s: float
 ) -> Sweep:
     look = look_at(pool, backend=name, device=device, world=world)
     found = Sweep(
@@ -356,8 +346,9 @@ def _sweep(
         device=look.device,
         world=world,
         missing=look.missing,
-        asked=asked,
+        failure="",
         environment=look.environment,
+        cells=(),
     )
     if look.missing:
         return found
@@ -373,12 +364,4 @@ def _sweep(
             deadline_s=deadline_s,
             on_cell=lambda done: live.counted(done, len(probes), what),
         )
-    return Sweep(
-        backend=name,
-        device=look.device,
-        world=world,
-        cells=tuple(cells),
-        failure=failure,
-        asked=asked,
-        environment=look.environment,
-    )
+    return msgspec.structs.replace(found, cells=tuple(cells), failure=failure)

@@ -169,7 +169,7 @@ class _Prober:
 
     def run(self, index: int, probe: Probe) -> bool:
         """Run a probe. Return True if every rank completed every call correctly."""
-        reason = self._refused.get(probe.key("transposed"))
+        reason = self._refused.get(probe.key_in("transposed"))
         if probe.form == "mixed" and reason is not None:
             # Half of the ranks would refuse, and the others block: it would show nothing new about
             # the backend.
@@ -195,7 +195,7 @@ class _Prober:
         if not said:
             self._say(index, status, "", elements)
         if told <= {"refused", "absent"}:
-            self._refused[probe.key(probe.form)] = detail
+            self._refused[probe.key] = detail
         return told <= {"right", "absent"}
 
     def renew_groups(self) -> bool:

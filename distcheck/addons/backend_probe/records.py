@@ -18,14 +18,13 @@ Status = Literal["right", "wrong", "refused", "absent"]
 NOT_CALLED = "not called, transposed is refused: "  # prefix of such a cell's detail
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell to probe. `dtype` and `reduction` are empty if the operation has none."""
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell of the table. `dtype` and `reduction` are empty if the operation has none."""
 
     operation: str
     reduction: str
     form: str
     dtype: str
-    salt: int
 
     @property
     def row(self) -> str:
@@ -38,9 +37,39 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         form = "" if self.form == "plain" else self.form
         return ", ".join(filter(None, [self.row, form, self.dtype]))
 
-    def key(self, form: str) -> str:
+    @property
+    def key(self) -> str:
+        return self.key_in(self.form)
+
+    def key_in(self, form: str) -> str:
         """Return the key of the cell with the same operation and dtype in another form."""
         return f"{self.row}/{form}/{self.dtype}"
+
+
+class ProbedCell(Cell, frozen=True, kw_only=True):
+    """Result of one cell. `elements` were compared over all ranks."""
+
+    verdict: VerdictName
+    detail: str
+    elements: int
+
+
+class Probe(Cell, frozen=True, kw_only=True):
+    """One cell to probe; `salt` changes all values from cell to cell."""
+
+    salt: int
+
+    def ended(self, verdict: VerdictName, detail: str, elements: int = 0) -> ProbedCell:
+        """Return the result of this cell."""
+        return ProbedCell(
+            operation=self.operation,
+            reduction=self.reduction,
+            form=self.form,
+            dtype=self.dtype,
+            verdict=verdict,
+            detail=detail,
+            elements=elements,
+        )
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,28 +83,18 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     elements: int = 0
 
 
-class ProbedCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one cell. `elements` were compared over all ranks."""
-
-    probe: Probe
-    verdict: VerdictName
-    detail: str = ""
-    elements: int = 0
-
-
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     """One backend on one device. `missing` is the reason why it cannot be probed here; empty if it
-    can. `asked` is True if the user named it; `failure` is its failure before any probe.
+    can. `failure` is its failure before any probe.
     """
 
     backend: str
     device: str
     world: int
-    cells: tuple[ProbedCell, ...] = ()
-    missing: str = ""
-    failure: str = ""
-    asked: bool = True
-    environment: dict[str, Any] = msgspec.field(default_factory=dict)
+    missing: str
+    failure: str
+    environment: dict[str, Any]
+    cells: tuple[ProbedCell, ...]
 
 
 class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +112,11 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 
 
-def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) -> ExitCode:
-    """Return the exit code. Cells with the verdict of the baseline are ignored.
+def exit_code_of(
+    sweeps: Sequence[Sweep], baseline: "Baseline | None" = None, *, asked: bool
+) -> ExitCode:
+    """Return the exit code. Cells with the verdict of the baseline are ignored; a missing backend
+    counts if the user `asked` for it by name.
 
     A wrong result takes precedence over a failed rank, as in `distcheck verify`.
     """
@@ -112,7 +134,7 @@ def exit_code_of(sweeps: Sequence[Sweep], baseline: "Baseline | None" = None) ->
         return ExitCode.MISMATCH
     if verdicts & {"crashes", "hangs", "not tried"} or any(sweep.failure for sweep in sweeps):
         return ExitCode.RANK_FAILED
-    if any(sweep.missing and sweep.asked for sweep in sweeps):
+    if asked and any(sweep.missing for sweep in sweeps):
         return ExitCode.CANNOT_RUN
     if baseline is not None and not baseline.overlap(sweeps)[0]:
         return ExitCode.UNKNOWN  # a comparison was requested, and none was made
@@ -124,16 +146,13 @@ class Baseline:
 
     def __init__(self, sweeps: Sequence[Sweep]) -> None:
         self._verdicts = {
-            (sweep.backend, sweep.device, sweep.world, cell.probe.key(cell.probe.form)): (
-                cell.verdict
-            )
+            (sweep.backend, sweep.device, sweep.world, cell.key): cell.verdict
             for sweep in sweeps
             for cell in sweep.cells
         }
 
     def verdict(self, sweep: Sweep, cell: ProbedCell) -> VerdictName | None:
-        place = (sweep.backend, sweep.device, sweep.world, cell.probe.key(cell.probe.form))
-        return self._verdicts.get(place)
+        return self._verdicts.get((sweep.backend, sweep.device, sweep.world, cell.key))
 
     def overlap(self, sweeps: Sequence[Sweep]) -> tuple[int, int]:
         """Return how many of its cells were probed now, and how many it has."""

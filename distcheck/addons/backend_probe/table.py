@@ -20,7 +20,6 @@ from distcheck.addons.backend_probe.patterns import DTYPES
 from distcheck.addons.backend_probe.records import (
     NOT_CALLED,
     Baseline,
-    Probe,
     ProbeChange,
     ProbedCell,
     Sweep,
@@ -30,7 +29,6 @@ from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import shown
 from distcheck.records.decoding import read_written
 from distcheck.reports import json_report
-from distcheck.reports.document import made_from
 from distcheck.reports.wrapping import print_trimmed
 
 # Text, style and meaning of each verdict.
@@ -87,7 +85,7 @@ def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console
     for change in changes:
         word = "better than" if change.excused else "worse than"
         cell = change.cell
-        text = f"{word} the baseline: {change.backend}, {cell.probe.name}: "
+        text = f"{word} the baseline: {change.backend}, {cell.name}: "
         text += f"{change.before} before, {cell.verdict} now"
         style = "" if change.excused else "bold red"
         console.print(Text(shown(text), style=style), soft_wrap=True)
@@ -104,12 +102,12 @@ def _headline(sweep: Sweep) -> str:
 
 
 def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
-    dtypes = [name for name in DTYPES if any(cell.probe.dtype == name for cell in cells)]
+    dtypes = [name for name in DTYPES if any(cell.dtype == name for cell in cells)]
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("", max_width=_FORM_WIDTH)
     for name in dtypes or [""]:
         table.add_column(DTYPES[name].short if name else "", no_wrap=True, min_width=4)
-    for row, of_row in groupby(cells, key=lambda cell: cell.probe.row):
+    for row, of_row in groupby(cells, key=lambda cell: cell.row):
         lines = _lines_of(list(of_row), dtypes or [""], verbose=verbose)
         for number, (forms, words) in enumerate(lines):
             label = row if number == 0 else ""
@@ -124,8 +122,8 @@ def _lines_of(
 ) -> list[tuple[list[str], list[Text]]]:
     """Return a row's lines: the plain call, then forms with other verdicts; equal ones once."""
     found: list[tuple[list[str], list[Text]]] = []
-    for form, of_form in groupby(cells, key=lambda cell: cell.probe.form):
-        verdicts = {cell.probe.dtype: cell.verdict for cell in of_form}
+    for form, of_form in groupby(cells, key=lambda cell: cell.form):
+        verdicts = {cell.dtype: cell.verdict for cell in of_form}
         if "" in verdicts:  # the operation has no dtype: one verdict, in the first column
             verdicts = {dtypes[0]: verdicts[""]}
         words = [Text(*_SHOWN[verdicts[n]][:2]) if n in verdicts else Text() for n in dtypes]
@@ -150,7 +148,7 @@ def _legend(cells: Sequence[ProbedCell]) -> Iterator[str]:
 
 
 def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
-    forms = [form for form in dict.fromkeys(c.probe.form for c in cells) if form != "plain"]
+    forms = [form for form in dict.fromkeys(c.form for c in cells) if form != "plain"]
     if forms and not verbose:
         yield (f"Also probed: {', '.join(forms)}. A form has its own line if its result differs.")
 
@@ -160,20 +158,20 @@ def _findings(
 ) -> Iterator[str]:
     """Yield a line for each operation and form, or each refusal, with its first cell's details."""
     if verbose:
-        yield from (f"{cell.probe.name}: {cell.detail}" for cell in cells)
+        yield from (f"{cell.name}: {cell.detail}" for cell in cells)
         return
     groups: dict[tuple[str, str], list[ProbedCell]] = {}
     for cell in cells:
-        what = cell.probe.form if cell.verdict != "refused" else _without_figures(cell.detail)
-        groups.setdefault((cell.probe.operation, what), []).append(cell)
+        what = cell.form if cell.verdict != "refused" else _without_figures(cell.detail)
+        groups.setdefault((cell.operation, what), []).append(cell)
     for alike in groups.values():
         first = alike[0]
-        others = [c for c in all_cells if c.probe.operation == first.probe.operation]
+        others = [c for c in all_cells if c.operation == first.operation]
         about = ", ".join(filter(None, _extent(alike, others)))
         many = len(alike) > 1 and first.verdict != "refused"
-        which = " ".join(filter(None, [first.probe.reduction, first.probe.dtype])) if many else ""
+        which = " ".join(filter(None, [first.reduction, first.dtype])) if many else ""
         which = f" ({which})" if which else ""
-        yield f"{first.probe.operation}{f' {about}' if about else ''}{which}: {first.detail}"
+        yield f"{first.operation}{f' {about}' if about else ''}{which}: {first.detail}"
 
 
 def _without_figures(detail: str) -> str:
@@ -184,8 +182,8 @@ def _without_figures(detail: str) -> str:
 def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterator[str]:
     """Yield the reductions, forms and dtypes of an operation; "all dtypes" if all are affected."""
     for name in ("reduction", "form", "dtype"):
-        here = list(dict.fromkeys(getattr(cell.probe, name) for cell in alike))
-        everywhere = dict.fromkeys(getattr(cell.probe, name) for cell in others)
+        here = list(dict.fromkeys(getattr(cell, name) for cell in alike))
+        everywhere = dict.fromkeys(getattr(cell, name) for cell in others)
         if len(here) == len(everywhere) > 1:
             yield f"all {name}s"
         elif here != ["plain"]:
@@ -195,30 +193,10 @@ def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterat
 SCHEMA = "distcheck.backends/1"
 
 
-class _CellEntry(msgspec.Struct, kw_only=True):
-    operation: str
-    reduction: str
-    form: str
-    dtype: str
-    verdict: VerdictName
-    detail: str
-    elements: int
-
-
-class _BackendEntry(msgspec.Struct, kw_only=True):
-    backend: str
-    device: str
-    world: int
-    missing: str
-    failure: str
-    environment: dict[str, Any]
-    cells: list[_CellEntry]
-
-
 class _Document(msgspec.Struct, kw_only=True):
     schema: str
     exit_code: int
-    backends: list[_BackendEntry]
+    backends: list[Sweep]
     changes: list[dict[str, Any]]
 
 
@@ -228,16 +206,9 @@ def render_json(
     document = _Document(
         schema=SCHEMA,
         exit_code=int(exit_code),
-        backends=[
-            made_from(
-                _BackendEntry,
-                sweep,
-                cells=[made_from(_CellEntry, cell.probe, cell) for cell in sweep.cells],
-            )
-            for sweep in sweeps
-        ],
+        backends=list(sweeps),
         changes=[
-            {"backend": c.backend, "device": c.device, "cell": c.cell.probe.name,
+            {"backend": c.backend, "device": c.device, "cell": c.cell.name,
              "before": c.before, "now": c.cell.verdict}
             for c in changes
         ],
@@ -251,15 +222,8 @@ def read_sweeps(path: Path) -> list[Sweep]:
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",
         why="was not written by distcheck backends --json: {error}",
     )  # fmt: skip
-    return [
-        made_from(Sweep, entry, cells=tuple(_cell_of(cell) for cell in entry.cells))
-        for entry in document.backends
-    ]
+    return document.backends
 
 
 def read_baseline(path: str | None) -> Baseline | None:
     return None if path is None else Baseline(read_sweeps(Path(path)))
-
-
-def _cell_of(entry: _CellEntry) -> ProbedCell:
-    return made_from(ProbedCell, entry, probe=made_from(Probe, entry, salt=0))

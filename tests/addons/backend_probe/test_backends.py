@@ -23,8 +23,8 @@ def probe(
         deadline_s=deadline_s, on_cell=lambda done: None,
     )  # fmt: skip
     assert not failure
-    assert [cell.probe for cell in cells] == probes, "a cell per probe, in order"
-    return {cell.probe.name: cell for cell in cells}
+    assert [cell.name for cell in cells] == [p.name for p in probes], "a cell per probe, in order"
+    return {cell.name: cell for cell in cells}
 
 
 @dataclass
@@ -133,10 +133,10 @@ def test_one_bad_cell_does_not_poison_the_next(pool: Pool) -> None:
         forms="plain async strided transposed one empty sub-group",
         dtypes="float32 int32 bool uint8",
     )  # fmt: skip
-    verdicts = {cell.probe.operation: set() for cell in cells.values()}
+    verdicts = {cell.operation: set() for cell in cells.values()}
     for cell in cells.values():
-        if cell.probe.form != "strided":  # gloo's own broadcast is wrong there
-            verdicts[cell.probe.operation].add(cell.verdict)
+        if cell.form != "strided":  # gloo's own broadcast is wrong there
+            verdicts[cell.operation].add(cell.verdict)
     assert verdicts == {"all_reduce": {N}, "broadcast": {R}}
     assert sum(cell.verdict == N for cell in cells.values()) > 60
 

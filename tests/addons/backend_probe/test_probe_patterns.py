@@ -15,7 +15,6 @@ from distcheck.addons.backend_probe.operations import OPERATIONS
 from distcheck.addons.backend_probe.records import (
     Baseline,
     Probe,
-    ProbedCell,
     RankResult,
     Sweep,
     exit_code_of,
@@ -204,13 +203,14 @@ def test_a_cell_joins_all_ranks(statuses: tuple[str, ...], verdict: str, detail:
 
 def swept(*verdicts: str, **about: object) -> Sweep:
     cells = [
-        ProbedCell(
-            probe=Probe(operation="reduce", reduction="SUM", form=form, dtype="bool", salt=1),
-            verdict=verdict,  # type: ignore[arg-type]
+        Probe(operation="reduce", reduction="SUM", form=form, dtype="bool", salt=1).ended(
+            verdict,  # type: ignore[arg-type]
+            "",
         )
         for form, verdict in zip(FORMS, verdicts, strict=False)
     ]
-    return Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells), **about)  # type: ignore[arg-type]
+    found = {"missing": "", "failure": "", "environment": {}, **about}
+    return Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells), **found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,14 @@ def swept(*verdicts: str, **about: object) -> Sweep:
 )
 def test_exit_codes(verdicts: list[str], before: list[str] | None, code: ExitCode) -> None:
     baseline = None if before is None else Baseline([swept(*before)])
-    assert exit_code_of([swept(*verdicts)], baseline) is code
+    assert exit_code_of([swept(*verdicts)], baseline, asked=True) is code
 
 
 def test_a_backend_that_is_missing_counts_where_it_was_asked_for() -> None:
-    assert exit_code_of([swept("right"), swept(missing="no")]) is ExitCode.CANNOT_RUN
-    assert exit_code_of([swept("right"), swept(missing="no", asked=False)]) is ExitCode.PASS
-    assert exit_code_of([swept(failure="died")]) is ExitCode.RANK_FAILED
+    sweeps = [swept("right"), swept(missing="no")]
+    assert exit_code_of(sweeps, asked=True) is ExitCode.CANNOT_RUN
+    assert exit_code_of(sweeps, asked=False) is ExitCode.PASS
+    assert exit_code_of([swept(failure="died")], asked=True) is ExitCode.RANK_FAILED
 
 
 def test_a_document_is_read_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -291,10 +292,11 @@ def test_the_table_fits_80_columns_without_color() -> None:
     verdicts = ["right", "refused", "wrong", "crashes", "hangs", "not tried"]
     probes = plan_probes(world=3, operations=[], dtypes=[], forms=[])
     cells = [
-        ProbedCell(probe=probe, verdict=verdicts[number % 6], detail="why")  # type: ignore[arg-type]
+        probe.ended(verdicts[number % 6], "why")  # type: ignore[arg-type]
         for number, probe in enumerate(probes)
     ]
-    text = render_text(Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells)), width=80)
+    sweep = msgspec.structs.replace(swept(), cells=tuple(cells))
+    text = render_text(sweep, width=80)
     table = text.partition("runs, but gives wrong results")[0]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 80
     assert all(word in text for word in ("ok", "no", "BAD", "DIED", "HUNG", "?"))
