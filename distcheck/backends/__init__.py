@@ -25,8 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from distcheck import registry
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,8 @@ import click
 from distcheck import __version__, private, registry
 from distcheck.cli import streams
 from distcheck.cli.commands import COMMANDS
-from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError
+from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, did_you_mean
 from distcheck.errors.defects import place_of, save_traceback
-from distcheck.errors.spelling import did_you_mean
 from distcheck.worlds import interrupts
 
 # Errors of this machine's disks, not defects of a program.

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from distcheck.errors.spelling import nearest
+from distcheck.errors import nearest
 from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 from distcheck.worlds.launchers import is_elsewhere
 

@@ -1,5 +1,8 @@
-"""Errors for users: one clear sentence each, with the exit code that it leads to."""
+"""Errors for users: one clear sentence each, with the exit code that it leads to; and suggestions
+for misspelled names.
+"""
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -99,3 +102,21 @@ class VerdictError(DistcheckError, AssertionError):
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+_ALIKE = 0.6  # of difflib's ratio
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to another one, ignoring case; "" if none is."""
+    import difflib  # only errors need it
+
+    lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=_ALIKE)
+    return lower[close[0]] if close else ""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the question to append to the name; "" if no known name is similar."""
+    found = nearest(name, known)
+    return f" (did you mean {found}?)" if found else ""

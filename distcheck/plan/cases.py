@@ -12,8 +12,7 @@ import msgspec
 
 from distcheck import backends
 from distcheck.contract import Contract
-from distcheck.errors import CannotRunError, UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import CannotRunError, UsageError, did_you_mean
 from distcheck.judge import acceptance
 from distcheck.judge.oracles import lattice
 from distcheck.machine import devices

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean, nearest
+from distcheck.errors import UsageError, did_you_mean, nearest
 from distcheck.plan.settings import SETTINGS, Setting, with_adaptation
 from distcheck.private import is_ones_own
 from distcheck.records.decoding import read_bounded

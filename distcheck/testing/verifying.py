@@ -8,8 +8,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import UsageError, did_you_mean
 from distcheck.plan import cases as plan
 from distcheck.plan import thorough as thorough_run
 from distcheck.plan.settings import (

@@ -27,8 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from distcheck.errors import CannotRunError, UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import CannotRunError, UsageError, did_you_mean
 from distcheck.records import Adaptation
 from distcheck.records.run_facts import Use
 from distcheck.training import scripts, sources_only

@@ -25,8 +25,7 @@ from distcheck.records import Adaptation, Case
 from distcheck.training import loading
 from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
 from distcheck.workloads.cells import place_of
-from distcheck.workloads.datasets import FILE_DATASETS
-from distcheck.workloads.datasets.description import PREPARE, PrepareRequest
+from distcheck.workloads.datasets import FILE_DATASETS, PREPARE, PrepareRequest
 from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import Job
 from distcheck.worlds.launch import internal_error

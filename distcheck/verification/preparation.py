@@ -42,8 +42,7 @@ from distcheck.training.jobs import (
 )
 from distcheck.verification import limits
 from distcheck.verification.case_run import CaseRun
-from distcheck.workloads.datasets import FILE_DATASETS
-from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
+from distcheck.workloads.datasets import FILE_DATASETS, PREPARE, ArrayDescription, PrepareRequest
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import (
     Ranks,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from distcheck.errors import CannotRunError
-from distcheck.workloads.datasets import files, mnist, open_samples
-from distcheck.workloads.datasets.description import ArrayDescription
+from distcheck.workloads.datasets import ArrayDescription, files, mnist, open_samples
 from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
 

@@ -25,7 +25,7 @@ from distcheck.reports.documents import check_document
 from distcheck.reports.findings import finding_of
 from distcheck.training.jobs import INSPECT
 from distcheck.verification.followups import leave_out
-from distcheck.workloads.datasets.description import PREPARE
+from distcheck.workloads.datasets import PREPARE
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool

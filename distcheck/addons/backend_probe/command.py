@@ -26,8 +26,7 @@ from distcheck.addons.backend_probe.records import (
 from distcheck.addons.backend_probe.scene import FORMS
 from distcheck.addons.backend_probe.table import read_baseline, render, render_changes, render_json
 from distcheck.backends import backend_names
-from distcheck.errors import ExitCode, UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import ExitCode, UsageError, did_you_mean
 from distcheck.records import MOST_DEADLINE_S, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.reports.files import check_writable, write_text

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distcheck.addons.simulated import ORDERS
-from distcheck.errors import UsageError
+from distcheck.errors import UsageError, did_you_mean
 from distcheck.errors.shown_text import shown
-from distcheck.errors.spelling import did_you_mean
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.settings import Request, is_launched
 from distcheck.records import Case, Report

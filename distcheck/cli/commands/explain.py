@@ -30,8 +30,7 @@ def command(what: str | None) -> int:
     distcheck explain missing-sync
     distcheck explain .distcheck/guard/step-000200.json
     """  # fmt: skip
-    from distcheck.errors import ExitCode, UsageError
-    from distcheck.errors.spelling import did_you_mean
+    from distcheck.errors import ExitCode, UsageError, did_you_mean
     from distcheck.records.causes import causes
     from distcheck.reports.causes import explained, listed
 

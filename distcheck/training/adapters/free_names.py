@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import UsageError, did_you_mean
 from distcheck.training.adapters import names
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Reached, Source, function_of, own_globals

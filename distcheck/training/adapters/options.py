@@ -4,8 +4,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import UsageError, did_you_mean
 from distcheck.records import Adaptation, LossName
 from distcheck.training.adapters.forms import form_names, trained_with
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from distcheck.contract import Contract, Training
-from distcheck.errors import UsageError
-from distcheck.errors.spelling import did_you_mean
+from distcheck.errors import UsageError, did_you_mean
 from distcheck.records.layers import BITWISE, IN_FLOAT32, IN_FLOAT64, ROUNDING
 
 BATCH = 256  # samples per step over all ranks; some cells rely on it for the end of an epoch

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from distcheck.machine.shared_tensors import mapped_tensor, raw_bytes, write_at
-from distcheck.workloads.datasets.description import ArrayDescription
+from distcheck.workloads.datasets import ArrayDescription
 
 
 def write_arrays(fd: int, arrays: list[torch.Tensor]) -> str:

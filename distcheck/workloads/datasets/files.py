@@ -14,9 +14,8 @@ import msgspec
 import torch
 
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.workloads.datasets import dataset_names
+from distcheck.workloads.datasets import PREPARE, ArrayDescription, PrepareRequest, dataset_names
 from distcheck.workloads.datasets.arrays import write_arrays
-from distcheck.workloads.datasets.description import PREPARE, ArrayDescription, PrepareRequest
 from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors, Reporter
 
