@@ -101,7 +101,8 @@ class Command(click.Command):
             _, extra, _ = self.make_parser(ctx).parse_args(list(given))
         except click.UsageError:
             return
-        spelled = {name: option for option, name in _TAKE_NAMES if option in self._options()}
+        options = {word for param in self.params for word in param.opts}
+        spelled = {name: option for option, name in _TAKE_NAMES if option in options}
         word = next((word for word in extra if isinstance(word, str)), "")
         if not word or not spelled or any(isinstance(p, click.Argument) for p in self.params):
             return
@@ -114,9 +115,6 @@ class Command(click.Command):
         raise click.UsageError(
             f"unexpected argument {word!r}; {ctx.command_path} takes only options; {advice}", ctx
         )
-
-    def _options(self) -> set[str]:
-        return {word for param in self.params for word in param.opts}
 
 
 class OnceCommand(Command):

@@ -346,10 +346,11 @@ def plan_checks(
         planned.append(needs.loss(own))
     planned += [needs.loss(layer) for layer in semantic]
     updated = () if own == "lattice" else model.optimizer
-    # Bits of an update depend on the kind of device.
+    # Bits of an update depend on the kind of device, and for some dtypes on an element's position.
+    same_update = case.reference_device is None and not rounds_by_position(case, facts.contract)
     if local_sgd:
         planned += needs.averaged(local_sgd)
-    elif facts.updates_again and _same_update(case, facts.contract):
+    elif facts.updates_again and same_update:
         planned.append(needs.check("parameters", own, model.parameters, state=updated))
     itself = trained_with(case.adaptation.form) == case.workload
     if model.buffers and itself:
@@ -377,11 +378,6 @@ def plan_checks(
         else p
         for p in planned
     ]
-
-
-def _same_update(case: Case, contract: Contract) -> bool:
-    """Return True if the reference computes updates as the ranks do, to the bit."""
-    return case.reference_device is None and not rounds_by_position(case, contract)
 
 
 def _layers(

@@ -255,7 +255,7 @@ def _common(kinds: Sequence[type[BaseException] | None]) -> type[BaseException] 
 def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]:
     if base is not None and issubclass(base, Exception):
         try:
-            of_a_text = {"__init__": _plain_init, "__str__": Exception.__str__}
+            of_a_text = {"__init__": Exception.__init__, "__str__": Exception.__str__}
             kind = type(name, (WorldFailure, base), of_a_text)
             kind("tried")
         except TypeError:  # a class that cannot be mixed, or needs other arguments
@@ -263,7 +263,3 @@ def _subclass(name: str, base: type[BaseException] | None) -> type[WorldFailure]
         else:
             return kind
     return type(name, (WorldFailure,), {})
-
-
-def _plain_init(self: BaseException, text: str) -> None:
-    Exception.__init__(self, text)

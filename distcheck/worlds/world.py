@@ -212,10 +212,6 @@ class World:
         """Close descriptors; the world is over, or was ended as far as possible."""
         for share in self._shares:
             share.close()
-        self.end_job()
-
-    def end_job(self) -> None:
-        """End the launcher's job that the ranks belong to, if there is one."""
         if self._job is not None:
             self._job.close()
             self._job = None

@@ -25,7 +25,6 @@ from distcheck.addons.backend_probe.records import (
 )
 from distcheck.addons.backend_probe.scene import FORMS
 from distcheck.addons.backend_probe.table import read_baseline, render, render_changes, render_json
-from distcheck.backends import backend_names
 from distcheck.errors import ExitCode, UsageError, did_you_mean
 from distcheck.records import MOST_DEADLINE_S, Outcome
 from distcheck.records.exit_status import RankEnd
@@ -111,25 +110,22 @@ class _Episode:
         )
         ranks = start_world(pool, wanted)
         for rank, child in enumerate(ranks.children):
-            child.on_said = partial(self._hear_in_time, ranks, rank)
+            child.on_said = partial(self._hear, ranks, rank)
         run_until_over(pool, ranks)
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
         outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
         finished, hung = ranks.succeeded, ranks.hung
         raised = None if finished else root_cause.own_defect(ranks.children, hung=hung)
         ranks.close()
-        if raised is not None and backend in backend_names():
+        if raised is not None and backend in backends.backend_names():
             raise internal_error(raised)
         if finished:
             return ""
         return self._end(begun, outcomes, hung=hung)
 
-    def _hear_in_time(self, ranks: World, rank: int, said: bytes) -> None:
-        """Read reports until ranks are killed: later reports only concern lost peers."""
-        if not ranks.hung:
-            self._hear(rank, said)
-
-    def _hear(self, rank: int, said: bytes) -> None:
+    def _hear(self, ranks: World, rank: int, said: bytes) -> None:
+        if ranks.hung:  # reports of killed ranks only concern lost peers
+            return
         result = msgspec.msgpack.decode(said, type=RankResult)
         heard = self._results.setdefault(result.index, {})
         heard[rank] = result
@@ -293,7 +289,6 @@ def backends_command(
 ) -> int:
     """Probe and print; return the exit code."""
     probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
-    known = known_names()
     if device not in _DEVICES:
         raise UsageError(f"unknown --device {device!r}; known are cpu and cuda")
     if not 0 < deadline_s <= MOST_DEADLINE_S:
@@ -301,15 +296,17 @@ def backends_command(
             f"--deadline {deadline_s:g} is out of range; it takes a number of seconds above 0, "
             f"and at most {MOST_DEADLINE_S}"
         )
+    known = backends.backend_names()
     for name in backend:
-        loading.check_spelling("backend", name, backends.backend_names())
+        loading.check_spelling("backend", name, known)
     baseline = read_baseline(baseline_file)
     check_writable(json_file)
     pool = Pool()
     try:
         sweeps = [
             _sweep(pool, name, probes, device=device, world=world, deadline_s=deadline_s)
-            for name in dict.fromkeys(backend or known)
+            # The simulated backend sends no data between processes.
+            for name in dict.fromkeys(backend or [name for name in known if name != "simulated"])
         ]
     finally:
         pool.close()
@@ -329,11 +326,6 @@ def backends_command(
         changes = baseline.changes(sweeps) if baseline is not None else []
         write_text(json_file, render_json(sweeps, changes, code))
     return int(code)
-
-
-def known_names() -> list[str]:
-    """Return the backends that need no user module, and send data between processes."""
-    return [name for name in backends.backend_names() if name != "simulated"]
 
 
 def _sweep(

@@ -48,7 +48,8 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
     workload = asked["workload"] or WORKLOAD
     rest = {name: value for name, value in asked.items() if name not in ("batch", "workload")}
     cases = [
-        _alone(case, order)
+        # Without a rerun, which would double the cost of a large world.
+        msgspec.structs.replace(case, id=f"{case.id}-{order}", rerun=False)
         for world in sizes
         for order in names
         for case in plan_cases(
@@ -63,11 +64,6 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
         )
     ]
     return name_apart(cases)
-
-
-def _alone(case: Case, order: str) -> Case:
-    """Return a case without its rerun, which would double the cost of a large world."""
-    return msgspec.structs.replace(case, id=f"{case.id}-{order}", rerun=False)
 
 
 def _sizes(words: str) -> Sequence[int]:
