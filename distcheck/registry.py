@@ -5,8 +5,9 @@ command of an add-on is found by `BACKENDS` and `COMMANDS`. After the folder of 
 removed, a request that needs it ends in one sentence and exit code 2, and nothing else changes.
 
 An add-on is a package below `distcheck.addons` whose `__init__` offers what the core calls. One
-with a backend is the backend's module as well (see `distcheck/backends/__init__.py`); one with
-commands has a module `<command>_command`. To add one, create its folder and add a line here.
+with a backend is the backend's module as well (see `distcheck/backends/__init__.py`); a command is
+the object `command` of the module that `COMMANDS` names. To add one, create its folder and add a
+line here.
 """
 
 import functools
@@ -27,10 +28,10 @@ ADDONS = {
 }
 BACKENDS = ("mpi", "simulated")  # backends, of the add-on of the same name
 COMMANDS = {
-    "backends": "backend_probe",
-    "explore": "explore",
-    "scale": "simulated",
-    "selftest": "selftest",
+    "backends": "backend_probe.command",
+    "explore": "explore.explore_command",
+    "scale": "simulated.scale_command",
+    "selftest": "selftest.command",
 }
 
 
@@ -55,4 +56,5 @@ def load(name: str) -> ModuleType:
 
 def command_module(command: str) -> str:
     """Return the module of an add-on's command. Raises UsageError if it is not installed."""
-    return f"{load(COMMANDS[command]).__name__}.{command}_command"
+    load(COMMANDS[command].partition(".")[0])
+    return f"distcheck.addons.{COMMANDS[command]}"

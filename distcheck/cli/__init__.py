@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from distcheck import __version__, private, registry
 from distcheck.cli import streams
@@ -59,6 +60,17 @@ class _Commands(click.Group):
         of = registry.COMMANDS
         return [name for name in COMMANDS if name not in of or registry.is_installed(of[name])]
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the summaries without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of commands without importing these, and options."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name]) for name in names]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -97,9 +109,7 @@ class _Commands(click.Group):
             if cmd_name in registry.COMMANDS
             else f"distcheck.cli.commands.{cmd_name}"
         )
-        found = importlib.import_module(module).command
-        assert isinstance(found, click.Command)
-        found.short_help = COMMANDS[cmd_name]
+        found: click.Command = importlib.import_module(module).command
         return found
 
 

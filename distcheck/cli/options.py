@@ -1,5 +1,5 @@
 """Options that several commands share, and completion of values by a shell. Imports nothing heavy:
-`--help` reads them, and a shell at every press of Tab.
+a shell reads them at every press of Tab.
 """
 
 import re

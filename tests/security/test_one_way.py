@@ -113,7 +113,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         "worlds/jobs.py": "one sentence of distcheck",
         **dict.fromkeys((
             "cli/__init__.py", "cli/commands/explain.py", "cli/commands/verify.py",
-            "cli/commands/list.py", "cli/doctor.py",
+            "cli/commands/list.py", "cli/commands/doctor.py",
             "cli/forecast.py", "cli/kept_runs.py", "cli/show_and_keep.py", "cli/training_run.py",
             "addons/explore/command.py", "addons/selftest/command.py",
         ), "distcheck's own words and numbers"),

@@ -98,8 +98,8 @@ def test_what_is_expected_of_a_backend_is_known_without_torch() -> None:
 
 LIGHT = (
     "distcheck", "distcheck.cli", "distcheck.plan.cases", "distcheck.verification.run",
-    "distcheck.cli.show_and_keep", "distcheck.cli.catalog", "distcheck.cli.training_run",
-    "distcheck.cli.doctor", "distcheck.contract", "distcheck.store.run_folder",
+    "distcheck.cli.show_and_keep", "distcheck.cli.commands.list", "distcheck.cli.training_run",
+    "distcheck.cli.commands.doctor", "distcheck.contract", "distcheck.store.run_folder",
     "distcheck.verification.session", "distcheck.reports.terminal", "distcheck.testing.plugin",
     "distcheck.testing", "distcheck.addons.backend_probe.command", "distcheck.addons.mpi",
     "distcheck.backends.gloo", "distcheck.cli.under_launchers", "distcheck.worlds.launchers",
@@ -164,7 +164,7 @@ MANY_PARAMETERS_FOR_A_REASON = {
     "distcheck.job.guard.guard": "public",
     "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
     "distcheck.addons.explore.space.cases": "public: a strategy of Hypothesis for property tests",
-    "distcheck.addons.backend_probe.command.backends_command": "the options of a command",
+    "distcheck.addons.backend_probe.command.command": "the options of a command",
     "distcheck.job.replaying.replay": "how the reference of a job runs, by name",
     "distcheck.judge.checks.matching.match_ranks": "a tensor's place, and what is expected there",
 }

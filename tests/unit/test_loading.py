@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcheck.cli.catalog import catalog, summary_of
+from distcheck.cli.commands.list import catalog, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.oracles.shards import stretch_sizes

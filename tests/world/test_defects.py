@@ -77,7 +77,8 @@ def test_no_frame_at_all_is_nobodys() -> None:
 
 def test_the_command_says_where_and_keeps_the_traceback(tmp_path: Path) -> None:
     program = (
-        "import sys; from distcheck.cli import catalog, main\n"
+        "import sys; from distcheck.cli import main\n"
+        "from distcheck.cli.commands import list as catalog\n"
         "catalog.loading = None\n"
         "sys.argv = ['distcheck', 'list']; main()"
     )
@@ -87,7 +88,7 @@ def test_the_command_says_where_and_keeps_the_traceback(tmp_path: Path) -> None:
     assert ran.returncode == 70, ran.stderr
     (line,) = ran.stderr.splitlines()
     assert line.startswith("distcheck: internal error: AttributeError: ")
-    assert "(at distcheck/cli/catalog.py:" in line
+    assert "(at distcheck/cli/commands/list.py:" in line
     (saved,) = (tmp_path / ".distcheck" / "defects").iterdir()
     assert str(saved.relative_to(tmp_path)) in line
     assert "Traceback (most recent call last)" in saved.read_text()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
+import click
 import msgspec
 from rich.console import Console
 
@@ -25,6 +26,8 @@ from distcheck.addons.backend_probe.records import (
 )
 from distcheck.addons.backend_probe.scene import FORMS
 from distcheck.addons.backend_probe.table import read_baseline, render, render_changes, render_json
+from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import SECONDS, json_option, setting_option
 from distcheck.errors import ExitCode, UsageError, did_you_mean
 from distcheck.records import MOST_DEADLINE_S, Outcome
 from distcheck.records.exit_status import RankEnd
@@ -274,7 +277,51 @@ def _check(option: str, given: Sequence[str], known: Collection[str]) -> None:
 _DEVICES = ("", "cpu", "cuda")
 
 
-def backends_command(
+@click.command("backends", cls=OnceCommand)
+@setting_option(
+    "backend",
+    multiple=True,
+    default=(),
+    metavar="NAME|FILE.py:OBJ|MOD:OBJ",
+    help="Backend to probe: its name, or a function that registers one. [default: all known "
+    "backends]",
+)
+@setting_option(
+    "device",
+    default="",
+    help="Device of the tensors: cpu or cuda. [default: the backend's own]",
+    show_default=False,
+)
+@click.option("--world", default=3, show_default=True, metavar="N", help="Number of ranks.")
+@click.option(
+    "--op", "operations", multiple=True, metavar="NAME", help="Probe only these operations."
+)
+@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="Probe only these dtypes.")
+@click.option(
+    "--form",
+    "forms",
+    multiple=True,
+    metavar="NAME",
+    help="Probe only these forms: plain, strided, ...",
+)
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=SECONDS,
+    default=3.0,
+    metavar="TIME",
+    help="Time without progress after which a call counts as hung. [default: 3s]",
+)
+@click.option(
+    "--baseline",
+    "baseline_file",
+    metavar="FILE",
+    type=click.Path(),
+    help="Report of an earlier --json: its findings do not fail this run.",
+)
+@json_option("cells")
+@click.option("-v", "--verbose", is_flag=True, help="Print every form and every finding.")
+def command(
     *,
     backend: tuple[str, ...],
     device: str,
@@ -287,7 +334,12 @@ def backends_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Probe and print; return the exit code."""
+    """Probe communication backends: which operations are correct, wrong, refused, or hang.
+
+    \b
+    distcheck backends --backend gloo
+    distcheck backends --backend my_pkg.my_backend:register --op all_reduce -v
+    """  # fmt: skip
     probes = plan_probes(world=world, operations=operations, dtypes=dtypes, forms=forms)
     if device not in _DEVICES:
         raise UsageError(f"unknown --device {device!r}; known are cpu and cuda")

@@ -1,4 +1,6 @@
-"""`distcheck selftest`: from options to an exit code. Imports no torch."""
+"""`distcheck selftest`, which tests the tool itself on this machine: from options to an exit code.
+Imports no torch.
+"""
 
 import contextlib
 import importlib
@@ -24,6 +26,8 @@ from distcheck.addons.selftest.records import (
     judge_mutant,
 )
 from distcheck.addons.selftest.table import Detection, render, render_json
+from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import json_option, setting_option, setting_options
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, NotSimulatedError, UsageError
 from distcheck.machine import devices
 from distcheck.records import Report
@@ -258,7 +262,24 @@ def _note(environment: dict[str, object], report: Report) -> None:
         environment.update(report.environment)
 
 
-def selftest_command(
+@click.command("selftest", cls=OnceCommand)
+@click.option(
+    "--quick", is_flag=True, help=("Run one mutant per check and layer, and two strategies.")
+)
+@click.option(
+    "-k",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Run only mutants whose displayed name contains this text, with wildcards * and ?.",
+)
+@setting_option(
+    "backend", help="Backend: gloo; or simulated, whose ranks are threads of one process."
+)
+@setting_options("device")
+@json_option("table")
+@click.option("-v", "--verbose", is_flag=True, help="Print every correct case.")
+def command(
     *,
     quick: bool,
     patterns: tuple[str, ...],
@@ -267,7 +288,15 @@ def selftest_command(
     json_file: str | None,
     verbose: bool,
 ) -> int:
-    """Run the selftest and print the table; return the exit code."""
+    """Run the mutant zoo: check that every planted bug is caught and named, and that correct code
+    passes.
+
+    \b
+    distcheck selftest
+    distcheck selftest --quick
+    distcheck selftest --backend simulated
+    distcheck selftest -k scale -k ddp
+    """  # fmt: skip
     check_place(backend, device)
     check_writable(json_file)
     begun = time.monotonic()

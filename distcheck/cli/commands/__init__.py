@@ -1,6 +1,7 @@
 """One file per command, with its name; click calls its `command`.
 
-A file imports nothing heavy at its top: `distcheck --help` reads them all.
+A file with many options imports nothing heavy at its top, because a shell reads it at every press
+of Tab.
 """
 
 # In the order of `distcheck --help`, with a summary of at most 80 columns.

@@ -1,14 +1,67 @@
-"""`distcheck list`: lists strategies, workloads, data sets and checks."""
+"""`distcheck list`: lists strategies, workloads, data sets and checks from their source files;
+imports none of them.
+"""
+
+import ast
+import importlib.util
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import click
 
 from distcheck.cli.group import OnceCommand
+from distcheck.judge import checks
+from distcheck.training import loading
+from distcheck.workloads import datasets
+from distcheck.workloads.cells import CELLS
+
+
+def catalog() -> list[tuple[str, list[tuple[str, str]]]]:
+    """(heading, [(name, summary)]) for strategies, workloads, cells, data sets and checks."""
+    return [
+        ("strategies", _of_entry_points(loading.strategy_names())),
+        ("workloads", _of_modules(loading.workload_names())),
+        ("cells", [(name, cell.about) for name, cell in CELLS.items()]),
+        ("data", _of_modules(datasets.dataset_names())),
+        ("checks", _of_modules(checks.module_names())),
+    ]
+
+
+def summary_of(module: str, name: str = "") -> str:
+    """Return the first line of the docstring of a module, or of a function or class in it, read
+    from its source without importing it.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return "(not found)"
+    if spec is None or spec.origin is None:
+        return "(not found)"
+    tree = ast.parse(Path(spec.origin).read_text())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    named = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
+    docstring = ast.get_docstring(named[0] if named else tree)
+    return docstring.splitlines()[0] if docstring else ""
+
+
+def _of_entry_points(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
+    """Return (name, summary) of strategies. The module's docstring describes a file's only
+    strategy; of several, each has its own.
+    """
+    files = [point.module for point in points.values()]
+    return [
+        (name, summary_of(p.module, p.attr if files.count(p.module) > 1 else ""))
+        for name, p in sorted(points.items())
+    ]
+
+
+def _of_modules(modules: dict[str, str]) -> list[tuple[str, str]]:
+    return [(name, summary_of(module)) for name, module in modules.items()]
 
 
 @click.command("list", cls=OnceCommand)
 def command() -> None:
     """List strategies, workloads, data sets and checks, one line each."""
-    from distcheck.cli.catalog import catalog
 
     for heading, entries in catalog():
         click.echo(heading)
