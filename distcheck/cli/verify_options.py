@@ -1,10 +1,16 @@
-"""The options of `verify` and `plan` as a request, including those that a launcher sets."""
+"""The options of `verify` and `plan` as a request, including those that a launcher sets, and the
+cases that they select.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distcheck.errors import UsageError
+from distcheck.errors.shown_text import say
 from distcheck.plan.matrix import Planned, plan_run
+from distcheck.records import Case
+from distcheck.store import earlier_runs
+from distcheck.store.run_folder import DEFAULT_FOLDER
 from distcheck.worlds.launchers import OPTIONS, Launch, launch_of
 
 # Options that each run cases in another way: the options that exclude them, and the reason.
@@ -53,3 +59,25 @@ def plan_from_options(
         return plan_run(asked, given=given, launch=launch, config=config, shard=part or shard)
 
     return launch, plan
+
+
+def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
+    """Return the cases, those that failed in their last run here first; with `only`, just these,
+    and the reason for each case left out. If none failed, return all.
+    """
+    failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", cases)
+    if not failed:
+        which = (
+            f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
+        )
+        so = "all are run" if cases[1:] else "it is run"
+        say(f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True)
+        return list(cases), {}
+    first = earlier_runs.first(cases, failed)
+    which = "are run" if only else "go first"
+    say(
+        f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
+        err=True,
+    )
+    out = earlier_runs.the_others(cases, failed) if only else {}
+    return [case for case in first if case.id not in out], out

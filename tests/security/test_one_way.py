@@ -114,8 +114,8 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         **dict.fromkeys((
             "cli/__init__.py", "cli/commands/explain.py", "cli/commands/verify.py",
             "cli/commands/list.py", "cli/commands/doctor.py",
-            "cli/forecast.py", "cli/kept_runs.py", "cli/show_and_keep.py", "cli/training_run.py",
-            "addons/explore/command.py", "addons/selftest/command.py",
+            "cli/forecast.py", "cli/show_and_keep.py", "cli/training_run.py",
+            "cli/commands/report.py", "addons/explore/command.py", "addons/selftest/command.py",
         ), "distcheck's own words and numbers"),
     }),
     "a document is written; reports/json_report.render masks it": (makes_json, {

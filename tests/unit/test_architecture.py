@@ -104,8 +104,9 @@ LIGHT = (
     "distcheck.testing", "distcheck.addons.backend_probe.command", "distcheck.addons.mpi",
     "distcheck.backends.gloo", "distcheck.cli.under_launchers", "distcheck.worlds.launchers",
     "distcheck.addons.selftest.command", "distcheck.plan.matrix", "distcheck.cli.forecast",
-    "distcheck.verification.merging", "distcheck.cli.kept_runs", "distcheck.reports.html_report",
-    "distcheck.store.earlier_runs", "distcheck.job.running", "distcheck.job.inside.start",
+    "distcheck.verification.merging", "distcheck.cli.commands.report",
+    "distcheck.reports.html_report", "distcheck.store.earlier_runs", "distcheck.job.running",
+    "distcheck.job.inside.start",
 )  # fmt: skip
 
 

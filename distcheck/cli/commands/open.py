@@ -1,9 +1,16 @@
 """`distcheck open`: shows the page of a kept run."""
 
+import webbrowser
+from pathlib import Path
+
 import click
 
+from distcheck.cli.commands.report import convert
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
+from distcheck.errors import ExitCode, UsageError
+from distcheck.errors.shown_text import say
+from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
 
 @click.command("open", cls=OnceCommand)
@@ -14,6 +21,22 @@ def command(run: str | None) -> int:
     distcheck renders it from the run's JSON, and saves it next to it as report.html. If no browser
     can be started, the command prints its address.
     """  # fmt: skip
-    from distcheck.cli.kept_runs import open_command
+    folder = Path(run) if run is not None else _last_finished()
+    page = (folder if folder.is_dir() else folder.parent) / "report.html"
+    if page.is_symlink() or (page.exists() and not page.is_file()):
+        raise UsageError(f"{page} is a link or a special file; expected a regular file; remove it")
+    convert(str(folder), files={"html": str(page)})
+    address = page.absolute().as_uri()
+    try:
+        shown = webbrowser.open(address)
+    except webbrowser.Error:
+        shown = False
+    say(address if shown else f"no browser could be started; open {address}")
+    return int(ExitCode.PASS)
 
-    return open_command(run)
+
+def _last_finished() -> Path:
+    finished = [folder for folder in kept_runs() if (folder / "report.json").is_file()]
+    if not finished:
+        raise UsageError(f"{DEFAULT_FOLDER} has no run with a report; pass the folder of a run")
+    return finished[-1]

@@ -1,13 +1,28 @@
 """`distcheck report`: writes a report in another format."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
-from distcheck.errors import UsageError
-from distcheck.reports.files import output_options, taken_from
+from distcheck.errors import ExitCode, UsageError
+from distcheck.errors.shown_text import say
+from distcheck.reports.document import decoded, json_schema
+from distcheck.reports.documents import read_report
+from distcheck.reports.files import (
+    check_outputs,
+    damage_said,
+    output_options,
+    taken_from,
+    write_document,
+)
+from distcheck.reports.findings import describe_origin, screen_of
+from distcheck.reports.json_report import render
+from distcheck.reports.terminal import console_for
+from distcheck.store.run_folder import KEPT_RUNS
 
 
 @click.command("report", cls=OnceCommand)
@@ -23,15 +38,39 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     distcheck report --schema > report.schema.json
     """  # fmt: skip
-    from distcheck.cli.kept_runs import report_command, schema_command
-
     files = taken_from(asked)
     if schema and not run and not files:
-        return schema_command()
+        click.echo(render(json_schema()), nl=False)
+        return int(ExitCode.PASS)
     if schema or run is None:
         raise UsageError(
             "--schema applies to all reports; pass it without other arguments"
             if schema
             else "no report was given; pass the file that --json wrote, or the folder of a run"
         )
-    return report_command(run, files=files)
+    convert(run, files=files)
+    return int(ExitCode.PASS)
+
+
+def convert(run: str, *, files: Mapping[str, str]) -> None:
+    """Write a report in other formats, or print a summary if there are no `files`. `run` is a JSON
+    file, or a run's folder.
+
+    Raises UsageError for an invalid report, CannotRunError if writing fails.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path /= "report.json"
+    if not path.exists():
+        of = f"{run} holds no report" if Path(run).is_dir() else f"{run} does not exist"
+        raise UsageError(f"{of}; {KEPT_RUNS}")
+    document = read_report(path)
+    if any(Path(file).absolute() == path.absolute() for file in files.values()):
+        raise UsageError(f"{path} is the input report; write to a different file")
+    check_outputs(files)
+    with damage_said(path):
+        if not files:
+            found = decoded(document)
+            for line in (describe_origin(found.made), *screen_of(found, width=console_for().width)):
+                say(line)
+        write_document(files, document)

@@ -1,8 +1,16 @@
 """`distcheck runs`: lists kept runs."""
 
+import time
+from datetime import datetime
+from pathlib import Path
+
 import click
 
 from distcheck.cli.group import OnceCommand
+from distcheck.errors import DistcheckError, ExitCode
+from distcheck.errors.shown_text import one_line, say
+from distcheck.reports.json_report import read_document
+from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
 
 @click.command("runs", cls=OnceCommand)
@@ -13,6 +21,28 @@ def command() -> int:
     distcheck runs
     distcheck open .distcheck/runs/20260131-120000-4711
     """  # fmt: skip
-    from distcheck.cli.kept_runs import runs_command
+    runs = kept_runs()
+    if not runs:
+        say(f"{DEFAULT_FOLDER} here has no runs")
+    for folder in runs:
+        date, verdict, command = _about(folder)
+        say(f"{date}  {verdict:<12}  {one_line(str(folder))}")
+        if command:
+            say(f"    {one_line(command)}")
+    return int(ExitCode.PASS)
 
-    return runs_command()
+
+def _about(folder: Path) -> tuple[str, str, str]:
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+    file = folder / "report.json"
+    if not file.is_file():
+        return began, "not finished", ""
+    try:
+        document = read_document(file)
+        made = document.get("made") or {}
+        date = made.get("date") or ""
+        if date:
+            began = datetime.fromisoformat(date).astimezone().strftime("%Y-%m-%d %H:%M")
+        return began, str(document["verdict"]), str(made.get("command") or "")
+    except (DistcheckError, KeyError, TypeError, ValueError, AttributeError):
+        return began, "not readable", ""

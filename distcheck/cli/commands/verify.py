@@ -76,7 +76,7 @@ def command(
     AUTH, COOKIE, KEY or similar words. Of the other variables, reports contain only those that
     affect numerical results.
     """  # fmt: skip
-    from distcheck.cli.verify_options import check_alone, plan_from_options
+    from distcheck.cli.verify_options import by_last_run, check_alone, plan_from_options
     from distcheck.errors import UsageError
 
     if digests and save is None:
@@ -89,7 +89,6 @@ def command(
 
         return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
     from distcheck.cli.forecast import say_plan
-    from distcheck.cli.kept_runs import by_last_run
     from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
