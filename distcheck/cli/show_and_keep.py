@@ -15,9 +15,7 @@ from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
-from distcheck.store.run_folder import Store, saved_traces
-from distcheck.store.trust import require_trust
-from distcheck.verification.rechecking import recheck
+from distcheck.store.run_folder import Store
 from distcheck.verification.report_builder import GivenUpError, Interrupted
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launchers import Launch
@@ -64,18 +62,6 @@ def verify_command(
         if keep is not None:
             keep.discard_if_unused()
         raise
-
-
-def recheck_command(folder: str, showing: OutputOptions, *, trusted: bool) -> int:
-    check_outputs(showing.files)
-    traces = saved_traces(Path(folder))
-    cases = [trace.saved.case for trace in traces]
-    made = {trace.saved.case.id: trace.saved.made for trace in traces}
-    require_trust(folder, cases, made, doing="rechecking", trusted=trusted)
-    pool = Pool()
-    return show_run(
-        lambda listener: recheck(Path(folder), traces, pool=pool, listener=listener), pool, showing
-    )
 
 
 def show_run(

@@ -33,7 +33,9 @@ RUN_WHAT_THE_PERSON_NAMED = ("verify", "plan", "explore")  # in a configuration 
 WRITE = ("job", "record", "scale", "selftest")
 # Modules that read a case from a file: a new one asks, or says here why it need not.
 READERS = {
-    "cli/commands/replay.py": "asks", "cli/show_and_keep.py": "asks", "compare/command.py": "asks",
+    **dict.fromkeys(
+        ("cli/commands/replay.py", "cli/commands/recheck.py", "compare/command.py"), "asks"
+    ),
     "addons/explore/failure_database.py": "reads what .distcheck keeps of this folder's own runs",
     "store/bundle.py": "packs, and hands cases to replay",
     "verification/rechecking.py": "judges what its caller asked for",
@@ -171,13 +173,13 @@ def test_what_is_judged_is_what_was_asked_about(
     hostile = (theirs / "about.json").read_bytes(), (theirs / "checksums.json").read_bytes()
     shutil.rmtree(theirs)
     shutil.copytree(trace.folder, theirs)
-    from distcheck.cli import show_and_keep
+    from distcheck.cli.commands import recheck
 
     def asked(*given: object, **more: object) -> None:
         for name, data in zip(("about.json", "checksums.json"), hostile, strict=True):
             (theirs / name).write_bytes(data)
 
-    monkeypatch.setattr(show_and_keep, "require_trust", asked)
+    monkeypatch.setattr(recheck, "require_trust", asked)
     assert run("recheck", gift, "-q") == 0
     assert not (tmp_path / "ran").exists()
 

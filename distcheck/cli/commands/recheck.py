@@ -1,12 +1,18 @@
 """`distcheck recheck`: judges a saved run again."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS, trust_option
-from distcheck.reports.files import output_options, taken_from
+from distcheck.cli.show_and_keep import OutputOptions, show_run
+from distcheck.reports.files import check_outputs, output_options, taken_from
+from distcheck.store.run_folder import saved_traces
+from distcheck.store.trust import require_trust
+from distcheck.verification.rechecking import recheck
+from distcheck.worlds.pool import Pool
 
 
 @click.command("recheck", cls=OnceCommand)
@@ -22,7 +28,13 @@ def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) 
     files that git does not track here or that have changed, run only after confirmation, or with
     --trust.
     """  # fmt: skip
-    from distcheck.cli.show_and_keep import OutputOptions, recheck_command
-
     showing = OutputOptions(files=taken_from(asked), verbose=verbose, quiet=quiet)
-    return recheck_command(folder, showing, trusted=trust)
+    check_outputs(showing.files)
+    traces = saved_traces(Path(folder))
+    cases = [trace.saved.case for trace in traces]
+    made = {trace.saved.case.id: trace.saved.made for trace in traces}
+    require_trust(folder, cases, made, doing="rechecking", trusted=trust)
+    pool = Pool()
+    return show_run(
+        lambda listener: recheck(Path(folder), traces, pool=pool, listener=listener), pool, showing
+    )
