@@ -173,11 +173,11 @@ def is_secret(name: str) -> bool:
     return not _NUMBERED.search(name) or bool(_SECRET_THOUGH_NUMBERED.search(name))
 
 
-def masker(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
+def masker() -> Callable[[str], str]:
     """Return a function that masks secrets of both kinds in a text; values of variables also as
     Python, JSON and URLs quote them.
     """
-    return _masker(tuple((os.environ if environ is None else environ).items()))
+    return _masker(tuple(os.environ.items()))
 
 
 @functools.lru_cache(maxsize=4)

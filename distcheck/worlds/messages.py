@@ -137,19 +137,17 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
     """A rank is blocked: it waits for its calls `on` (indices into `calls`; certain if there is
     only one), or its job is `over`.
 
-    `calls` are its latest calls and `open_calls` the indices of those that have not completed.
-    `posted` is the number of its latest collective in each group, `ranks` the ranks of its groups.
-    `messages` are the numbers of its sends and receives by (group, kind, peer, tag), a peer of -1
-    meaning any rank, and `received` those of its completed receives, by (group, tag). `alone` is
-    True if no other Python thread could post a call. `ran_ns` is the run time of its main thread,
-    if that thread does not retract the report before it continues.
+    `calls` are its latest calls. `posted` is the number of its latest collective in each group,
+    `ranks` the ranks of its groups. `messages` are the numbers of its sends and receives by (group,
+    kind, peer, tag), a peer of -1 meaning any rank, and `received` those of its completed receives,
+    by (group, tag). `alone` is True if no other Python thread could post a call. `ran_ns` is the
+    run time of its main thread, if that thread does not retract the report before it continues.
     """
 
     on: tuple[int, ...] = ()
     over: bool = False
     alone: bool = True
     calls: list[Posted] = []
-    open_calls: tuple[int, ...] = ()
     posted: dict[str, int] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     messages: list[tuple[str, str, int, int, int]] = []

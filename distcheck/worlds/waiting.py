@@ -108,18 +108,16 @@ class RankInspector:
         if groups is None or self._postings.misses_messages:
             return None
         entries = [entry for entry in flight.entries() if not _is_noted_message(entry)]
-        posted: dict[str, int] = {}
-        for name, (count, _) in groups.items():
-            posted[name] = count - self._postings.of_group[name]
+        posted = {name: n - self._postings.of_group[name] for name, (n, _) in groups.items()}
         calls = [_as_posted(entry, self._postings) for entry in entries]
         if any(c.number > posted.get(c.group, math.inf) for c in calls):
             return None  # there are messages unknown to this process
-        still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
-        found: list[int] = [] if on is not None or self.over else still
-        if on is not None and not self.over:
-            found = _places_of(on[0], entries, calls)
-        if not found and not self.over:
-            return None
+        found: list[int] = []
+        if not self.over:
+            still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
+            found = still if on is None else _places_of(on[0], entries, calls)
+            if not found:
+                return None
         limits = _limits_s()
         usual_s = self._postings.usual_limit_s
         if any(limits.get(calls[place].group, math.inf) < usual_s for place in found):
@@ -129,7 +127,6 @@ class RankInspector:
             over=self.over,
             alone=_is_alone(self._main),
             calls=calls,
-            open_calls=tuple(still),
             posted=posted,
             ranks={name: ranks for name, (_, ranks) in groups.items()},
             messages=[(*key, count) for key, count in list(self._postings.messages.items())],

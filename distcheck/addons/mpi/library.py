@@ -35,10 +35,9 @@ class Launcher:
     library: str
 
 
-def under_launcher(environment: "os._Environ[str] | None" = None) -> bool:
+def under_launcher() -> bool:
     """Return True if an MPI launcher has started this process, or an ancestor."""
-    known = environment if environment is not None else os.environ
-    return any(name in known for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    return any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
 
 
 @functools.cache

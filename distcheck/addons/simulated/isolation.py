@@ -3,7 +3,7 @@ processes do not, is swapped whenever another rank runs.
 
  RNG state         of torch, Python and NumPy
  environment       `os.environ`; C code reads the environment of the process
- settings          of Python and torch, and the groups of torch.distributed: see settings.py
+ settings          of Python and torch, and the groups of torch.distributed
  patches           attributes that code sets in modules and classes shared by all ranks: patches.py
  modules           of the code under test: every rank imports its own copy, so that a global
                    variable in one is per rank. Python's, torch's, distcheck's and installed
