@@ -132,7 +132,7 @@ def _encoded(value: Any) -> bytes:
         raise AnswerError(f"an answer cannot be sent: {error}") from error
 
 
-# -- state that each rank of a simulated world owns, in addition to that of isolation.py -----------
+# -- further state that each rank of a simulated world owns ----------------------------------------
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NAME = "distcheck_of_each_rank"

@@ -69,7 +69,9 @@ def test_an_earlier_clock_reuses_no_folder(here: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["a link", "another user's", "the group's", "everybody's"])
-@pytest.mark.parametrize("use", ["runs", "a traceback", "pickles"])
+@pytest.mark.parametrize(
+    "use", ["runs", "a traceback", pytest.param("pickles", marks=needs("engines"))]
+)
 def test_a_folder_that_others_can_write_is_not_used(
     kind: str, use: str, here: Path, tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,

@@ -28,6 +28,7 @@ from distcheck.verification.preparation import Data
 from distcheck.verification.session import Session, Silent
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import FACTORS, Surroundings
+from tests.optional import needs
 
 SHOWN = msgspec.structs.replace(NOTHING, absent=False, zero=False)
 PLAIN = Case(id="a", strategy="allreduce", world=4, steps=3)
@@ -164,6 +165,7 @@ def test_one_world_is_not_two() -> None:
     assert "interleavings other than those of two worlds" in not_shown([Run().contents])
 
 
+@needs("simulated")
 def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case of `--schedules 200` of which two did not end; the others show nothing of it."""
     usual = ScheduleRun("", "finished", results=(b"a",))

@@ -7,6 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from tests.optional import needs
+
+pytestmark = needs("selftest")
 BENCH = Path(__file__).parents[2] / "bench" / "detection.py"
 
 

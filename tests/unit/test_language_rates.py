@@ -198,10 +198,10 @@ def test_screens_and_help_use_exact_predicates() -> None:
 def test_help_of_options_is_a_phrase() -> None:
     """A capital and a full stop: "Maximum number of ranks."."""
     from distcheck.cli import root_command
-    from distcheck.cli.commands import COMMANDS
 
     context = click.Context(root_command)
-    commands = [root_command.get_command(context, name) for name in COMMANDS]
+    names = root_command.list_commands(context)
+    commands = [root_command.get_command(context, name) for name in names]
     options = [one for command in commands if command is not None for one in command.params]
     helps = {one.help for one in options if isinstance(one, click.Option) and one.help}
     assert len(helps) > 100

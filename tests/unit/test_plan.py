@@ -17,6 +17,7 @@ from distcheck.training.jobs import CaseFacts
 from distcheck.training.loading import load_strategy
 from distcheck.verification.case_run import is_separate
 from tests.correct import LAYOUTS
+from tests.optional import needs
 
 MODEL = ModelLayout(
     parameters=(TensorSpec(name="w", shape=(10,), dtype="float32"),),
@@ -100,7 +101,7 @@ def test_the_default_run() -> None:
     [
         {"workloads": ["cnn"]}, {"dtype": "float32"}, {"accept": "quantized:8"}, {"worlds": [1]},
         {"adaptation": {"without_data": [0]}}, {"without": ["absent_on_some"]},
-        {"backend": "mpi"},
+        pytest.param({"backend": "mpi"}, marks=needs("mpi")),
     ],
     ids=str,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from distcheck.worlds.callers import PACKAGES
 from tests.sources import ROOT
 
 
+@pytest.mark.skipif(not (ROOT / "distcheck/addons").exists(), reason="all were removed")
 def test_every_add_on_is_listed_and_installed() -> None:
     folders = {path.parent.name for path in (ROOT / "distcheck/addons").glob("*/__init__.py")}
     assert folders == {*registry.ADDONS}
