@@ -4,6 +4,10 @@ import re
 import subprocess
 from collections.abc import Callable
 
+from tests.optional import needs
+
+pytestmark = needs("simulated")
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 HEAD = """
