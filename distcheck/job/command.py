@@ -170,7 +170,7 @@ def _settings_of(asked: JobOptions) -> JobSettings:
         budget=asked.budget,
         keep_going=asked.keep_going,
         kept=asked.save is not None or asked.resumed_from is not None,
-        modules=asked.watches_modules,
+        modules=asked.modules or asked.ops,
         ops=asked.ops,
         mesh=asked.mesh,
         on_cpu=asked.on_cpu,
@@ -204,7 +204,7 @@ def _replay(
         return job, replaying.replay(
             job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",
             command=asked.reference or "", deadline_s=asked.deadline_s,
-            modules=asked.watches_modules, own_inputs=own_inputs,
+            modules=asked.modules or asked.ops, own_inputs=own_inputs,
         ), ""  # fmt: skip
     except NoReferenceError as error:
         if error.retry == "joined" and not job.joined:

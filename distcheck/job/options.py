@@ -39,10 +39,6 @@ class JobOptions(CommandOptions):
     strict: bool = False
     deadline_s: float = 300.0
 
-    @property
-    def watches_modules(self) -> bool:
-        return self.modules or self.ops
-
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept)
         if self.reference is not None and (self.no_reference or not self.reference.strip()):

@@ -91,6 +91,25 @@ def test_other_settings_are_compared_beside_an_accepted_rate(tmp_path: Path) -> 
     assert "weight_decay" in rates.reason
 
 
+@pytest.mark.parametrize(("by", "verdict"), [(0.02, "pass"), (0.03, "fail")])
+def test_momentum_follows_an_accepted_schedule(by: float, verdict: str, tmp_path: Path) -> None:
+    """OneCycleLR, stepped once per rank."""
+
+    def per_rank(facts: Facts) -> None:
+        facts.groups = ({"lr": 2.0 + 4 * facts.step, "betas[0]": 0.9 - 0.04 * facts.step},)
+
+    job = make(tmp_path, per_rank, steps=5)
+    alone = reference(job, tmp_path, lr=lambda step: 2.0 + 2 * step)
+    for seen in alone.replayed.steps:
+        seen.groups[0]["betas[0]"] = 0.9 - by * seen.step
+    results = judged(job, alone)
+    named = causes.diagnose(job, results, alone)
+    assert [one.cause for one in named] == ["scheduler-steps-per-rank"]
+    found = accepting.accept([accepting.SCHEDULE], job, alone, results, named)
+    (rates,) = [r for r in found if (r.check, r.layer) == ("learning rate", "full batch float32")]
+    assert rates.verdict == verdict
+
+
 @pytest.mark.parametrize(("by", "remark"), [("accelerate", True), ("", False)])
 def test_accelerate_steps_a_schedule_once_per_rank(by: str, remark: bool, tmp_path: Path) -> None:
     def per_rank(facts: Facts) -> None:

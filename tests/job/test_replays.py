@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcheck.job.inside import state
+from distcheck.job.inside import replayer, state
 from distcheck.job.inside.batch_injection import BatchInjector
 from distcheck.job.inside.batch_source import (
     ALL,
@@ -212,6 +212,15 @@ def test_copies_begin_where_their_batch_was_handed_out(job: JobRecording) -> Non
     assert batch_source.begins_at(1) == 0
     job.records[1, 1] = msgspec.structs.replace(job.records[1, 1], earlier=((0, 0),), passes=())
     assert batch_source.begins_at(1) == 0
+
+
+def test_recorded_settings_replace_those_of_tuples() -> None:
+    then = {"lr": 0.1, "betas[0]": 0.8}
+    assert replayer._recorded("betas", (0.9, 0.999), then) == (0.8, 0.999)
+    assert (replayer._recorded("lr", 0.2, then), replayer._recorded("eps", 1e-8, then)) == (
+        0.1,
+        1e-8,
+    )
 
 
 def test_rounding_of_an_all_reduce_needs_no_perturbed_copy(job: JobRecording) -> None:

@@ -289,7 +289,7 @@ def settings(job: JobRecording, reference: Reference) -> CheckResult:
             continue
         tally.count(parameter="groups", rank=0, step=seen.step, elements=sum(map(len, own)))
         for number, (mine, other) in enumerate(zip(own, seen.groups, strict=False)):
-            for key in sorted(set(mine) & set(other)):
+            for key in sorted(set(mine) & set(other), key=lambda key: (key != "lr", key)):
                 # Derived: a setting sent to other ranks in float32 is rounded once.
                 if not math.isclose(mine[key], other[key], rel_tol=unit_roundoff("float32")):
                     tally.fail(

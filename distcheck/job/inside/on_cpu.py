@@ -36,6 +36,7 @@ _NO_GRAPHS = (
     "--on-cpu: CUDA graphs that the script captures cannot run on a CPU; disable them for this run"
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_CPU = torch.device("cpu")
 _MEMORY = 16 << 30  # of a GPU, for scripts that size batches by it
 
 
@@ -53,15 +54,11 @@ class _Devices(TorchFunctionMode):
         elif func is torch.Tensor.type:
             args = tuple(_type(one) for one in args)
         else:
-            args = tuple(_cpu() if _is_gpu(one) else one for one in args)
+            args = tuple(_CPU if _is_gpu(one) else one for one in args)
         if "device" in kwargs:
             kwargs["device"] = _device(kwargs["device"])
         kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
         return func(*args, **kwargs)
-
-
-def _cpu() -> torch.device:
-    return torch.device("cpu")
 
 
 def _is_gpu(value: Any) -> bool:
@@ -72,7 +69,7 @@ def _device(value: Any) -> Any:
     """Return the CPU for any designation of a GPU; other values unchanged."""
     is_named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return _cpu() if is_named or is_number or _is_gpu(value) else value
+    return _CPU if is_named or is_number or _is_gpu(value) else value
 
 
 def _type(value: Any) -> Any:

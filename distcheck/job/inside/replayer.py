@@ -370,9 +370,9 @@ class Replayer(NullListener):
         recorded = self._job.records[0, self._step].groups
         self._kept_settings = []
         for group, then in zip(optimizer.param_groups, recorded, strict=False):
-            plain = {k: v for k, v in group.items() if isinstance(v, float) and k in then}
+            plain = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
             self._kept_settings.append(plain)
-            group.update({key: then[key] for key in plain})
+            group.update({key: _recorded(key, value, then) for key, value in plain.items()})
         state.put(own, {n: self._recorded(Kind.GRADIENT, n) for n in own})
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -424,6 +424,13 @@ class Replayer(NullListener):
             )
         )
         self._write()
+
+
+def _recorded(key: str, value: Any, then: dict[str, float]) -> Any:
+    """Return a recorded setting, or a tuple such as betas with the recorded elements."""
+    if isinstance(value, tuple):
+        return tuple(then.get(f"{key}[{place}]", one) for place, one in enumerate(value))
+    return then.get(key, value)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

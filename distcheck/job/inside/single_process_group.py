@@ -175,10 +175,9 @@ def run_first_rank(world: int) -> None:
     def start(process: Any) -> None:
         process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
 
-    def barrier(one: Any, parties: int, *args: Any, **kwargs: Any) -> None:
-        begin(one, of_one(parties, world), *args, **kwargs)
-
-    begin, synchronize.Barrier.__init__ = synchronize.Barrier.__init__, barrier  # type: ignore[method-assign, assignment]
+    barrier: Any = synchronize.Barrier
+    begin = barrier.__init__
+    barrier.__init__ = lambda own, n, *a, **k: begin(own, of_one(n, world), *a, **k)
     multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
