@@ -15,6 +15,7 @@ import pytest
 
 from distcheck.training.adapters.forms import FORMS
 from distcheck.workloads.cells import CELLS
+from tests.optional import needs_all
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = "distcheck.strategies"
@@ -466,6 +467,7 @@ def test_pages_have_a_row_for_every_strategy_cell_and_form() -> None:
         assert [name for name in names if f"`{name}`" not in text] == [], page
 
 
+@needs_all
 def test_each_row_names_tests_that_are_there() -> None:
     page = (ROOT / "docs" / "whats-here.md").read_text()
     table = page.partition("## To add one")[2].partition("\n\nThe strategies")[0]
