@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from distcheck.records.causes import Cause, InJobs, causes
+from distcheck.records.symptoms import symptoms
 
 FOLDER = Path(__file__).parent
-PAGES = ("diagnosis.md", "jobs.md", "guard.md")
+PAGES = ("diagnosis.md", "jobs.md", "guard.md", "symptoms.md")
 PART = re.compile(
     r"(<!-- causes: ([a-z ]+); made by docs/make_causes.py -->\n).*?(<!-- end -->)", re.S
 )
@@ -57,11 +58,22 @@ def named_by(command: str) -> str:
     return "\n".join([*lines, line]) + "\n"
 
 
+def of_symptoms() -> str:
+    """Return the table of symptoms with their commands and causes."""
+    rows = ["| symptom | command | can name |\n|---|---|---|\n"]
+    for one in symptoms().values():
+        commands = "<br>".join(f"`{command}`" for command in one.commands)
+        names = ", ".join(f"`{name}`" for name in one.causes)
+        rows.append(f"| [{one.text}]({one.page}) | {commands} | {names} |\n")
+    return "".join(rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: of_families("gradients"),
     "layouts": lambda: of_families("layouts"),
     "updates and runs": lambda: of_families("updates", "state", "runs"),
     "jobs": of_jobs,
+    "symptoms": of_symptoms,
     "named by job": lambda: named_by("job"),
     "named by guard": lambda: named_by("guard"),
 }

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "layers.svg"
 # The bands of the drawing, top to bottom; each package of the contract belongs to exactly one.
 BANDS = {
-    "Commands": "__main__ addons cli compare job testing",
+    "Commands": "__main__ addons cli integrations compare job testing",
     "Run": "verification store plan reports",
     "Judge": "judge",
     "Ranks": "training recordings workloads worlds backends machine",

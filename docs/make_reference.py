@@ -25,7 +25,7 @@ def commands() -> str:
     from distcheck.cli.commands import COMMANDS
 
     context = click.Context(root_command, info_name="distcheck", **root_command.context_settings)
-    lines = [MADE, "# Commands\n"]
+    lines = [MADE, "# Commands\n\nEvery command, with the text of its `--help`.\n"]
     for name in COMMANDS:
         command = root_command.get_command(context, name)
         assert command is not None, name
@@ -72,13 +72,16 @@ def python() -> str:
     """The public names of Python, by module."""
     import distcheck
     import distcheck.contract
+    import distcheck.integrations
     import distcheck.testing
 
-    lines = [MADE, "# Python\n"]
+    lines = [MADE, "# Python\n\nThe public names of `distcheck` in Python, by module.\n"]
     lines += _section("distcheck", [(n, getattr(distcheck, n)) for n in distcheck.__all__])
     contract = distcheck.contract
     promises = [n for n in vars(contract) if _is_public(contract, n) and n not in distcheck.__all__]
     lines += _section("distcheck.contract", [(n, getattr(contract, n)) for n in promises])
+    text = inspect.getdoc(distcheck.integrations)
+    lines.append(f"\n## distcheck.integrations\n\n```text\n{text}\n```\n")
     testing = distcheck.testing
     lines += _section("distcheck.testing", [(n, getattr(testing, n)) for n in testing.__all__])
     return "".join(lines)

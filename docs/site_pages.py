@@ -1,17 +1,22 @@
-"""Adds to the documentation site what lies outside docs/: the README and the files pages link to.
+"""Writes the pages of the documentation site to a folder: docs/, the README, the files that pages
+link to, and `llms.txt`. Any generator can build the site from it.
 
-mkdocs.yml names this module as a hook. Links stay as they are in the sources, where they work in a
-checkout; here each is turned into one that works on the site.
+python docs/site_pages.py build/pages
+
+In the sources, links work in a checkout; here, they work on the site. `llms.txt` is an index of all
+pages for language models, in the order of the navigation; the site serves each page as Markdown,
+too (gate.md next to gate/). mkdocs.yml names this module as a hook, so `mkdocs build` runs it.
 """
 
 import logging
 import posixpath
 import re
+import shutil
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files, InclusionLevel
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site_pages")  # a warning of it ends a strict build
@@ -25,41 +30,79 @@ OTHER_PAGES = (
 )  # fmt: skip
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Takes the address of the site from `[project.urls]`, where it is set once."""
+def on_config(config: Any) -> Any:
+    """Build from the written pages, at the address in `[project.urls]`, where it is set once."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config.site_url = project["urls"]["Documentation"]
+    config.docs_dir = str(ROOT / "build" / "pages")
+    write(Path(config.docs_dir), list(_titled(config.nav)))
     return config
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the README as the first page, and every linked file that is not below docs/."""
-    texts = {"README.md": (ROOT / "README.md").read_text()}
-    texts |= {page: (ROOT / page).read_text() for page in OTHER_PAGES}
-    texts |= {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
-    for page, text in texts.items():
-        if not page.startswith("docs/"):
-            content = LINK.sub(lambda link, page=page: _on_site(page, link), text)  # type: ignore[misc]
-            files.append(File.generated(config, _place_of(page), content=content))
-    for target in sorted({found for page, text in texts.items() for found in _outside(page, text)}):
-        _add(files, config, target)
-    return files
+def on_post_build(config: Any) -> None:
+    """Serve every page as Markdown, too."""
+    pages = Path(config.docs_dir)
+    for page in pages.rglob("*.md"):
+        target = Path(config.site_dir) / page.relative_to(pages)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, target)
 
 
-def on_page_markdown(markdown: str, page: object, config: MkDocsConfig, files: Files) -> str:
-    """Turns links of a page of docs/ to files outside of it into links on the site."""
-    source = page.file.src_uri  # type: ignore[attr-defined]
-    if (ROOT / "docs" / source).exists():
-        return LINK.sub(lambda link: _on_site(f"docs/{source}", link), markdown)
-    return markdown
-
-
-def on_page_content(content: str, page: object, config: MkDocsConfig, files: Files) -> str:
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Warns of what a page's source means and its HTML does not show."""
-    source = page.file.src_uri  # type: ignore[attr-defined]
-    for found in not_rendered(page.markdown, content):  # type: ignore[attr-defined]
-        LOG.warning("%s is not rendered as it is meant: %s", source, found)
+    for found in not_rendered(page.markdown, content):
+        LOG.warning("%s is not rendered as it is meant: %s", page.file.src_uri, found)
     return content
+
+
+def write(folder: Path, titled: list[tuple[str, str]]) -> None:
+    """Write all pages with their links, and `llms.txt`; `titled` is (title, page) in order."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    names = ["README.md", *OTHER_PAGES]
+    names += [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {name: (ROOT / name).read_text() for name in names}
+    for page, text in texts.items():
+        _put(folder, page, LINK.sub(lambda link, page=page: _on_site(page, link), text))  # type: ignore[misc]
+    for target in sorted({found for page, text in texts.items() for found in _outside(page, text)}):
+        _add(folder, target)
+    (folder / "llms.txt").write_text(index_of(titled, folder))
+
+
+def index_of(titled: list[tuple[str, str]], folder: Path) -> str:
+    """Return `llms.txt`: the summary of the project, and every page with its first sentence."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = project["urls"]["Documentation"].rstrip("/")
+    lines = [f"# distcheck\n\n> {project['description']}\n"]
+    for title, page in titled:
+        if not page:
+            lines.append(f"\n## {title}\n")
+            continue
+        text = (folder / page).read_text()
+        name = title or next(line for line in text.splitlines() if line.startswith("# "))[2:]
+        lines.append(f"- [{name}]({base}/{page}): {_first_sentence(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a page's first paragraph of prose, without links."""
+    text = re.sub(r"<!--.*?-->|^( *)```.*?^\1```", "", text, flags=re.S | re.M)
+    text = re.sub(r"^#.*$", "\n", text, flags=re.M)
+    prose = [part for part in text.split("\n\n") if re.match(r"[\w`*\[\"]", part.lstrip("\n"))]
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(prose[0].split()) if prose else "")
+    return re.split(r"(?<=[.:?])\s", plain)[0]
+
+
+def _titled(nav: Any, section: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (title, page) of a navigation, and (section, "") before the pages of each."""
+    for entry in nav or ():
+        title, target = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+        if isinstance(target, str):
+            yield title, target
+            continue
+        if not section:
+            yield title, ""
+        yield from _titled(target, title)
 
 
 def not_rendered(markdown: str, content: str) -> list[str]:
@@ -101,25 +144,37 @@ def _outside(page: str, text: str) -> set[str]:
     }
 
 
-def _add(files: Files, config: MkDocsConfig, target: str) -> None:
+def _put(folder: Path, path: str, text: str) -> None:
+    target = folder / _place_of(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+def _add(folder: Path, target: str) -> None:
     """A file as it is; of a folder a page that lists its files, and each of them."""
     source = ROOT / target
-    if target in files.src_uris:  # listed by its folder already
-        return
     if not source.is_dir():
-        content = source.read_text()
-        files.append(File.generated(config, target, content=content))
+        _put(folder, target, source.read_text())
         return
     rows = []
     for path in sorted(source.glob("*.py")):
         code = path.read_text()
-        files.append(File.generated(config, f"{target}/{path.name}", content=code))
+        _put(folder, f"{target}/{path.name}", code)
         summary = code.splitlines()[0].strip('"')
         rows.append(f"- [`{path.name}`]({path.name}): {summary}")
-    page = File.generated(
-        config,
-        _place_of(target),
-        content=f"# {target}\n\n" + "\n".join(rows) + "\n",
-        inclusion=InclusionLevel.NOT_IN_NAV,
+    _put(folder, target, f"# {target}\n\n" + "\n".join(rows) + "\n")
+
+
+def main() -> None:
+    """Write the pages to a folder."""
+    import yaml
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    write(
+        Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "pages",
+        list(_titled(config["nav"])),
     )
-    files.append(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
-"""For tests of the core that concern add-ons, which may be removed (`distcheck/registry.py`)."""
+"""For tests of parts that may be absent: add-ons (`distcheck/registry.py`), frameworks."""
 
+import importlib.util
 from collections.abc import Iterable
 
 import pytest
@@ -20,3 +21,9 @@ def left_of(files: Iterable[str]) -> set[str]:
 
 
 needs_all = needs(*registry.ADDONS)
+
+
+def needs_package(name: str) -> pytest.MarkDecorator:
+    """A mark that skips a test unless a package is installed, which it imports in a process."""
+    absent = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(absent, reason=f"{name} is not installed (extra `frameworks`)")

@@ -28,8 +28,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "nnodes", "machine", "master_addr", "master_port", "init_method",
     ),
     "Output": (
-        "json_file", "junit_file", "html_file", "github", "save", "digests", "log_every", "overlay",
-        "verbose", "quiet",
+        "json_file", "junit_file", "html_file", "sarif_file", "gitlab_file", "github", "save",
+        "digests", "log_every", "overlay", "verbose", "quiet",
     ),
 }  # fmt: skip
 _FEW = 12

@@ -1,10 +1,11 @@
 """The table of causes on a screen: all causes, or one with its example."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import indent, wrap
 
 from distcheck.records.causes import FAMILIES, Cause, causes
+from distcheck.records.symptoms import Symptom
 
 _HEADINGS = {
     "gradients": "In the gradients",
@@ -25,10 +26,37 @@ def listed() -> Iterator[str]:
         yield f"{_HEADINGS[family]}:"
         for name, cause in table.items():
             if cause.family == family:
-                first, *rest = wrap(_plain(cause.what), _WIDTH - longest - 4)
-                yield f"  {name:{longest}}  {first}"
-                yield from (f"  {'':{longest}}  {line}" for line in rest)
+                yield from _labeled(name, _plain(cause.what), longest)
         yield ""
+    yield "distcheck explain CAUSE describes one, with a wrong and a right example."
+
+
+def _labeled(label: str, text: str, width: int) -> Iterator[str]:
+    first, *rest = wrap(text, _WIDTH - width - 4, break_on_hyphens=False)
+    yield f"  {label:{width}}  {first}"
+    yield from (f"  {'':{width}}  {line}" for line in rest)
+
+
+def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str]:
+    """Print the result of a search: symptoms with their commands, then causes."""
+    for one in symptoms:
+        yield one.text
+        for number, line in enumerate(one.commands):
+            yield f"  {'' if number else 'run':6}  {line}"
+        yield from _labeled("finds", ", ".join(one.causes), 6)
+        yield from _labeled("page", f"docs/{one.page}", 6)
+        yield ""
+    if found:
+        yield "causes that match:"
+        longest = max(len(cause.name) for cause in found)
+        for cause in found:
+            yield from _labeled(cause.name, _plain(cause.what), longest)
+        yield ""
+    if any("COMMAND" in line for one in symptoms for line in one.commands):
+        of_resume = any("--resume" in line.split() for one in symptoms for line in one.commands)
+        yield "COMMAND starts the training" + (
+            "; --resume is its own option." if of_resume else "."
+        )
     yield "distcheck explain CAUSE describes one, with a wrong and a right example."
 
 

@@ -27,8 +27,14 @@ FORMATS = {
     "json": ("json_report", "Write the report as JSON; - for standard output."),
     "junit": ("junit", "Write the report as JUnit XML, with one test case per cell."),
     "html": ("html_report", "Write the report as one HTML page, with pictures."),
+    "sarif": (
+        "sarif",
+        "Write causes and lines as SARIF, for code scanning; - for standard output.",
+    ),
+    "gitlab": ("gitlab", "Write causes and lines as GitLab's code quality report (JSON)."),
 }
 GITHUB = "github"
+_IN_JSON = ("--json", "--sarif", "--gitlab")
 _SUMMARY = "GITHUB_STEP_SUMMARY"
 _STDOUT = "-"
 
@@ -92,6 +98,16 @@ def write_outputs(files: Mapping[str, str], report: Report) -> None:
 
     if files:
         write_document(files, as_document(report))
+
+
+def write_answer(path: str | None, schema: str, **answer: Any) -> bool:
+    """Write the answer of a command without a report as JSON. Return False if no file is named."""
+    from distcheck.reports.json_report import render
+
+    if path is not None:
+        check_writable(path)
+        write_text(path, render({"schema": schema, **answer}))
+    return path is not None
 
 
 def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
@@ -174,9 +190,9 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
     """Write a file, or standard output for "-", masking secrets again. Raises CannotRunError."""
-    text = masked_json(text) if option == "--json" else masked_forms(text)
+    text = masked_json(text) if option in _IN_JSON else masked_forms(text)
     if path == _STDOUT:
-        form = "json" if option == "--json" else "xml"
+        form = "json" if option in _IN_JSON else "xml"
         click.echo(without_commands(text, form=form), nl=False)
         return
     try:

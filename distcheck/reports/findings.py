@@ -5,6 +5,7 @@ report that was read from JSON, merged or single.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import Origin, ranks_failed
@@ -66,6 +67,27 @@ def finding_of(case: CaseEntry) -> FailureSummary:
         ranks=tuple(failed),
         replay=case.command or case.replay,
     )
+
+
+def place_of(case: CaseEntry, root: Path) -> tuple[str, int]:
+    """Return the file and line of a case's cause, or of its strategy. The file is a path in the
+    repository `root`, which may be checked out elsewhere on the machine that ran the case: then the
+    longest suffix of the path that exists here.
+    """
+    file, line = case.strategy_file, case.strategy_line or 1
+    if case.where and case.where.file:
+        file, line = case.where.file, case.where.line
+    path = PurePath(file)
+    if path.is_relative_to(root):
+        return str(path.relative_to(root)), line
+    for n in range(1, len(path.parts)):
+        tail = PurePath(*path.parts[n:])
+        try:
+            if (root / tail).is_file():
+                return str(tail), line
+        except (OSError, ValueError):  # an invalid file name
+            break
+    return file, line
 
 
 def describe_origin(made: Origin | None) -> str:

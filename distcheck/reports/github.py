@@ -6,12 +6,18 @@ of omitted items is printed.
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from distcheck.errors.shown_text import shown
 from distcheck.reports.document import CaseEntry, decoded
-from distcheck.reports.findings import FailureSummary, describe_origin, finding_of, name_of
+from distcheck.reports.findings import (
+    FailureSummary,
+    describe_origin,
+    finding_of,
+    name_of,
+    place_of,
+)
 from distcheck.reports.wording import describe_search
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -60,32 +66,11 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
     first = next(iter([*case.diagnosis, *remarks]), None)
     named = f" ({first.cause})" if first else ""
     title = f"distcheck: {case.verdict}{named}: {case.strategy}, {name_of(case)}"
-    place = []
-    file, line = case.strategy_file, case.strategy_line or 1
-    if case.where and case.where.file:
-        file, line = case.where.file, case.where.line
-    if file:
-        place = [f"file={_property(_place(file, root))}", f"line={line}"]
+    file, line = place_of(case, root)
+    place = [f"file={_property(file)}", f"line={line}"] if file else []
     message = "\n".join(dict.fromkeys(part for part in parts if part))
     words = ",".join([*place, f"title={_property(title)}"])
     return f"::{command} {words}::{_data(_cut(message, _MOST_MESSAGE))}"
-
-
-def _place(file: str, root: Path) -> str:
-    """Return a file's path in the repository, which may be checked out elsewhere on the machine
-    that ran the case: then the longest suffix of the path that exists here.
-    """
-    path = PurePath(file)
-    if path.is_relative_to(root):
-        return str(path.relative_to(root))
-    for n in range(1, len(path.parts)):
-        tail = PurePath(*path.parts[n:])
-        try:
-            if (root / tail).is_file():
-                return str(tail)
-        except (OSError, ValueError):  # an invalid file name
-            return file
-    return file
 
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:

@@ -71,6 +71,7 @@ def _read_sweeps(file: Path) -> object:
 # What reads a file without a limit: the kernel's, the person's own code, or what this run wrote.
 WITHOUT_LIMIT = {
     "addons/mpi/runtime.py": "/proc", "cli/commands/list.py": "installed strategies",
+    "cli/commands/skill.py": "the package's own text",
     "job/inside/forks.py": "a copy of this replay", "job/replaying.py": "this run's own folder",
     "job/running.py": "this run's own folder", "job/settings.py": "this run's own folder",
     "machine/devices.py": "/proc", "machine/resources.py": "/proc and /sys",

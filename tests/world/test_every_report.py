@@ -36,6 +36,7 @@ OTHERS = {
     "compare": "distcheck.comparison/1", "explore": "distcheck.explore/1",
     "train": "distcheck.training/1", "plan": "distcheck.plan/1",
     "backends": "distcheck.backends/1", "selftest": "distcheck.selftest/1",
+    **{name: f"distcheck.{name}/1" for name in ("explain", "list", "runs", "doctor")},
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ of Tab.
 COMMANDS = {
     "verify": "Judge strategies against single-process training.",
     "job": "Judge an unmodified training job.",
-    "explain": "Explain a cause, or a finding of distcheck.guard.",
+    "explain": "Explain a cause, a symptom in words, or a finding of a guard.",
     "plan": "Print the cases that verify would run, with an estimate of the time.",
     "merge": "Merge the reports of the parts of verify --shard.",
     "replay": "Rerun a saved case, run or bundle.",
@@ -25,5 +25,6 @@ COMMANDS = {
     "train": "Train with a strategy, without judging it.",
     "doctor": "Print versions, machine, calibration and available backends.",
     "backends": "Probe which operations of a backend are correct here.",
+    "skill": "Print instructions for coding agents (SKILL.md), or install them.",
     "selftest": "Run the mutant zoo: check that every planted bug is caught here.",
 }

@@ -8,9 +8,11 @@ import click
 
 from distcheck import backends
 from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import json_option
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.machine.resources import available_bytes
+from distcheck.reports.files import check_writable, write_answer
 from distcheck.training import loading
 from distcheck.training.jobs import EXAMINE, Calibration
 from distcheck.verification import preparation
@@ -25,19 +27,28 @@ _PACKAGES = ("torch", "torchvision", "numpy", "msgspec", "safetensors", "xxhash"
 
 
 @click.command("doctor", cls=OnceCommand)
-def command() -> int:
+@json_option("examination")
+def command(json_file: str | None) -> int:
     """Print versions, machine, calibration and available backends, for example for a bug report."""
+    check_writable(json_file)
     pool = Pool()
-    code = ExitCode.PASS
+    found: dict[str, str] = {}
     try:
-        for name, text in _examine(pool):
-            click.echo(f"{name:<25}{text}")
-    except DistcheckError as error:
-        click.echo(f"{'cannot run':<25}{error}")
-        code = ExitCode.CANNOT_RUN
+        for name, text in _findings(pool):
+            found[name] = text if name not in found else f"{found[name]}; {text}"
+            if json_file is None:
+                click.echo(f"{name:<25}{text}")
     finally:
         pool.close()
-    return int(code)
+    write_answer(json_file, "distcheck.doctor/1", **found)
+    return int(ExitCode.CANNOT_RUN if "cannot run" in found else ExitCode.PASS)
+
+
+def _findings(pool: Pool) -> Iterator[tuple[str, str]]:
+    try:
+        yield from _examine(pool)
+    except DistcheckError as error:
+        yield "cannot run", str(error)
 
 
 def _examine(pool: Pool) -> Iterator[tuple[str, str]]:

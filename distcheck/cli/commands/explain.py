@@ -1,11 +1,15 @@
-"""`distcheck explain`: explains a cause, and findings of a guard."""
+"""`distcheck explain`: explains a cause, a symptom in words, and findings of a guard."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from distcheck.cli.group import Command
-from distcheck.cli.options import completing
+from distcheck.cli.options import completing, json_option
+
+_SCHEMA = "distcheck.explain/1"
 
 
 def _names() -> list[str]:
@@ -17,41 +21,75 @@ def _names() -> list[str]:
 @click.command("explain", cls=Command)
 @click.argument(
     "what",
-    metavar="[CAUSE|FILE]",
+    metavar="[CAUSE|FILE|WORDS...]",
     type=click.Path(),
-    required=False,
+    nargs=-1,
     **completing(_names, files=True),
 )
-def command(what: str | None) -> int:
+@json_option("answer")
+def command(what: tuple[str, ...], json_file: str | None) -> int:
     """Explain a cause (symptoms, an example, the repair), or a bundle that distcheck.guard saved.
-    Without an argument, list all causes.
+    For other words, search symptoms and causes, and print the commands that examine them. Without
+    an argument, list all causes.
 
     \b
     distcheck explain missing-sync
+    distcheck explain "loss jumps after resume"
     distcheck explain .distcheck/guard/step-000200.json
     """  # fmt: skip
+    import msgspec
+
     from distcheck.errors import ExitCode, UsageError, did_you_mean
+    from distcheck.records import symptoms
     from distcheck.records.causes import causes
-    from distcheck.reports.causes import explained, listed
+    from distcheck.reports.causes import explained, listed, matched
+    from distcheck.reports.files import write_answer
 
-    if what is None or what in causes():
-        for line in listed() if what is None else explained(causes()[what]):
-            click.echo(line)
+    words, table = " ".join(what), causes()
+    if len(what) == 1 and words not in table:
+        is_path = ("/" in words or words.endswith(".json")) and " " not in words
+        if is_path or Path(words).is_file():
+            return _explain_bundle(Path(words), json_file)
+        meant = did_you_mean(words, table)
+        if meant or not words:
+            raise UsageError(
+                f"unknown cause {words!r}{meant}; distcheck explain lists them. For a finding of a "
+                "guard, pass its file, for example .distcheck/guard/step-000200.json"
+            )
+    found: Sequence[Any] = ()
+    names = [words] if words in table else [*table]
+    if what and words not in table:
+        found, names = symptoms.search(words)
+        if not found and not names:
+            closest = ", ".join(f'"{one}"' for one in symptoms.closest(words))
+            raise UsageError(
+                f"no cause or symptom matches {words!r}; the closest symptoms are {closest}"
+            )
+    answer = {"symptoms": found, "causes": [table[name] for name in names]}
+    if write_answer(json_file, _SCHEMA, **msgspec.to_builtins(answer)):
         return int(ExitCode.PASS)
-    if not what or (not Path(what).exists() and "/" not in what and not what.endswith(".json")):
-        raise UsageError(
-            f"unknown cause {what!r}{did_you_mean(what, causes())}; distcheck explain lists them. "
-            "For a finding of a guard, pass its file, for example .distcheck/guard/step-000200.json"
-        )
-    return _explain_bundle(Path(what))
+    if words in table:
+        lines = explained(table[words])
+    else:
+        lines = matched(found, [table[name] for name in names]) if what else listed()
+    for line in lines:
+        click.echo(line)
+    return int(ExitCode.PASS)
 
 
-def _explain_bundle(file: Path) -> int:
+def _explain_bundle(file: Path, json_file: str | None) -> int:
+    import msgspec
+
     from distcheck.errors import ExitCode
     from distcheck.errors.shown_text import say
     from distcheck.job.guard import explaining, records
+    from distcheck.reports.files import write_answer
 
     found = records.read(file)
+    causes: Any = explaining.causes(found)
+    answer = msgspec.to_builtins({"finding": found, "text": found.text, "diagnosis": causes})
+    if write_answer(json_file, _SCHEMA, **answer):
+        return int(ExitCode.MISMATCH)
     say(found.text)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     say(f"  {len(found.ranks)} ranks, checked every {found.every} steps; {found.optimizer}, "
@@ -62,7 +100,7 @@ def _explain_bundle(file: Path) -> int:
             say(f"  {one.kind} that differ: {', '.join(one.names[:8])}{more}")
     for sums in found.sums:
         say(f"  {sums.name}: ranks differ by up to {explaining.distance(sums):.3g} of its norm")
-    for cause in explaining.causes(found):
+    for cause in causes:
         say(f"cause   {cause.cause}: {cause.evidence}")
         say(f"try     {cause.suggestion}")
     return int(ExitCode.MISMATCH)

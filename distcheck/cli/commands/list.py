@@ -10,7 +10,9 @@ from pathlib import Path
 import click
 
 from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import json_option
 from distcheck.judge import checks
+from distcheck.reports.files import write_answer
 from distcheck.training import loading
 from distcheck.workloads import datasets
 from distcheck.workloads.cells import CELLS
@@ -60,10 +62,14 @@ def _of_modules(modules: dict[str, str]) -> list[tuple[str, str]]:
 
 
 @click.command("list", cls=OnceCommand)
-def command() -> None:
+@json_option("list")
+def command(json_file: str | None) -> None:
     """List strategies, workloads, data sets and checks, one line each."""
 
-    for heading, entries in catalog():
+    found = catalog()
+    if write_answer(json_file, "distcheck.list/1", **{name: dict(each) for name, each in found}):
+        return
+    for heading, entries in found:
         click.echo(heading)
         width = max((len(name) for name, _ in entries), default=0)
         for name, summary in entries:

@@ -7,26 +7,32 @@ from pathlib import Path
 import click
 
 from distcheck.cli.group import OnceCommand
+from distcheck.cli.options import json_option
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.errors.shown_text import one_line, say
+from distcheck.reports.files import write_answer
 from distcheck.reports.json_report import read_document
 from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
 
 @click.command("runs", cls=OnceCommand)
-def command() -> int:
+@json_option("list")
+def command(json_file: str | None) -> int:
     """List the runs saved in .distcheck here: date, verdict, folder and command.
 
     \b
     distcheck runs
     distcheck open .distcheck/runs/20260131-120000-4711
     """  # fmt: skip
-    runs = kept_runs()
+    names = ("folder", "date", "verdict", "command")
+    runs = [(str(folder), *_about(folder)) for folder in kept_runs()]
+    entries = [dict(zip(names, one, strict=True)) for one in runs]
+    if write_answer(json_file, "distcheck.runs/1", runs=entries):
+        return int(ExitCode.PASS)
     if not runs:
         say(f"{DEFAULT_FOLDER} here has no runs")
-    for folder in runs:
-        date, verdict, command = _about(folder)
-        say(f"{date}  {verdict:<12}  {one_line(str(folder))}")
+    for folder, date, verdict, command in runs:
+        say(f"{date}  {verdict:<12}  {one_line(folder)}")
         if command:
             say(f"    {one_line(command)}")
     return int(ExitCode.PASS)

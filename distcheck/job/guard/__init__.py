@@ -14,7 +14,7 @@ explaining  causes, for `distcheck explain`
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distcheck.job.guard.guarding import Action, Guard
+    from distcheck.job.guard.guarding import Action, Guard, OnCheck
 
 __all__ = ["guard"]
 
@@ -31,6 +31,7 @@ def guard(
     randomness: bool = True,
     timeout_s: float = 1800.0,
     audit: bool | str = False,
+    on_check: "OnCheck | None" = None,
 ) -> "Guard":
     """Compare the ranks' replicas after step 2 and every `every` steps, by one line in a script.
 
@@ -50,6 +51,9 @@ def guard(
         audit          if True, also check that optimizer gradients are one weighted mean of the
                        local gradients, for all parameters. Not supported with clipping by value
                        or noise. "bfloat16" or "float16" if the all-reduce rounds to that dtype
+        on_check       a function that is called after each check, on the first rank, with a dict
+                       for a logger: step, agrees (bool), checks, tensors (compared), causes, text,
+                       file (the bundle)
 
     All ranks must call it after `init_process_group` and make the same steps. Raises UsageError.
     """
@@ -66,4 +70,5 @@ def guard(
         randomness=randomness,
         timeout_s=timeout_s,
         audit=audit,
+        on_check=on_check,
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from distcheck import __version__
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.job.guard import audit, comparing, records, state
+from distcheck.job.guard import audit, comparing, explaining, records, state
 from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.exchange import LostError, Peers
 from distcheck.job.guard.records import LEFT_OUT, OTHER, OWN, Divergence, ReplicaFinding, TensorSums
@@ -83,6 +83,7 @@ def concluded(
 
 
 Action = Literal["raise", "warn"] | Callable[[Divergence], None]
+OnCheck = Callable[[dict[str, Any]], object]
 FIRST = 2  # checked in addition to every `every`-th step: initial mistakes show there
 _MOST_SUMS = 4  # differing tensors of a kind whose projections are exchanged
 _FAILED = {**dict.fromkeys(FIELDS, 0), "failed": 1}
@@ -130,8 +131,10 @@ class Guard:
         timeout_s: float,
         initial: int | None = None,
         audit: Audit | None = None,
+        on_check: OnCheck | None = None,
     ) -> None:
-        self._audit = audit
+        self._audit, self._on_check = audit, on_check
+        self._found: Divergence | None = None  # in the check that is being made
         self._suspected: ReplicaFinding | None = None  # by an audit, until the next step's
         self._optimizer, self._every, self._action = optimizer, every, action
         self._watched, self._finder = watched, finder
@@ -173,7 +176,8 @@ class Guard:
                 self._watched.forget()
             self.check()
         if not self.is_closed and self._suspected is not None:
-            self._act((msgspec.structs.replace(self._suspected, when=records.LAST),), (), 0)
+            last = msgspec.structs.replace(self._suspected, when=records.LAST)
+            self._together(lambda: self._act((last,), (), 0))
 
     def __enter__(self) -> "Guard":
         return self
@@ -227,11 +231,36 @@ class Guard:
 
     def _together(self, look: Callable[[], Divergence | None]) -> Divergence | None:
         """Run a collective part of a check; end the guard if not all ranks reach it."""
+        checks, self._found = self.checks, None
         try:
             return look()
         except LostError as error:
             self._lost(error)
             return None
+        finally:
+            if self.checks > checks or self._found is not None:
+                self._report_check()
+
+    def _report_check(self) -> None:
+        """Call `on_check` on the first rank. Its exceptions become a warning."""
+        if self._on_check is None or self._peers.rank != 0:
+            return
+        found = self._found
+        causes = () if found is None else explaining.causes(found)
+        try:
+            self._on_check(
+                {
+                    "step": self.steps if found is None else found.step,
+                    "agrees": found is None,
+                    "checks": self.checks,
+                    "tensors": self.compared,
+                    "causes": [one.cause for one in causes],
+                    "text": "" if found is None else found.text,
+                    "file": "" if found is None else found.file,
+                }
+            )
+        except Exception as error:
+            self._remark(f"on_check raised {type(error).__name__}: {error}")
 
     def _check(self) -> Divergence | None:
         own, said = self._own()
@@ -417,6 +446,7 @@ class Guard:
         self._seen |= is_new
         if is_new and self._save is not None:
             difference = self._saved(difference)
+        self._found = difference
         if len(self.divergences) < 64:
             self.divergences.append(difference)
         if callable(self._action):
@@ -503,6 +533,8 @@ def start(
         raise UsageError(f'on_difference must be "raise", "warn" or a function, not {action!r}')
     if model is not None and not isinstance(model, torch.nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not callable(about.get("on_check", print)) and about["on_check"] is not None:
+        raise UsageError(f"on_check must be a function, not {about['on_check']!r}")
     audits = Audit(optimizer, _wire_of(audit)) if audit else None
     finder = None
     if watched is None and model is not None:

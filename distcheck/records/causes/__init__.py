@@ -78,7 +78,7 @@ def causes() -> Mapping[str, Cause]:
     found = {}
     for family in FAMILIES:
         named_by = ("job",) if family == "jobs" else ("verify",)
-        for name, fields in _read(family).items():
+        for name, fields in read_table(family).items():
             entry = {"by": named_by, **fields, "name": name, "family": family}
             found[name] = msgspec.convert(entry, Cause)
     return found
@@ -87,10 +87,10 @@ def causes() -> Mapping[str, Cause]:
 @cache
 def shared() -> Mapping[str, str]:
     """Return suggestions that several causes share, by the name of the variant."""
-    return msgspec.convert(_read("shared"), dict[str, str])
+    return msgspec.convert(read_table("shared"), dict[str, str])
 
 
-def _read(name: str) -> dict[str, dict[str, object]]:
+def read_table(name: str) -> dict[str, dict[str, object]]:
     return tomllib.loads(files(__name__).joinpath(f"{name}.toml").read_text("utf-8"))
 
 

@@ -1,0 +1,24 @@
+"""The report for GitLab's code quality widget: a JSON list with an entry for each failure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from distcheck.reports.sarif import located
+
+_SEVERITY = {"error": "major", "warning": "minor", "note": "info"}
+
+
+def render(document: Mapping[str, Any]) -> str:
+    entries = [
+        {
+            "description": one.message,
+            "check_name": f"distcheck: {one.rule}",
+            "fingerprint": one.fingerprint,
+            "severity": _SEVERITY[one.level],
+            "location": {"path": one.file or ".", "lines": {"begin": one.line}},
+        }
+        for one in located(document)
+    ]
+    return msgspec.json.format(msgspec.json.encode(entries), indent=2).decode() + "\n"
