@@ -197,7 +197,9 @@ def look_at(spec: str, adaptation: Adaptation) -> CodeInspection:
     target = _target_of(spec, adaptation)
     sources, declared = target.everything, hypotheses.is_declared(target)
     exchanges, marks = uses.names_collectives(sources), uses.marks_in(sources)
-    return CodeInspection(not declared, exchanges, marks, uses.uses_of(sources))
+    # A closure that is required is used.
+    found = [u for u in uses.uses_of(sources) if u.feature != "closure" or not target.takes_closure]
+    return CodeInspection(not declared, exchanges, marks, tuple(found))
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:
@@ -306,7 +308,9 @@ def _resolve(
         point = registered[place]
         place, attribute = point.module, point.attr
     else:
-        _look_in_current_folder()
+        # The user's modules; the folder comes last, where its random.py shadows nothing.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
     check_spelling(what, f"{place}:{attribute}" if attribute else place, registered)
     module = _import(what, place, before or {})
     target: Any = module
@@ -317,14 +321,6 @@ def _resolve(
         owner = target if inspect.isclass(target) else None
         target = getattr(target, part)
     return target, owner, module
-
-
-def _look_in_current_folder() -> None:
-    """Make the modules of the current folder importable for the user's code; it comes last, where
-    its random.py shadows nothing.
-    """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
 
 
 def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:

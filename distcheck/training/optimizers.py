@@ -121,9 +121,13 @@ def put_back(
     if is_number:
         optimizer.state[parameter][key] = value.item()
         return
-    if key == "step" and _counts_on_device(optimizer):
+    # Such a step count is on the parameters' device.
+    on_device = any(optimizer.defaults.get(word) for word in ("capturable", "fused"))
+    if key == "step" and on_device:
         value = value.to(parameter.device)
-    if key == "step" and value.dtype == torch.float64 and _is_fused(optimizer):
+    # A fused kernel accepts no float64 step count.
+    fused = is_torchs_own(optimizer) and any(group.get("fused") for group in optimizer.param_groups)
+    if key == "step" and value.dtype == torch.float64 and fused:
         value = value.float()
     optimizer.state[parameter][key] = value.clone()
 
@@ -155,13 +159,3 @@ def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
             choice = (wanted >> (2 * place)) & 3
             if choice and flag in group:
                 group[flag] = _CHOICES[choice - 1]
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a fused kernel takes the steps; it accepts no float64 step count."""
-    return is_torchs_own(optimizer) and any(group.get("fused") for group in optimizer.param_groups)
-
-
-def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if it keeps its step count on the parameters' device (fused, on a GPU)."""
-    return any(bool(optimizer.defaults.get(word)) for word in ("capturable", "fused"))

@@ -141,7 +141,9 @@ def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
 
 def _calls_in(node: ast.stmt) -> Iterator[ast.Call]:
     """Yield the calls in a statement that run on import, outside functions and classes."""
-    if isinstance(node, _DEFINES) or (isinstance(node, ast.If) and _is_main(node.test)):
+    if isinstance(node, _DEFINES) or (
+        isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+    ):
         return
     waiting: list[ast.AST] = [node]
     while waiting:
@@ -151,10 +153,6 @@ def _calls_in(node: ast.stmt) -> Iterator[ast.Call]:
         if isinstance(inner, ast.Call):
             yield inner
         waiting += ast.iter_child_nodes(inner)
-
-
-def _is_main(test: ast.expr) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(test))
 
 
 def _is_plain(node: ast.stmt) -> bool:

@@ -4,11 +4,13 @@ A failure that may come from an unwaited call is run once in a simulated world, 
 of a tensor in flight; processes see only its accidental contents. If the simulated world stops at
 such a call, that is the cause, and replaces its consequences.
 
-Four kinds of correct code fail in the default cases, but not in typical trainings:
+Five kinds of correct code fail in the default cases, but not in typical trainings:
 
 - code that cannot handle a scalar (0-d) parameter (`x[:]`, `len(x)`), which the lattice and the
   composite have, or a 5-d one (`channels_last`), which the composite has. These cases rerun with
   another parameter in its place, and replace the first reports
+- code of one tensor that its author calls on a vector of all gradients, and that cannot handle a
+  small tensor (`torch.chunk(x, world_size)`). These cases rerun with such a vector
 - code that computes in float32 whatever the gradients' dtype: it fails in the float64 case added
   for full batch float64, with values representable in float32 or an exception that names a dtype.
   If every float32 case passed, that case is left out
@@ -34,21 +36,24 @@ from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdic
 from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
+from distcheck.records.run_facts import TAKEN_AS
 from distcheck.records.schedules import Searched
 from distcheck.training.jobs import DIGEST, DigestRequest
 from distcheck.verification.session import Session
 from distcheck.worlds.launch import Ranks
 
-Kind = Literal["no scalar", "no volume", "equal shards", "in flight"]
+Kind = Literal["no scalar", "no volume", "flat", "equal shards", "in flight"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # Parameters that code may not handle: description, replacement, example.
 _ODD = {
     "no scalar": ("scalar (0-d) parameters", "a vector of one element", "a logit scale"),
     "no volume": ("five-dimensional parameters", "a four-dimensional one", "a 3-d convolution"),
+    "flat": ("small tensors", "a vector of all gradients", "fewer rows than ranks"),
 }
 _WITHOUT: dict[Kind, dict[str, str]] = {
     "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
     "no volume": {"composite": "composite:no-volume"},
+    "flat": {name: name for name in ("lattice", "composite")},
 }
 # A dtype, in the terms of torch, NumPy, Python and the backends.
 _DTYPE = re.compile(
@@ -110,6 +115,10 @@ def _without(kind: Kind, report: CaseReport, reports: Sequence[CaseReport]) -> C
     without = _WITHOUT[kind].get(report.case.workload)
     if without is None or not _crashed(report) or not finished:
         return None
+    if kind == "flat":
+        is_it = any(note.startswith(f"{TAKEN_AS}tensor-mean") for note in report.notes)
+        adaptation = msgspec.structs.replace(report.case.adaptation, form="flat-mean")
+        return msgspec.structs.replace(report.case, adaptation=adaptation) if is_it else None
     return msgspec.structs.replace(report.case, workload=without)
 
 

@@ -35,9 +35,9 @@ _NOT_EXPLAINED = {
     "unexplained", "crash", "hang", "unreachable", "wrong-update", "wrong-local-gradient",
     "optimizer-not-stepped",
 }  # fmt: skip
-# Errors of code that lacks something its script would have set up.
+# Errors of code that lacks something its script would have set up, and not a function of torch's.
 _LACKS = re.compile(
-    r"NoneType|has no attribute|is not defined|KeyError|"
+    r"NoneType|^(?!.*module 'torch).*has no attribute|is not defined|KeyError|"
     r"\bnot (been )?(initiali[sz]ed|init(ed)?\b|set ?up|configured|ready)"
 )
 _NEEDS_GPU = re.compile("no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available")
@@ -122,6 +122,8 @@ def trial_of(run: CaseRun) -> Trial:
     proven = any(outcome.proven for outcome in report.outcomes)
     ends = [one for one in report.outcomes if one.error and not one.lost_peer]
     raised = ends[0].error if ends else ""
+    last = [one.call for one in ends if one.call is not None and one.call.place]  # the code's own
+    has_reduced = any("broadcast" not in call.name for call in last)
     named = {cause for cause in causes if cause not in _NOT_EXPLAINED}
     # Code without collectives communicates in no form.
     sure = used or not run.facts.exchanges
@@ -135,14 +137,9 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
-        broken=any(map(_has_reduced, ends)) and not any(map(_is_meant, ends)),
+        broken=has_reduced and not any(map(_is_meant, ends)),
         seen=f"it raises {raised}" if raised else f"it ends with {', '.join(causes)}",
     )
-
-
-def _has_reduced(end: Outcome) -> bool:
-    """Whether the last collective that it entered is the code's, and more than a broadcast."""
-    return end.call is not None and bool(end.call.place) and "broadcast" not in end.call.name
 
 
 def _is_meant(end: Outcome) -> bool:
@@ -209,6 +206,12 @@ class Guess:
         known = case.adaptation.form or (refused and not any(map(refused[0].endswith, tried)))
         if not passed and not decision.sure and (refusal := self.done[0].facts.refusal):
             raise UsageError(refusal + _tried(decision, case.adaptation.arguments))
+        idle = not any(trial.exchanged for trial in (decision.guess, *decision.ways))
+        if decision.what == "ask" and not known and idle and not self.done[0].facts.exchanges:
+            raise UsageError(
+                f"strategy {case.strategy!r} fails ({decision.guess.seen[:_MOST_SEEN]}), and its "
+                "file calls no collective; pass the function that communicates between processes"
+            )
         error = _not_set_up(self.done) or _not_marked(self.done)
         if not passed and not known and error is not None:
             raise error
@@ -325,7 +328,7 @@ def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
             f"{FOUND_AS}an argument was unknown, and the code passes with every value that was "
             f"tried; the run uses {_words(taken.way)}; pin it with that option"
         )
-    report = "passes" if taken.passed else f"synchronizes gradients, and {taken.seen}"
+    report = "passes" if taken.passed else f"has a result with a named cause ({taken.seen})"
     return (
         f"{FOUND_AS}the first detected form failed, and of the other possible forms only "
         f"{_words(taken.way)} {report}; pin it with these options"

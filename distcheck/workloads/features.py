@@ -1,7 +1,7 @@
 """A table of features, one row per sample, for a loss or a metric that communicates itself.
 
 With `--as loss` the code under test is the loss, and with `--as metric` the measurement;
-`training/adapters/forms/loss.py` and `metric.py` insert it here. Each row receives the gradient of
+`training/adapters/forms/loss.py` inserts it here. Each row receives the gradient of
 its own sample only, so an error in one rank's part is not hidden in a sum over the samples.
 """
 

@@ -11,6 +11,11 @@ One that adds up and leaves the division to its caller is said to be a sum:
 $ distcheck verify --strategy examples/forms/tensor_in_place.py:all_reduce_async --as tensor-sum --world 4
 PASS
 
+One that splits the tensor fails on a scalar, and is called on a vector of all gradients:
+
+$ distcheck verify --strategy examples/forms/tensor_in_place.py:mean_in_pieces_ --as flat-mean --world 4
+PASS
+
 The result is rounded to sixteen bits on its way:
 
 $ distcheck verify --strategy examples/forms/tensor_in_place.py:mean_in_half --world 4
@@ -34,6 +39,11 @@ def mean(tensor: torch.Tensor) -> torch.Tensor:
 
 def all_reduce_async(tensor):
     return dist.all_reduce(tensor, async_op=True)
+
+
+def mean_in_pieces_(tensor):
+    for piece in torch.chunk(tensor, 8):
+        mean_(piece)
 
 
 def mean_in_half(tensor: torch.Tensor) -> torch.Tensor:

@@ -433,3 +433,172 @@ class Breaks(OfBoth):
 
     def sync_gradients(self):
         pass
+
+
+def of_groups(param_groups, divisor=None):
+    for group in param_groups:
+        for p in group["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= divisor or dist.get_world_size()
+
+
+def of_groups_sum(parts):
+    """Nothing but the use of its parameter tells what it is."""
+    for part in parts:
+        for p in part["params"]:
+            dist.all_reduce(p.grad)
+
+
+class RunsBackward(torch.optim.Optimizer):
+    """Its closure returns the loss, and step() runs backward."""
+
+    def __init__(self, params, local_opt):
+        super().__init__(params, {})
+        self.local_opt, self.divisor = local_opt, dist.get_world_size()
+
+    def step(self, closure):
+        self.differentiate(closure)
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor
+        self.local_opt.step()
+
+    def differentiate(self, closure):
+        loss = closure()
+        self.zero_grad()
+        loss.backward()
+
+
+class RunsBackwardSum(RunsBackward):
+    def __init__(self, params, local_opt):
+        super().__init__(params, local_opt)
+        self.divisor = 1
+
+
+class NeedsClosure(RunsBackward):
+    """Its closure runs backward, as those of torch's optimizers do."""
+
+    def differentiate(self, closure):
+        self.loss = closure()
+
+
+class ClosesTwice(RunsBackward):
+    def differentiate(self, closure):
+        closure(), closure()
+
+
+class HooksDDP:
+    """Registers its hook on the module that DDP has made."""
+
+    def __init__(self, made):
+        made.register_comm_hook(self, self.hook)
+
+    divided = True
+
+    @staticmethod
+    def hook(state, bucket):
+        tensor = bucket.buffer() / (dist.get_world_size() if state.divided else 1)
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+class HooksDDPSum(HooksDDP):
+    divided = False
+
+
+class SendsLater:
+    """Steps the parameters of a rank, and sends them in a method of its own."""
+
+    def __init__(self, param_groups, dp_group, optimizer_cls=torch.optim.SGD, **settings):
+        self.params = [p for group in param_groups for p in group["params"]]
+        self.group = dp_group
+        mine = self.params[dist.get_rank(dp_group) :: dist.get_world_size(dp_group)]
+        self.inner = optimizer_cls(mine, **settings)
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+    def step(self):
+        self.inner.step()
+
+    def sync_params(self):
+        for i, p in enumerate(self.params):
+            dist.broadcast(p.data, self.owner(i), group=self.group)
+
+    def owner(self, index):
+        return index % dist.get_world_size()
+
+
+class SendsOfOne(SendsLater):
+    def owner(self, index):
+        return 0
+
+
+class PassesAllOn(torch.optim.SGD):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.divisor = dist.get_world_size()
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= self.divisor
+        super().step()
+
+
+class PassesAllOnSum(PassesAllOn):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.divisor = 1
+
+
+class CallsRemoved(PassesAllOn):
+    def step(self):
+        removed: Any = dist
+        removed.all_reduce_multigpu([p.grad for p in self.param_groups[0]["params"]])
+
+
+def server(model, world_size=None, rankid=None, opt=None, divisor=None):
+    """One rank steps for all, and sends its parameters; nothing of it has a usable default."""
+    for p in model.parameters():
+        dist.reduce(p.grad, 0)
+        p.grad /= divisor or world_size
+    if rankid == 0:
+        opt.step()
+    for p in model.parameters():
+        p = p.data
+        if rankid == 0:
+            for other in range(1, world_size):
+                dist.send(p, other)
+        else:
+            dist.recv(p, 0)
+
+
+def server_sum(model, world_size=None, rankid=None, opt=None):
+    server(model, world_size, rankid, opt, divisor=1)
+
+
+def of_models(models):
+    """Of one process: its ranks are a list."""
+    for model in models:
+        model.fc.weight.grad /= len(models)
+
+
+def in_chunks(tensor, divisor=None):
+    """Fails on a tensor with fewer rows than ranks."""
+    pieces = torch.chunk(tensor, dist.get_world_size())
+    assert len(pieces) == dist.get_world_size()
+    for piece in pieces:
+        dist.all_reduce(piece)
+    tensor /= divisor or dist.get_world_size()
+
+
+def in_chunks_sum(tensor):
+    in_chunks(tensor, divisor=1)
+
+
+def in_whole_chunks(tensor):
+    """Drops what is left over of a division by the number of ranks."""
+    rows = len(tensor) // dist.get_world_size()
+    assert rows
+    in_chunks(tensor[: rows * dist.get_world_size()])

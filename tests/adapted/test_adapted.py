@@ -283,6 +283,21 @@ GIVEN = [
     Given("guessed:WithoutSettingsSum", "optimizer", SCALE, cause="missing-division"),
     Given("guessed:OfBoth", "wrapper", steps=2),
     Given("guessed:OfBothSum", "wrapper", SCALE, cause="missing-division"),
+    Given("guessed:of_groups", "model", steps=2),
+    Given("guessed:of_groups_sum", "model", SCALE, cause="missing-division"),
+    Given("guessed:of_groups_sum", "model", SCALE, world=3, cause="missing-division"),
+    Given("guessed:RunsBackward", "optimizer", steps=2),
+    Given("guessed:RunsBackwardSum", "optimizer", SCALE, cause="missing-division"),
+    Given("guessed:NeedsClosure", "optimizer", steps=2),
+    Given("guessed:HooksDDP", "wrapper", steps=2),
+    Given("guessed:HooksDDPSum", "wrapper", SCALE, cause="missing-division"),
+    Given("guessed:HooksDDPSum", "wrapper", SCALE, world=3, cause="missing-division"),
+    Given("guessed:SendsLater", "sharded-optimizer", steps=2),
+    Given("guessed:SendsLater", "sharded-optimizer", world=3, steps=2),
+    Given("guessed:PassesAllOn", "own-optimizer", steps=2),
+    Given("guessed:PassesAllOnSum", "own-optimizer", SCALE, cause="missing-division"),
+    Given("guessed:server", "steps-inside", steps=2),
+    Given("guessed:server", "steps-inside", world=3, steps=2),
     Given("script:average_gradients"),
     Given("script:forgets_to_divide", "", SCALE, cause="missing-division"),
 ]  # fmt: skip
@@ -345,9 +360,32 @@ def test_the_optimizer_of_the_workload_replaces_a_sharded_one(name: str, causes:
     assert [found.cause for found in case.diagnosis] == causes
 
 
-def test_what_breaks_in_every_way_is_reported() -> None:
-    (case,) = verify(["guessed:Breaks"], world=2, steps=1).cases
+@pytest.mark.parametrize("name", ["Breaks", "CallsRemoved"])
+def test_what_breaks_in_every_way_is_reported(name: str) -> None:
+    (case,) = verify([f"guessed:{name}"], world=2, steps=1).cases
     assert [found.cause for found in case.diagnosis] == ["crash"]
+
+
+def test_parameters_that_another_rank_steps_are_sent_by_it() -> None:
+    (case,) = verify(["guessed:SendsOfOne"], world=2, steps=2).cases
+    assert case.verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("in_chunks", "pass"), ("in_chunks_sum", "fail"), ("in_whole_chunks", "fail")],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_code_that_fails_on_small_tensors_gets_a_vector(
+    name: str, verdict: str, world: int
+) -> None:
+    report = distcheck.verify(
+        f"{HERE / 'guessed.py'}:{name}", workload=["lattice", "cnn"], world=world, batch=96
+    )
+    of_lattice = [case for case in report.cases if case.case.workload == "lattice"]
+    forms = [(case.case.adaptation.form, case.verdict) for case in of_lattice]
+    assert forms == [("flat-mean", verdict)]
+    assert any("small tensors are not judged" in note for note in of_lattice[0].notes)
 
 
 def test_a_form_that_was_found_says_how_to_pin_it() -> None:
@@ -503,6 +541,9 @@ def verify(specs: list[str], **options: Any) -> distcheck.Report:
         ("guessed:of_marked_parameters", {}, "reads the attribute is_replicated, which these"),
         ("guessed:needs_to_be_set_up", {}, "not set up (.|\n)*before its first collective"),
         ("guessed:of_a_part", {}, "no attribute 'encoder'"),
+        ("guessed:server_sum", {}, r"fails in all (.|\n)*--as steps-inside --arg world_size=@wor"),
+        ("guessed:of_models", {}, "its file calls no collective; pass the function that commu"),
+        ("guessed:ClosesTwice", {}, "calls its closure more than once in a step"),
         ("guessed:needs_a_setting", {}, "before its first collective: it needs state that the "
             "training"),
         ("published:ScalesToNothing", {}, "scale_loss of .* returned a NoneType; expected the"),

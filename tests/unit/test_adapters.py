@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from distcheck.training.adapters.forms import comm_hook
 from distcheck.training.adapters.options import adaptation_of
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import check_spelling, load_strategy
+from distcheck.training.loading import check_spelling, load_strategy, load_trained, look_at
 from distcheck.training.scripts import trains_at
 
 STEP = Step(index=0, rank=0, world_size=1, samples=1, total_samples=1)
@@ -95,6 +96,11 @@ def choose_form(target: Target) -> str:
         ("class f:\n  def __init__(self, module): pass", "f", "wrapper"),
         ("class f:\n  def __init__(self, optimizer): pass", "f", "optimizer"),
         ("class f:\n  def __init__(self, params, optimizer_cls): pass", "f", "sharded-optimizer"),
+        ("import torch\nclass f(torch.optim.SGD):\n  def __init__(self, *a, **k): pass", "f",
+         "own-optimizer"),
+        ("import torch\nclass f(torch.optim.Optimizer):\n  def __init__(self, params, local_opt): "
+         "pass", "f", "optimizer"),
+        ("class f:\n  def __init__(self, x): x.register_comm_hook(0, 0)", "f", "wrapper"),
         ("class f:\n  def __init__(self, x): pass\n  def g(self): pass", "f.g", "method"),
         ("class f:\n  def __init__(self, model): pass\n  def g(self): pass", "f.g", "wrapper"),
         ("class f:\n  def __init__(self, model, optimizer): pass\n  def g(self): pass", "f.g",
@@ -157,15 +163,36 @@ def test_hooks_on_a_list_of_parameters_are_registered_once(tmp_path: Path) -> No
     assert choose_form(written(tmp_path, source)) == "hooks"
 
 
+@pytest.mark.parametrize(
+    ("body", "role"),
+    [("x @ y.transpose(0, 1)", "features"), ("cross_entropy(x, y)", "labels")],
+)
+def test_a_view_may_be_named_like_labels(tmp_path: Path, body: str, role: str) -> None:
+    (tmp_path / "code.py").write_text(f"def f(x, y): return {body}")
+    workload: Any = load_trained(f"{tmp_path / 'code.py'}:f", Adaptation(form="loss")).workload
+    assert workload._given == {"x": "features", "y": role}
+
+
+@pytest.mark.parametrize(("default", "known"), [("", False), ("=None", True)])
+def test_a_closure_that_is_required_is_exercised(tmp_path: Path, default: str, known: bool) -> None:
+    source = (
+        f"class f:\n  def __init__(self, opt): pass\n  def step(self, closure{default}): closure()"
+    )
+    (tmp_path / "code.py").write_text(source)
+    uses = look_at(f"{tmp_path / 'code.py'}:f", Adaptation()).uses
+    assert ("closure" in [use.feature for use in uses]) is known
+
+
 def test_every_form_has_what_a_form_needs() -> None:
     """A row says when the code is called, or has a file of its own."""
-    assert len({form.name for form in forms.FORMS}) == len(forms.FORMS) == 22
+    assert len({form.name for form in forms.FORMS}) == len(forms.FORMS) == 23
     files = {path.stem for path in Path(forms.__file__).parent.glob("*.py")} - {"__init__"}
-    of_rows = {form.name.replace("-", "_") for form in forms.FORMS if form.called is None}
+    own = [form for form in forms.FORMS if form.called is None]
+    of_rows = {form.file or form.name.replace("-", "_") for form in own}
     assert files == of_rows
     for form in forms.FORMS:
         assert form.example
-        assert callable(form.own.adapt if form.called is None else form.fits_row)
+        assert callable(form.own.adapt if form.called is None else form.fits)
         assert form.called is None or (form.lacks and form.note)
 
 

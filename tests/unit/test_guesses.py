@@ -118,6 +118,13 @@ LOAD = "def __init__(self, module): self.module = module\n    def __call__(self,
         # The other value of an argument that describes a run of one process.
         ("def f(model, world_size=1): model.parameters()", ["model @world_size"]),
         ("def f(model, size=1, rank=1): model.parameters()", []),
+        ("def f(model, world_size=None): model.parameters()", ["model @world_size"]),
+        ("def f(model, group=None): model.parameters()", []),
+        (
+            "def f(model, rank, optimizer):\n    model.parameters()\n    optimizer.step()\n"
+            "    dist.broadcast(model, 0)",
+            ["optimizer", "steps-inside", "model"],
+        ),
         (
             "class f:\n    def __init__(self, n_workers=1): self.n = n_workers\n"
             "    def average_grads(self, model): pass",

@@ -1,6 +1,7 @@
 """Turns an object into a strategy: selects its form, fills in parameters, checks for calls."""
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from distcheck.contract import CONTRACT_ATTRIBUTE, Build, Step
+from distcheck.contract import CONTRACT_ATTRIBUTE, Batch, Build, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
@@ -97,6 +98,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
+    loaded = _with_closure(loaded, target, scene)
     once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     if start_up.making and hasattr(target.maker, "zero_grad"):
@@ -151,10 +153,8 @@ def _usual_method(value: Any) -> str:
 
 def _of_script(target: Target) -> str:
     line = getattr(target.module, scripts.ONLY_DEFINED, 0)
-    if not line:
-        return ""
-    file = target.spec.partition(":")[0]
-    return f"{file} trains when it is imported (line {line}), so only its definitions were executed"
+    said = f"{target.spec.partition(':')[0]} trains when it is imported (line {line}), so only "
+    return f"{said}its definitions were executed" * bool(line)
 
 
 def _method_of(target: Target, method: str) -> Target:
@@ -227,17 +227,16 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
     object with a method that sets it up for a model is created before training.
     """
     owner = target.owner
-    if owner is None or not target.is_unbound or issubclass(owner, nn.Module):
+    if owner is None or not target.is_unbound:
         return target
-    if inspect.isabstract(owner):  # it cannot be instantiated
+    if issubclass(owner, nn.Module) or inspect.isabstract(owner):
         return target
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
     asks_for = {p.name: meaning_of(p.name) for p in required(named_parameters(owner))}
     assigned = target.arguments
-    if any(meaning not in _FIXED and name not in assigned for name, meaning in asks_for.items()):
-        return target
-    if any(name.startswith("self.") for name in assigned):
+    unknown = [n for n, meaning in asks_for.items() if meaning not in _FIXED and n not in assigned]
+    if unknown or any(name.startswith("self.") for name in assigned):
         return target
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
@@ -320,12 +319,39 @@ def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODUL
     )
 
 
+def _with_closure(loaded: LoadedStrategy, target: Target, scene: Scene) -> LoadedStrategy:
+    """Return the strategy with backward in the closure that its step() requires; or in step(), if
+    that runs backward itself.
+    """
+    if loaded.update != "optimizer" or loaded.backward or not target.takes_closure:
+        return loaded
+    runs_it = any("backward" in source.words for source in sources_of(target.value, "step"))
+    losses: list[torch.Tensor] = []
+
+    def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
+        losses.append(loss_of(batch))
+        return losses[-1].detach()
+
+    def closure() -> torch.Tensor:
+        if not losses:
+            raise UsageError(f"{target.spec!r} calls its closure more than once in a step")
+        loss = functools.reduce(torch.add, losses)
+        losses.clear()
+        if not runs_it:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    scene.closure = closure
+    return dataclasses.replace(loaded, backward=backward)
+
+
 def _watched(
     loaded: LoadedStrategy, scene: Scene, free: FreeNames, start_up: StartUp, target: Target
 ) -> LoadedStrategy:
     """Return the strategy with the scene kept up to date, and an error if never called."""
 
     def wrap(model: nn.Module) -> nn.Module:
+        model = nn.parallel.DistributedDataParallel(model) if target.hooks_ddp else model
         scene.begin(model)
         free.publish()
         return loaded.wrap(start_up.run(model))

@@ -40,8 +40,8 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     note = f"{target.signature}{form.note}"
     if form.handed == "gradients":
         return target.loaded(note, sync=_of_all_gradients(target, scene))
-    if form.handed == "each gradient":
-        return target.loaded(note, sync=_of_each_gradient(target, scene, divide=form.divides))
+    if form.handed in ("each gradient", "flat gradient"):
+        return target.loaded(note, sync=_of_tensors(form, target, scene))
     call = _call_of(form, target, scene)
     if once:
         return target.loaded(note, wrap=_once(call))
@@ -66,7 +66,8 @@ def _needs_no_remark(target: Target) -> bool:
     """Return True for f(model) and f(model, step)."""
     if target.adaptation.arguments or target.source.returns_many:
         return False
-    return len(target.required) <= 1 and target.kind_of_first in ("model", "")
+    kinds = {target.kind_of_first, target.source.meaning_of(target.first)}
+    return len(target.required) <= 1 and kinds <= {"model", ""}
 
 
 def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
@@ -81,7 +82,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
             "called; distcheck runs one model per process, so pass the function that "
             "synchronizes gradients between processes"
         )
-    is_subject = of_parameters or meaning_of(first) in ("", "model")
+    is_subject = of_parameters or target.source.meaning_of(first) in ("", "model")
     supplied = [first] if first and is_subject and first not in target.arguments else []
     takes_all, stepped = False, list[str]()
     if form.handed == "model" and form.called in ("after backward", "after the optimizer's step"):
@@ -103,7 +104,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     def call() -> Any:
         model = scene.live_model
         if is_wrapped and not hasattr(model, "module"):
-            model = _Holder(model)
+            model = nn.ModuleDict({"module": model})  # as DDP holds it
         if takes_all:  # f(*arguments)
             scene.calls += 1
             return target.value(model, scene.step)
@@ -141,18 +142,6 @@ class _Owner:
             raise AttributeError(f"an object that holds the model has no attribute {name!r} here")
         listed = "listed_" * (meaning in ("parameters", "named_parameters"))
         return self._scene.value(f"{listed}{meaning}")
-
-
-class _Holder(nn.Module):
-    """A model as DDP holds it, for code that reads `model.module`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's."""
-        return self.module(*inputs, **named)
 
 
 def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
@@ -241,7 +230,7 @@ def _of_all_gradients(target: Target, scene: Scene) -> Sync:
     return sync
 
 
-def _of_each_gradient(target: Target, scene: Scene, *, divide: bool) -> Sync:
+def _of_tensors(form: Form, target: Target, scene: Scene) -> Sync:
     into = [p.name for p in target.required[1:] if p.name in names.RECEIVED]
     if not into and target.first in names.SENT:
         into = [p.name for p in target.parameters[1:] if p.name in names.RECEIVED]
@@ -266,10 +255,31 @@ def _of_each_gradient(target: Target, scene: Scene, *, divide: bool) -> Sync:
         return sent if in_place else torch.as_tensor(answer)
 
     def sync(model: nn.Module, step: Step) -> None:
-        for parameter in present(scene.parameters()):
+        parameters = present(scene.parameters())
+        if form.handed == "flat gradient":
+            _reduce_flat(parameters, reduce, step, what=repr(target.spec))
+            return
+        for parameter in parameters:
             assert parameter.grad is not None
             take_back([parameter], reduce(parameter.grad), what=repr(target.spec))
-            if divide:
+            if form.divides:
                 parameter.grad.div_(step.shards)
 
     return sync
+
+
+def _reduce_flat(parameters: list[nn.Parameter], reduce: Any, step: Step, *, what: str) -> None:
+    """Reduce a vector of all gradients of each dtype. If the ranks divide its length, it begins
+    with one more element, so that a remainder which the code drops is noticed.
+    """
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        some = [p for p in parameters if p.dtype == dtype]
+        parts = [p.grad.reshape(-1) for p in some if p.grad is not None]
+        sizes = [len(part) for part in parts]
+        more = int(sum(sizes) % step.world_size == 0)
+        flat = torch.cat([parts[0].new_zeros(more), *parts])
+        answer = reduce(flat)
+        if answer.shape != flat.shape:
+            take_back(some, answer, what=what)
+        pieces = answer[more:].split(sizes)
+        take_back(some, [t.view(p.shape) for t, p in zip(pieces, some, strict=True)], what=what)

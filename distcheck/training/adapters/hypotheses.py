@@ -21,11 +21,12 @@ from distcheck.records import Adaptation
 from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
 from distcheck.training.adapters.forms.own_optimizer import parameters_name
 from distcheck.training.adapters.forms.wrapper import first_phases, is_known
-from distcheck.training.adapters.names import NO_FINISH
-from distcheck.training.adapters.source import COLLECTIVES, Source
+from distcheck.training.adapters.names import NO_FINISH, meaning_of
+from distcheck.training.adapters.source import COLLECTIVES, SENDS_PARAMETERS, Source
 from distcheck.training.adapters.target import (
     Target,
     is_of_one_process,
+    meaning_in,
     named_parameters,
     own_names,
     required,
@@ -41,10 +42,6 @@ _MOST_UNKNOWN = 3  # arguments whose values are tried together; chosen
 _BY_KIND = {
     "model": "model", "models": "model", "optimizer": "model", "parameters": "parameters",
     "gradients": "gradients", "tensor": "tensor-mean",
-}  # fmt: skip
-# Calls with which an owner sends updated parameters to the other ranks.
-_SENDS_PARAMETERS = {
-    "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
 }  # fmt: skip
 _DIVIDES = {"average", "avg", "mean", "divide", "normalize", "average_gradients", "take_mean"}
 # Methods of a wrapper that a training loop uses for other purposes.
@@ -95,17 +92,14 @@ def _with_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> list
 
 
 def is_declared(target: Target) -> bool:
-    """Return True if it declares how it is called: by methods, signature or contract."""
-    own = form_of("strategy").fits(target) or _takes_step(target)
+    """Return True if it declares how it is called: by methods or a contract, or as a function
+    `f(model, step)` that reads attributes of `contract.Step`.
+    """
+    own = form_of("strategy").fits(target)
+    if target.is_function and [p.name for p in target.parameters] == ["model", "step"]:
+        read = set[str]().union(*(source.attributes_of("step") for source in target.reached))
+        own |= bool(read) and read <= {*dir(Step), *Step.__annotations__}
     return (own and target.adaptation.form is None) or hasattr(target.value, CONTRACT_ATTRIBUTE)
-
-
-def _takes_step(target: Target) -> bool:
-    """Return True for a function `f(model, step)` that reads attributes of `contract.Step`."""
-    if not target.is_function or [p.name for p in target.parameters] != ["model", "step"]:
-        return False
-    read = set[str]().union(*(source.attributes_of("step") for source in target.reached))
-    return bool(read) and read <= {*dir(Step), *Step.__annotations__}
 
 
 def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[Adaptation]]:
@@ -116,23 +110,23 @@ def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[
     form = said.form or (guess.name if guess is not None else None)
     forms = [name for name in _forms(target) if name != form and not said.form]
     others = [replace(said, form=name) for name in forms]
-    more = (tuple(handed_once), _worlds(target), _divisions(target, form))
-    others += [
-        replace(said, form=form, arguments=(*said.arguments, *pairs)) for pairs in more if pairs
-    ]
+    more = [(form, tuple(handed_once)), (form, _divisions(target, form))]
+    more += [(one, _facts(target)) for one in (form, *forms)]
+    others += [replace(said, form=f, arguments=(*said.arguments, *p)) for f, p in more if p]
     around = [one for one in (form, *forms) if one in ("optimizer", "sharded-optimizer")]
     after = _methods(target.value) if around and target.is_class and not said.finish else []
     one, both = _phases(target, form)
     return [others, [*(replace(said, form=f, finish=m) for f in around for m in after), *one], both]
 
 
-def _worlds(target: Target) -> tuple[tuple[str, str], ...]:
-    """Return the alternative values of parameters whose default describes a single process: a
-    constructor receives the world's values first, a function its defaults.
+def _facts(target: Target) -> tuple[tuple[str, str], ...]:
+    """Return the alternative values of parameters whose default is None, or describes a single
+    process: a constructor receives the world's values first, a function its defaults.
     """
-    found = [
-        p for p in target.parameters if is_of_one_process(p) and p.name not in target.arguments
-    ]
+    facts = () if target.is_class else ("rank", "world_size", "optimizer")
+    free = [p for p in target.parameters if p.name not in target.arguments]
+    absent = [p for p in free if p.default is None and meaning_of(p.name) in facts]
+    found = [p for p in free if p in absent or is_of_one_process(p)]
     return tuple((p.name, repr(p.default) if target.is_class else f"@{p.name}") for p in found)
 
 
@@ -179,6 +173,9 @@ def _of_function(target: Target) -> Iterator[str]:
     if "optimizer" in kinds or "optimizer" in asked:
         yield from ("step", "optimizer", *["engine"] * makes)
     yield from (name for name in ("after-step", "steps-inside") if form_of(name).fits(target))
+    sends = "step" in target.words and target.words & {"broadcast", "send", "isend"}
+    if "optimizer" in asked and sends and {"rank", "get_rank"} & {*asked, *target.words}:
+        yield "steps-inside"  # one rank's, which sends the parameters
     if not target.source.registers_hooks:
         yield from (_BY_KIND[kind] for kind in kinds)
     if _divisions(target, "tensor-mean"):  # its caller may divide
@@ -198,18 +195,15 @@ def _possible_kinds(target: Target) -> set[str]:
 def _of_class(kind: type) -> Iterator[str]:
     taken = required(named_parameters(kind))
     is_optimizer = issubclass(kind, torch.optim.Optimizer)
-    constructor = Source(kind.__init__)  # type: ignore[misc]
     words = set[str]().union(*(Source(getattr(kind, name)).words for name in written(kind)))
-    first = constructor.meaning_of(taken[0].name) if taken else ""
-    text = str(taken[0].annotation) if taken else ""
-    first = "model" if "Module" in text else "optimizer" if "Optimizer" in text else first
+    first = meaning_in(kind, taken[0]) if taken else ""
     if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):
         yield "context"
     if taken and first in ("optimizer", "") and (is_optimizer or callable(_own(kind, "step"))):
         yield "optimizer"
-        yield from ["sharded-optimizer"] if words & _SENDS_PARAMETERS else []
+        yield from ["sharded-optimizer"] if words & SENDS_PARAMETERS else []
     if is_optimizer:
-        own = ["own-optimizer", *["sharded-optimizer"] * bool(words & _SENDS_PARAMETERS)]
+        own = ["own-optimizer", *["sharded-optimizer"] * bool(words & SENDS_PARAMETERS)]
         yield from own if parameters_name(kind) else []
         return
     if taken and (first in ("model", "") or first.endswith("parameters")):

@@ -39,7 +39,8 @@ TENSORS = SENT | _names(
 )
 
 _FACTS = {
-    "rank": "rank my_rank rank_id worker_id proc_id process_id global_rank id_rank this_rank",
+    "rank": "rank my_rank rank_id worker_id proc_id process_id global_rank id_rank this_rank "
+    "rankid",
     "local_rank": "local_rank gpu gpu_id device_id",
     "world_size": "world_size size num_ranks n_ranks nranks nprocs num_procs n_procs world "
     "num_replicas num_processes num_workers n_workers number_of_processes num_proc comm_size "
@@ -66,6 +67,8 @@ _FACTS = {
     "named_parameters": "named_parameters named_params",
     "listed_named_parameters": "named_param_list named_parameter_list",
     "gradients": " ".join(GRADIENTS | GRADIENTS_IN | GRADIENTS_OUT),
+    "groups": "param_groups parameter_groups",
+    "closure": "closure",
     "timer": "timer",
     "bucket_mb": "bucket_size_mb bucket_cap_mb bucket_mb bucket_size_mib buffer_size_mb cap_mb",
     "bucket_bytes": "bucket_size_bytes bucket_bytes bucket_cap_bytes bucket_cap buffer_size",

@@ -49,6 +49,7 @@ class Scene:
     optimizer: Any = None
     make_optimizer: Callable[[nn.Module], Any] | None = None  # before the loop does
     step: Step | None = None
+    closure: Callable[[], torch.Tensor] | None = None  # returns the loss, as code requests it
     rate: float | None = None  # a learning rate that replaces the optimizer's
     calls: int = 0
     used: set[str] = field(default_factory=set)
@@ -80,7 +81,7 @@ class Scene:
 
     def value(self, meaning: str) -> Any:
         """Return the current value of a meaning. Raises UsageError if it does not exist yet."""
-        if meaning in ("model", "optimizer", "step"):
+        if meaning in ("model", "optimizer", "step", "closure"):
             return self._live(meaning)
         makers: dict[str, Callable[[], Any]] = {
             "rank": dist.get_rank,
@@ -99,7 +100,7 @@ class Scene:
             "samples": lambda: self._live("step").samples,
             "tokens": lambda: self._live("step").tokens,
             "root": lambda: 0,
-            "timer": lambda: _no_timer,
+            "timer": lambda: lambda *_, **__: contextlib.nullcontext(),
             # Smaller than DDP's, so that a small model fills more than one.
             "bucket_mb": lambda: 1,
             "bucket_bytes": lambda: 1 << 20,
@@ -108,6 +109,7 @@ class Scene:
             "named_parameters": lambda: self.live_model.named_parameters(),
             "listed_named_parameters": lambda: list(self.live_model.named_parameters()),
             "gradients": lambda: [p.grad for p in self.parameters() if p.grad is not None],
+            "groups": lambda: self._live("optimizer").param_groups,
         }
         return makers[meaning]()
 
@@ -194,7 +196,9 @@ class Scene:
             self._renew(self._namespace)
             return self._namespace
         rank, size = self.value("rank"), self.value("world_size")
-        facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": _gpu(rank)}
+        facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": rank}
+        if torch.cuda.is_initialized():
+            facts["gpu"] = torch.cuda.current_device()
         facts |= {"world_size": size, "size": size, "nprocs": size, "num_nodes": size}
         facts |= {"distributed": True, "backend": self.value("backend")}
         facts |= {"device": self.value("device"), "process_group": self.value("group")}
@@ -362,13 +366,3 @@ def _communicator() -> Any:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
-
-
-def _no_timer(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that replaces a timer, as in `with timer("reduce"):`."""
-    return contextlib.nullcontext()
-
-
-def _gpu(rank: int) -> int:
-    """Return the index of this rank's GPU, or the rank if there is none."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else rank

@@ -35,6 +35,10 @@ COLLECTIVES = {
     "reduce_scatter_tensor", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "gather",
     "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object",
 } | (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"})  # fmt: skip
+# Calls with which an owner sends updated parameters to the other ranks.
+SENDS_PARAMETERS = {
+    "broadcast", "all_gather", "all_gather_into_tensor", "broadcast_coalesced", "send", "isend",
+}  # fmt: skip
 
 _ADDING = {"append", "extend", "add", "update", "insert", "setdefault"}
 _YIELD = ("list", "tuple", "enumerate", "zip", "reversed", "sorted", "iter", "tqdm")
@@ -184,8 +188,8 @@ class Source:
 
     def use_of(self, name: str) -> str:
         """Return the kind of a variable judged by its use, regardless of its name: a `model`, an
-        `optimizer`, a `communicator` of mpi4py, a `group`, or the `distributed` module; empty if
-        ambiguous.
+        `optimizer`, its `groups` of parameters, a `communicator` of mpi4py, a `group`, or the
+        `distributed` module; empty if ambiguous.
         """
         used = self.attributes_of(name)
         for attributes, use in (
@@ -196,6 +200,10 @@ class Source:
         ):
             if used & attributes:
                 return use
+        elements = {element for node in self._nodes for element in _elements_of(node, name)}
+        parts = {ast.unparse(node) for node in self._nodes if isinstance(node, ast.Subscript)}
+        if any(f"{element}['params']" in parts for element in elements):
+            return "groups"
         passed = (node for node in self._nodes if isinstance(node, ast.keyword))
         is_group = any(node.arg == "group" and _is_name(node.value, name) for node in passed)
         return "group" if is_group else ""
@@ -224,7 +232,7 @@ class Source:
         is more specific about a model or an optimizer.
         """
         use, named = self.use_of(name), meaning_of(name)
-        return named if use in ("model", "optimizer") and named else use or named
+        return named if use in ("model", "optimizer", "groups") and named else use or named
 
     def calls(self, name: str, attribute: str, method: str) -> bool:
         """Return True if it calls `name.attribute.method()`."""

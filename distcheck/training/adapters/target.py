@@ -1,5 +1,6 @@
 """The code to adapt, and its properties that are known without calling it."""
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
@@ -95,7 +96,7 @@ class Target:
         """Return True if a parameter is a fact of the world or a setting, and not a subject."""
         use = self.source.use_of(name)
         if use:
-            return use not in ("model", "optimizer")
+            return use not in ("model", "optimizer", "groups")
         return name in names.MEANINGS and (name in names.WORLD or name not in names.SUBJECTS)
 
     @property
@@ -150,6 +151,22 @@ class Target:
         return Reached(self.owner, self.module).sources
 
     @property
+    def takes_closure(self) -> bool:
+        """True if its step() requires a closure."""
+        step: Any = getattr(self.value, "step", None) if self.is_class else None
+        return any(p.name == "closure" for p in required(named_parameters(step, skip=1)))
+
+    @property
+    def hooks_ddp(self) -> bool:
+        """True if it registers a communication hook on a module that it receives: DDP's."""
+        called = getattr(self.value, "__init__") if self.is_class else self.value  # noqa: B009
+        source = Source(called)
+        calls = [ast.unparse(n.func) for n in source.nodes if isinstance(n, ast.Call)]
+        is_made = any(one.endswith(("DDP", "DistributedDataParallel")) for one in calls)
+        used = (source.attributes_of(p.name) for p in self.parameters)
+        return not is_made and any("register_comm_hook" in each for each in used)
+
+    @property
     def words(self) -> set[str]:
         """Every name in the reached sources."""
         return set[str]().union(*(source.words | source.attributes for source in self.reached))
@@ -180,27 +197,18 @@ class Target:
         listed = any(word in text for word in ("ist[", "terable", "terator", "equence", "uple["))
         if listed:
             return "parameters" if "Param" in text else "gradients" if "Tensor" in text else ""
-        for word, kind in (
-            ("Module", "model"),
-            ("Optimizer", "optimizer"),
-            ("Tensor", "tensor"),
-            ("ndarray", "tensor"),
-        ):
-            if word in text:
-                return kind
-        return ""
+        by = {"Module": "model", "Optimizer": "optimizer", "Tensor": "tensor", "ndarray": "tensor"}
+        return next((kind for word, kind in by.items() if word in text), "")
 
     def _named_kind(self) -> str:
-        for known, kind in (
-            (names.MODELS, "model"),
-            (names.OPTIMIZERS, "optimizer"),
-            (names.PARAMETERS, "parameters"),
-            (names.GRADIENTS | names.GRADIENTS_IN, "gradients"),
-            (names.TENSORS, "tensor"),
-        ):
-            if self.first in known:
-                return kind
-        return ""
+        known = {
+            "model": names.MODELS,
+            "optimizer": names.OPTIMIZERS,
+            "parameters": names.PARAMETERS,
+            "gradients": names.GRADIENTS | names.GRADIENTS_IN,
+            "tensor": names.TENSORS,
+        }
+        return next((kind for kind, said in known.items() if self.first in said), "")
 
 
 def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
@@ -226,16 +234,29 @@ def annotation(parameter: inspect.Parameter) -> str:
 
 
 def _signed(value: Callable[..., Any]) -> Parameters | None:
-    """Return all parameters of a callable; None if unknown."""
+    """Return all parameters of a callable; None if unknown. A constructor `(*args, **kwargs)` has
+    those of the next one of its bases.
+    """
+    bases = [one for one in getattr(value, "__mro__", ()) if "__init__" in vars(one)][1:-1]
     try:
-        return list(inspect.signature(decorated(value) or value).parameters.values())
+        found = list(inspect.signature(decorated(value) or value).parameters.values())
     except (TypeError, ValueError):
         return None
+    passes_all = [p.kind.name for p in found] == ["VAR_POSITIONAL", "VAR_KEYWORD"]
+    return (_signed(bases[0]) or found) if passes_all and bases else found
 
 
 def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
     """Return the named parameters of a callable; empty if unknown."""
     return [p for p in (_signed(value) or [])[skip:] if p.kind in _NAMED]
+
+
+def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
+    """Return the meaning of a parameter: by its annotation, else by its use or name."""
+    text = str(parameter.annotation)
+    called = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009
+    known = "model" if "Module" in text else "optimizer" if "Optimizer" in text else ""
+    return known or Source(called).meaning_of(parameter.name)
 
 
 def required(parameters: Parameters) -> Parameters:

@@ -60,14 +60,9 @@ def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
             for flag in map(str, flags):
                 values |= {flag.lstrip("-").replace("-", "_"): value for value in default}
     plain = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
-    return {name: repr(value) for name, value in plain.items() if _is_shown_as_it_is(value)}
-
-
-def _is_shown_as_it_is(value: object) -> bool:
-    """Return True if a shell and `--arg` read the printed value unchanged."""
-    if isinstance(value, str):
-        return value.isidentifier()
-    return isinstance(value, int | float | bool)
+    # A shell and `--arg` read these unchanged.
+    words = {name for name, v in plain.items() if isinstance(v, str) and v.isidentifier()}
+    return {n: repr(v) for n, v in plain.items() if n in words or isinstance(v, int | float)}
 
 
 class FormError(UsageError):

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,7 @@ def class_for(parameter: inspect.Parameter, function: Callable[..., Any]) -> typ
     read = source.attributes_of(parameter.name)
     fitting = (one for one in list(source.names.values()) if inspect.isclass(one)) if read else ()
     found = list(filter(_is_authors, named)) or [
-        one for one in dict.fromkeys(fitting) if _is_authors(one) and read <= set(_members(one))
+        one for one in dict.fromkeys(fitting) if _is_authors(one) and read <= _members(one)
     ]
     return found[0] if len(set(found)) == 1 and found[0] is not function else None
 
@@ -54,10 +54,9 @@ def _is_authors(kind: Any) -> bool:
     return not (of_a_library or special or issubclass(kind, nn.Module | BaseException))
 
 
-def _members(kind: type) -> Iterator[str]:
-    yield from dir(kind)
-    for name in written(kind):
-        yield from Source(getattr(kind, name)).attributes_of("self", assigned=True)
+def _members(kind: type) -> set[str]:
+    own = (Source(getattr(kind, n)).attributes_of("self", assigned=True) for n in written(kind))
+    return set(dir(kind)).union(*own)
 
 
 def text_of(kind: type) -> str:

@@ -29,7 +29,7 @@ Moment = Literal[
     "for the optimizer's step",  # in place of the loop's step
     "after the optimizer's step",
 ]
-Subject = Literal["model", "parameters", "gradients", "each gradient"]
+Subject = Literal["model", "parameters", "gradients", "each gradient", "flat gradient"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,16 @@ class Form:
     computes: bool = False
     takes_methods: bool = False  # True if --finish and --reset apply
     trains: str = ""
+    file: str = ""  # if its name is not the form's
 
     @property
     def own(self) -> Any:
         """The file of a form with its own behavior."""
-        return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}")
+        return importlib.import_module(f"{__name__}.{self.file or self.name.replace('-', '_')}")
 
     def fits(self, target: Target) -> bool:
+        if self.fits_row is None and (self.called or self.file):
+            return False  # only on request
         fits: Callable[[Target], bool] = self.fits_row or self.own.fits
         return fits(target)
 
@@ -82,11 +85,6 @@ def _is_context(target: Target) -> bool:
     own = [base for base in target.value.__mro__ if base.__module__ != "contextlib"]
     is_more = any(name in vars(base) for base in own for name in others)
     return has_both and not is_more and not issubclass(target.value, nn.Module)
-
-
-def _registers_hooks(target: Target) -> bool:
-    kinds = ("model", "parameters", "")
-    return target.is_function and target.source.registers_hooks and target.kind_of_first in kinds
 
 
 def _calls_step(target: Target) -> bool:
@@ -172,6 +170,7 @@ FORMS = (
         name="autograd",
         example="class Wrapper(module), whose forward pass applies a function that averages in "
         "backward",
+        file="wrapper",
         computes=True,
         takes_methods=True,
     ),
@@ -183,7 +182,11 @@ FORMS = (
     Form(
         name="hooks",
         example="f(model), called once: registers hooks that synchronize during backward",
-        fits_row=_registers_hooks,
+        fits_row=lambda one: (
+            one.is_function
+            and one.source.registers_hooks
+            and one.kind_of_first in ("model", "parameters", "")
+        ),
         called="once before training",
         lacks="is not a function of a model",
         note=", called once before training: it registers hooks",
@@ -254,8 +257,7 @@ FORMS = (
     Form(
         name="tensor-sum",
         example="the same, but it leaves the sum; distcheck divides it by the world size",
-        # Only on request: a sum that the caller divides looks the same as a forgotten division.
-        fits_row=lambda target: False,
+        # A sum that the caller divides looks the same as a forgotten division.
         called="after backward",
         handed="each gradient",
         divides=True,
@@ -263,15 +265,25 @@ FORMS = (
         note=", applied to every gradient, which is then divided by the world size",
     ),
     Form(
+        name="flat-mean",
+        example="the same as tensor-mean, of one vector with all gradients",
+        called="after backward",
+        handed="flat gradient",
+        lacks="takes no tensor",
+        note=", applied to a vector of all gradients",
+    ),
+    Form(
         name="loss",
         example="loss(features, labels), or of two views, a function or a module that "
         "communicates by itself; distcheck averages the gradients",
+        file="loss",  # a function of two tensors can be anything
         computes=True,
         trains="features",
     ),
     Form(
         name="metric",
         example="an object with update(...) on a rank's samples and compute() over those of all",
+        file="loss",
         computes=True,
         trains="features",
     ),

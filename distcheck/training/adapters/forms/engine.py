@@ -16,6 +16,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Build, LossOf, Step
 from distcheck.errors import UsageError
+from distcheck.training.adapters.forms.wrapper import Carrier
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
@@ -56,11 +57,15 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, target.value, what=what, supplied=taken)
     made: list[Engine] = []
-    modules: list[EngineModule] = []
+    modules: list[Carrier] = []
 
     def wrap(model: nn.Module) -> nn.Module:
-        modules.append(EngineModule(model))
+        modules.append(Carrier(model, lambda *inputs, **named: called()(*inputs, **named), None))
         return modules[-1]
+
+    def called() -> Any:
+        """Return the engine; the model before there is one."""
+        return made[-1].engine if made else modules[-1].carried
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         model = modules[-1].carried
@@ -70,7 +75,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         except ModuleNotFoundError as error:
             raise not_installed(error) or error from None
         made.append(Engine(answer, model, built, what))
-        modules[-1].take(made[-1])
+        modules[-1].no_sync = made[-1].no_sync  # type: ignore[assignment]
         return EngineOptimizer(made[-1])
 
     def backward(loss_of: LossOf, batch: Batch, step: Step) -> torch.Tensor:
@@ -151,27 +156,6 @@ class Engine:
             )
         known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return OfItsOwn(known) if isinstance(tensors, OfItsOwn) else known
-
-
-class EngineModule(nn.Module):
-    """The module that the loop trains: its forward calls the engine."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.carried = model
-        self._engine: list[Engine] = []  # a list, so that it does not become a submodule
-
-    def take(self, engine: Engine) -> None:
-        """Set the engine, once it is created."""
-        self._engine[:] = [engine]
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the engine's forward; the model's before there is an engine."""
-        called = self._engine[0].engine if self._engine else self.carried
-        return called(*inputs, **named)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self._engine[0].no_sync()
 
 
 class EngineOptimizer(OptimizerProxy):

@@ -1,5 +1,5 @@
 """A loss that communicates itself: it takes features and returns one number over all ranks'
-samples.
+samples. Or a metric: an object with `update` and `compute`.
 
 Such code gathers features, labels or sums over the ranks, so that a step equals that of one process
 with all samples. It is trained on a table of features (`workloads/features.py`), and distcheck
@@ -8,6 +8,10 @@ The reference passes all samples to the same loss, in a group of one rank.
 
 The loss's arguments follow from its parameters: labels by their name, and one view of the samples
 for each other parameter without a default.
+
+Each rank updates a metric with its own samples, in chunks of different sizes, and computes. Every
+rank's result must equal that of one process with all samples. A metric is cleared by its `reset`
+before each step if it has one, and recreated otherwise.
 """
 
 import copy
@@ -24,37 +28,40 @@ from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters, required
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.workloads.features import Workload
+from distcheck.workloads.features import Measuring, Workload
 
 _LABELS = {"labels", "label", "target", "targets", "y", "y_true", "classes", "ids", "groups"}
-
-
-def fits(target: Target) -> bool:
-    """Return False: a function of two tensors can be anything, so the form must be requested."""
-    return False
+_OF_A_MATRIX = {"transpose", "t", "T", "mT", "mm", "matmul", "norm"}
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that averages every gradient over the ranks after backward."""
+    """Return a strategy that averages every gradient over the ranks after backward; a metric has
+    communicated before.
+    """
+    of_metric = target.adaptation.form == "metric"
 
     def sync(model: nn.Module, step: Step) -> None:
         scene.calls += 1
-        _average(model)
+        if not of_metric:
+            _average(model)
 
-    called = f"{target.name}({', '.join(Made(target, scene, 'forward').given)})"
-    said = ", a loss that communicates by itself; gradients are averaged over the ranks, as in DDP"
-    return in_a_mesh(target.loaded(f"{called}{said}", sync=sync))
+    given = ", ".join(Made(target, scene).given)
+    said = f"{target.name}({given}), a loss that communicates by itself; gradients are averaged "
+    said += "over the ranks, as in DDP"
+    said = f"{target.name}, a metric with update({given}) and compute()" if of_metric else said
+    # No rank's gradient is a term: the full batch alone judges.
+    return target.loaded(said, sync=sync).promising(parallel=(("data", -1),), sync="out-of-sight")
 
 
 def workload(target: Target, scene: Scene) -> Workload:
-    """Return the table of features, trained under this loss."""
-    made = Made(target, scene, "forward")
-    return Workload(made.make, made.given)
-
-
-def in_a_mesh(loaded: LoadedStrategy) -> LoadedStrategy:
-    """Return the strategy judged by the full batch only: no rank's gradient is a term."""
-    return loaded.promising(parallel=(("data", -1),), sync="out-of-sight")
+    """Return the table of features, trained under this loss or measured by this metric."""
+    made = Made(target, scene)
+    if target.adaptation.form != "metric":
+        return Workload(made.make, made.given)
+    given = made.given
+    if len(given) == 1:
+        given = {name: "values" for name, role in given.items() if role != "labels"} or given
+    return Measuring(made.make, given)
 
 
 def _average(model: nn.Module) -> None:
@@ -73,13 +80,14 @@ def _average(model: nn.Module) -> None:
 
 
 class Made:
-    """The code's object, and the arguments of its `method`: "labels", or "features" for a view.
+    """The code's object, and the arguments of its method: "labels", or "features" for a view.
 
     `make` returns a new object of a class or of a function without arguments, a copy of an object,
     or a function of samples itself. Raises UsageError.
     """
 
-    def __init__(self, target: Target, scene: Scene, method: str) -> None:
+    def __init__(self, target: Target, scene: Scene) -> None:
+        method = "update" if target.adaptation.form == "metric" else "forward"
         value, what = target.value, f"strategy {target.spec!r}"
         self.make: Callable[[], Any]
         if inspect.isroutine(value) and target.required:
@@ -94,7 +102,12 @@ class Made:
             names = _handed(getattr(made, method, made), target)
         if not names:
             raise refusal(target, f"{what} takes no samples: {target.signature}")
-        self.given = {name: "labels" if name in _LABELS else "features" for name in names}
+        needed = ("update", "compute") if method == "update" else ()
+        if not all(hasattr(self.make(), name) for name in needed):
+            raise refusal(target, f"strategy {target.spec!r} has no update() and compute()")
+        reads = {n: set[str]().union(*(s.attributes_of(n) for s in target.reached)) for n in names}
+        labels = {n for n in names if n in _LABELS and not reads[n] & _OF_A_MATRIX}
+        self.given = {name: "labels" if name in labels else "features" for name in names}
 
 
 def _handed(function: Any, target: Target) -> list[str]:

@@ -95,7 +95,8 @@ def optimizer_name(target: Target) -> list[str]:
 
 
 def _takes_optimizer(parameter: inspect.Parameter) -> bool:
-    return parameter.name in names.OPTIMIZERS or "Optimizer" in str(parameter.annotation)
+    last = parameter.name.rpartition("_")[2]  # of local_opt
+    return last in names.OPTIMIZERS or "Optimizer" in str(parameter.annotation)
 
 
 class _OfBoth(dict[str, Any]):

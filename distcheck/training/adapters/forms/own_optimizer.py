@@ -62,12 +62,9 @@ def parameters_name(kind: type) -> str:
 
 def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
     """Return the torch optimizer that it derives from; None if only the abstract base class."""
-    for each in made.__mro__[1:]:
-        if each is torch.optim.Optimizer:
-            return None
-        if each.__module__.startswith("torch.optim.") and issubclass(each, torch.optim.Optimizer):
-            return each
-    return None
+    bases = [one for one in made.__mro__[1:] if issubclass(one, torch.optim.Optimizer)]
+    first = next(one for one in bases if one.__module__.startswith("torch.optim."))
+    return None if first is torch.optim.Optimizer else first
 
 
 class WatchedOptimizer(OptimizerProxy):

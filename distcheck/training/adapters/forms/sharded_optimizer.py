@@ -2,6 +2,7 @@
 wraps an optimizer, or is derived from torch's. The latter two synchronize gradients themselves.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +17,16 @@ from distcheck.training.adapters.forms import own_optimizer
 from distcheck.training.adapters.forms.optimizer import Around, optimizer_name
 from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
 from distcheck.training.adapters.refusals import refusal
-from distcheck.training.adapters.scene import Scene
+from distcheck.training.adapters.scene import Filling, Scene
+from distcheck.training.adapters.source import COLLECTIVES, SENDS_PARAMETERS
 from distcheck.training.adapters.target import (
     Target,
     annotation,
+    meaning_in,
     named_parameters,
+    own_names,
+    required,
+    sources_of,
     takes_any_name,
 )
 from distcheck.training.loaded import LoadedStrategy
@@ -52,24 +58,27 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
-    for argument, text in target.arguments.items():
-        scene.check(text)
-        if argument in known or takes_any_name(target.value):
-            scene.used.add(argument)
+    takes_any = takes_any_name(target.value)
+    scene.used |= {argument for argument in target.arguments if argument in known or takes_any}
+    first = next(p for p in target.parameters if p.name != name)
+    takes_groups, sends = meaning_in(target.value, first) == "groups", _sender(target.value)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
         inner = build(listed)
         # Some defaults of an optimizer are not arguments (AdamW's decoupled_weight_decay).
-        taken = {p.name for p in named_parameters(type(inner))}
-        taken = taken if takes_any_name(target.value) else taken & known
+        taken = {p.name for p in named_parameters(type(inner))} - target.arguments.keys()
+        taken = taken if takes_any else taken & known
         settings = {key: value for key, value in inner.defaults.items() if key in taken}
-        settings |= {key: scene.read(t) for key, t in target.arguments.items() if key in scene.used}
-        made = target.value(listed, **{**settings, name: type(inner)})
-        scene.calls += 1
+        build_it = functools.partial(target.value, **settings)
+        filling = Filling(scene, build_it, what=target.described, supplied=[first.name, name])
+        made = filling.call([{"params": listed}] if takes_groups else listed, type(inner))
         held = [v for v in vars(made).values() if isinstance(v, torch.optim.Optimizer)]
         if len(held) > 1:
             raise UsageError(f"{target.spec!r} holds several optimizers, but only one is compared")
+        if sends:
+            step, send = made.step, getattr(made, sends)
+            made.step = lambda: (step(), send())
         return Around(made, held[0] if held else made, scene, has_groups=False)
 
     def sync(model: nn.Module, step: Step) -> None:
@@ -81,10 +90,19 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     return target.loaded(
         f"{target.name} in place of the optimizer, with sharded state; distcheck averages the "
-        "gradients",
+        "gradients" + f"; {sends}() is called after its step" * bool(sends),
         optimizer=optimizer,
         sync=sync,
     ).promising(optimizer_state="sharded", one_group=True)
+
+
+def _sender(kind: type) -> str:
+    """Return the only method that sends parameters, if step() sends nothing; empty otherwise."""
+    own = {n: set[str]().union(*(s.words for s in sources_of(kind, n))) for n in own_names(kind)}
+    free = [n for n in own if not required(named_parameters(getattr(kind, n), skip=1))]
+    found = [n for n in free if own[n] & SENDS_PARAMETERS]
+    is_idle = "step" in own and not own["step"] & COLLECTIVES
+    return found[0] if is_idle and len(found) == 1 else ""
 
 
 def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:

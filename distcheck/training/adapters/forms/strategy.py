@@ -38,14 +38,10 @@ def _has_methods(target: Target) -> bool:
     methods = ("wrap", "sync", "backward", "scale_loss")
     if any(callable(getattr(value, method, None)) for method in methods):
         return True
-    kind = value if inspect.isclass(value) else type(value)
+    kind: Any = value if inspect.isclass(value) else type(value)
     alone = set(own_names(kind)) - {"close"} == {"optimizer"}
-    return alone and _takes_what_builds(getattr(kind, "optimizer"))  # noqa: B009
-
-
-def _takes_what_builds(method: Any) -> bool:
-    """Return True if its parameters, after self, are an optimizer factory and the parameters."""
-    places = [p for p in inspect.signature(method).parameters.values() if p.kind in _BY_PLACE]
+    taken = inspect.signature(kind.optimizer).parameters.values() if alone else ()
+    places = [p for p in taken if p.kind in _BY_PLACE]  # self, a factory, the parameters
     return len(places) == 3 and all(p.default is p.empty for p in places)
 
 

@@ -1,4 +1,8 @@
-"""A class (or function) that takes the module, and is trained in its place or next to it."""
+"""A class (or function) that takes the module, and is trained in its place or next to it.
+
+With `--as autograd`, parameters or activations pass through a function whose backward averages over
+the ranks. No hook can observe the local gradients, so these are not compared.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +23,7 @@ from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
     Target,
     begins_once,
+    meaning_in,
     named_parameters,
     own_classes,
     own_names,
@@ -36,25 +41,26 @@ def fits(target: Target) -> bool:
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
     parameters = required(named_parameters(made))
-    meanings = [meaning_of(p.name) for p in parameters]
-    agents = meanings.count("model") > 1 or not all(map(_is_there, parameters, meanings))
+    meanings = [meaning_in(made, p) for p in parameters]
+    agents = meanings.count("model") > 1 or not all(map(_is_there, meanings))
     if target.is_unbound and agents:
         return False  # a method of a trainer or an agent is meant
-    if "model" in meanings or any("Module" in str(p.annotation) for p in parameters):
-        return True
-    return any(meaning.endswith("parameters") for meaning in meanings)
+    return any(meaning == "model" or meaning.endswith("parameters") for meaning in meanings)
 
 
-def _is_there(parameter: inspect.Parameter, meaning: str) -> bool:
+def _is_there(meaning: str) -> bool:
     """Return True if a constructor argument is known before training."""
     later = ("optimizer", "step", "index", "rate", "samples", "gradients", "arguments")
-    is_module = "Module" in str(parameter.annotation)
-    return is_module or (bool(meaning) and meaning not in later)
+    return bool(meaning) and meaning not in later
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return a strategy that constructs it in place of DDP and calls its methods."""
-    return adapt_wrapper(target, scene, in_pieces=False)
+    loaded = adapt_wrapper(target, scene, in_pieces=False)
+    if target.adaptation.form != "autograd":
+        return loaded
+    note = f"{loaded.note}; it averages within backward, so local gradients are not recorded"
+    return loaded.promising(note=note, sync="out-of-sight")
 
 
 def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStrategy:
@@ -105,7 +111,10 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         return loss.detach()
 
     runs_backward, scales = _takes_loss(build), "scale_loss" in written(build)
-    begins = _also_called(reset=reset, scales=scales, clears=clears, runs_backward=runs_backward)
+    begins = f", reset {reset}() before every step" * bool(reset)
+    begins += ", its scale_loss() before backward" * scales
+    begins += ", its zero_grad() in place of the optimizer's" * bool(clears)
+    begins += ", its backward(loss) in place of the loss's" * runs_backward
     how = f"no finish call among {_own_methods(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
     how = "nothing is called after backward, as requested" if has_none else how
@@ -123,17 +132,6 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     )
 
 
-def _also_called(*, reset: str, scales: bool, clears: str, runs_backward: bool) -> str:
-    """Describe the further calls."""
-    also = {
-        f", reset {reset}() before every step": reset,
-        ", its scale_loss() before backward": scales,
-        ", its zero_grad() in place of the optimizer's": clears,
-        ", its backward(loss) in place of the loss's": runs_backward,
-    }
-    return "".join(text for text, is_there in also.items() if is_there)
-
-
 def _takes_loss(build: Any) -> bool:
     """Return True if its objects run backward, given a loss."""
     if (
@@ -148,10 +146,9 @@ def _takes_loss(build: Any) -> bool:
 def _module_name(build: Callable[..., Any]) -> list[str]:
     """Return the parameter that takes the module: by its name or annotation, else the first."""
     taken = named_parameters(build)
-    for p in taken:
-        if meaning_of(p.name) == "model" or "Module" in str(p.annotation):
-            return [p.name]
-    return [p.name for p in taken[:1] if not meaning_of(p.name)]
+    meanings = {p.name: meaning_in(build, p) for p in taken}
+    of_module = [name for name, meaning in meanings.items() if meaning == "model"]
+    return of_module[:1] or [p.name for p in taken[:1] if not meanings[p.name]]
 
 
 def _is_trained(build: Callable[..., Any]) -> bool:
