@@ -223,13 +223,13 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     causes = dict.fromkeys(one.cause for case in failed for one in case.diagnosis)
     explained = [f"distcheck explain {cause}" for cause in causes if cause != "unexplained"][:1]
     more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
-    whole = f'    # all of "{CUT}": {" or ".join(more[len(explained) :])}' if cut else ""
+    whole = f'    # "{CUT}" in full: {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
         ("replay" if is_job or step.startswith("distcheck replay ") else "next", step),
         ("saved", report.saved_to or ""),
         (
             "more",
-            f"{' | '.join(more)}{whole}" if any(not c.unfinished for c in report.cases) else "",
+            f"{', '.join(more)}{whole}" if any(not c.unfinished for c in report.cases) else "",
         ),
     ]
     for label, text in ends:  # not wrapped, so that they can be copied
@@ -263,7 +263,7 @@ def headline(cases: Sequence[CaseReport]) -> str:
     if case.job:
         of = f"{case.steps} steps"
     else:
-        of = ", ".join(names) if len(names) < 3 else f"{len(names)} trainings"
+        of = ", ".join(names) if len(names) < 3 else f"{len(names)} training runs"
     return f"{case.strategy}   {ranks}, {of}, {sum(len(c.checks) for c in cases)} checks"
 
 
@@ -276,7 +276,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
         (EXACT, EXACT, "bit-identical in exact integer arithmetic"),
-        (BITWISE, BITWISE, "bit-identical in the promised order"),
+        (BITWISE, BITWISE, "bit-identical in the declared reduction order"),
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
         if names:
@@ -289,7 +289,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
         lines.add("repeat", _of_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
-        lines.add("also", ", ".join(others), most=2)
+        lines.add("ok", ", ".join(others), most=2)
     shown = [r.shown for r in results if r.check == SENSITIVITY and r.shown]
     if shown:
         ranks = len(cases[0].case.with_data)
@@ -322,12 +322,12 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
     by_share: dict[str, list[str]] = {}
     for name, number, possible in shares([one for part in several for one in part.values()], ranks):
         if number:
-            share = "" if number == possible else f" ({number} of {possible} tensors)"
+            share = "" if number == possible else f"in {number} of {possible} tensors: "
             by_share.setdefault(share, []).append(_SHORT[name])
-    found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
+    found = [f"{share}{', '.join(names)}" for share, names in sorted(by_share.items())]
     factors = [limits[1] for part in several if (limits := scales(part)) is not None]
     if factors:
-        found.append(f"a scale that is off by {max(factors):.0e}")
+        found.append(f"any factor that is off by {max(factors):.0e} or more")
     return "; ".join(found) or "none of the simplest mistakes"
 
 
@@ -419,7 +419,8 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
     if case.modules is not None:
         lines.add("module", of_modules(case.modules), most=3)
     if first is not None and first.first is not None:
-        lines.add("first", f"{first.check}, {_place(first.first)}", most=2)
+        of = "" if case.case.job else f"{case.case.workload} {case.case.dtype}: "
+        lines.add("first", f"{of}{_place(first.check, first.first)}", most=2)
     elif not case.ranks_failed and (
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
     ):
@@ -438,9 +439,13 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
 
 
-def _place(difference: Difference) -> str:
-    """Format place and values: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
-    where = difference.place
+def _place(check: str, difference: Difference) -> str:
+    """Format place and values: "gradients, step 0, parameter fc.weight, rank 2: got ..."."""
+    where = f"{check}, {difference.place}"
+    if check.endswith(("gradients", "parameters")):
+        where = where.replace(f", {difference.parameter}", f", parameter {difference.parameter}", 1)
+    elif difference.parameter and check.endswith(difference.parameter):
+        where = where.replace(f", {difference.parameter}", "", 1)
     if difference.actual == "" and difference.expected == "":
         return where
     norm = "norm " * (difference.unit == "L2 norm")

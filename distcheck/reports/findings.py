@@ -125,7 +125,7 @@ def screen_of(document: Document, *, width: int, quiet: bool = False) -> list[st
     for alike in _alike([case for case in cases if case.verdict != "pass"]):
         found += _failure(alike, width, said)
     if any(line.endswith(CUT) for line in found):
-        found.append(f'{"more":<{VERDICT}}all of "{CUT}": --html FILE')
+        found.append(f'{"more":<{VERDICT}}"{CUT}" in full: --html FILE')
     return found
 
 

@@ -76,7 +76,7 @@ from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import Surroundings
 from distcheck.worlds.world import World
 
-NOT_FINISHED = "skipped: this code does not handle missing gradients, which is optional"
+NOT_FINISHED = "skipped: this code does not handle parameters without a gradient (it need not)"
 
 
 class Listener(Protocol):

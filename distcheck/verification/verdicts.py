@@ -96,9 +96,10 @@ def _taken_from(run: CaseRun) -> list[str]:
     """Return a note on the case that the causes come from, if it is of another workload."""
     if run.like is None or run.like.case.workload == run.case.workload:
         return []
+    case, like = (f"{one.case.workload} {one.case.dtype}" for one in (run, run.like))
     return [
-        f"{run.case.workload} {run.case.dtype}: it has the causes of {run.like.case.workload} "
-        f"{run.like.case.dtype}, in which the same check fails first, at the same step"
+        f"{case}: not diagnosed separately; it has the causes of {like}, where the same check "
+        "fails at the same step"
     ]
 
 

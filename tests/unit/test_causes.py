@@ -121,7 +121,7 @@ def test_several_suggestions_follow_each_other() -> None:
     found = name_cause("missing-division", "twice", "once", "twice", world=2)
     assert found.cause == "missing-division"
     assert found.suggestion.startswith("divide by the world size (2) once, ")
-    assert found.suggestion.endswith("; or reduce only once")
+    assert found.suggestion.endswith("; if you already divide, reduce only once")
 
 
 @pytest.mark.parametrize("cause", causes().values(), ids=lambda cause: cause.name)

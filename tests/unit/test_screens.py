@@ -327,12 +327,12 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
     screen = render_text(report, width=80)
     cut = [line for line in screen.splitlines() if line.endswith("...")]
     assert [line.rpartition(" ")[0][-10:] for line in cut] == ["this case;", "t, a first"]
-    more = 'distcheck explain missing-sync | distcheck open | -v    # all of "...": distcheck open'
+    more = 'distcheck explain missing-sync, distcheck open, -v    # "..." in full: distcheck open'
     assert screen.splitlines()[-1] == f"more   {more} or -v"
     assert "..." not in render_text(report, width=80, verbose=True)
     *_, whole = screen_of(document_of(report), width=80)
-    assert whole == 'more    all of "...": --html FILE'
-    assert "all of" not in render_text(REPORTS["mismatch"], width=80)
+    assert whole == 'more    "..." in full: --html FILE'
+    assert "in full" not in render_text(REPORTS["mismatch"], width=80)
 
 
 def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
@@ -366,7 +366,7 @@ def test_what_nothing_explains_has_its_evidence_and_not_the_first_place_twice() 
     )
     lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=100).splitlines()
     assert lines[1] == "      cause    in rank 0's result the ranks' gradients count 1, 1"
-    assert lines[2].startswith("      first    gradients, step 1, ")
+    assert lines[2].startswith("      first    mlp float32: gradients, step 1, ")
 
 
 def test_what_nothing_explains_is_not_taken_for_the_same() -> None:

@@ -27,7 +27,7 @@ def test_exit_0_and_a_screen_that_says_what_was_compared(distcheck: Run, tmp_pat
     ran = distcheck("verify", "--strategy", "allreduce", "--world", "4")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[0] == "PASS    allreduce   4 ranks, 5 trainings, 51 checks"
+    assert lines[0] == "PASS    allreduce   4 ranks, 5 training runs, 51 checks"
     assert len(lines) <= 13
     assert [line for line in lines if line != line.rstrip()] == []
     assert "not covered: uneven shards; " in ran.stdout

@@ -91,9 +91,9 @@ def test_says_so_where_it_is_so(seen: Seen) -> None:
     case = in_one_run(seen.loss, seen.batch)[seen.spec]
     assert case.verdict == ("fail" if seen.causes else "pass")
     assert {found.cause for found in case.diagnosis} == seen.causes
-    hints = [found for found in case.diagnosis if "are right with" in found.evidence]
+    hints = [found for found in case.diagnosis if "gradients would be correct" in found.evidence]
     assert len(hints) == bool(seen.right_under)
     for hint in hints:
-        assert hint.evidence.endswith(f"are right with {seen.right_under}")
+        assert f"with {seen.right_under}, all gradients" in hint.evidence
         assert hint.suggestion.endswith(f"pass {seen.right_under}")
     assert any("--loss" in found.suggestion for found in case.diagnosis) == bool(seen.right_under)

@@ -208,7 +208,7 @@ def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list
     names = " or ".join(f"--loss {name}" for name in facts.right_under)
     hinted = msgspec.structs.replace(
         chosen,
-        evidence=f"{chosen.evidence}; all gradients are right with {names}",
+        evidence=f"{chosen.evidence}; with {names}, all gradients would be correct",
         suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
     )
     return [hinted if d is chosen else d for d in found]

@@ -152,9 +152,7 @@ def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
         return _all_match(parameters, matches)
 
     found = [
-        name_cause(
-            "stale-gradient", f"{where}: ranks hold the mean over all samples of step {past}"
-        )
+        name_cause("stale-gradient", f"{where}: ranks hold the mean gradient of step {past}")
         for past in range(step.step)
         if are("earlier", past)
     ]

@@ -140,8 +140,8 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
         found = [
             name_cause(
                 "unweighted-mean",
-                f"{where}: all ranks are weighted equally; by their samples the weights should be "
-                f"{shares}",
+                f"{where}: all ranks are weighted equally; weights in proportion to their samples "
+                f"are {shares}",
             )
         ]
         return found if way.factor == 1.0 else _larger_first(step, way, found[0], where)
