@@ -617,6 +617,6 @@ def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
         evidence += f": the world size{also}"
         return name_cause("missing-division", evidence, "job", world=world)
     if close(1 / world):
-                evidence += ": divided by the world size, although the all-reduce already averages"
+        evidence += ": divided by the world size, although the all-reduce already averages"
         return name_cause("double-division", evidence, "job")
     return name_cause("wrong-divisor", evidence, "job")
