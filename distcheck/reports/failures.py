@@ -1,4 +1,4 @@
-"""Describes a case that did not pass on a screen: ranks, first place, causes, and its replay."""
+"""Formats a case that did not pass, for a screen: ranks, first place, causes, and its replay."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The jobs of a rank: train and record, or only train."""
+"""The jobs that a rank process can run: train and record, or only train."""
 
 import contextlib
 import os

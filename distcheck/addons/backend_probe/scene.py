@@ -1,7 +1,7 @@
-"""One rank's buffers before a call and their expected contents after it; plain Python.
+"""One rank's buffers before a call and their expected contents after it, in plain Python.
 
-A buffer is a matrix of `rows` x `cols` numbers in row-major order, which a form places in memory
-among elements that must stay unchanged.
+A buffer is a matrix of `rows` x `cols` numbers in row-major order. A form of the tensor
+(contiguous, strided, ...) places them in memory among elements that must stay unchanged.
 """
 
 from collections.abc import Callable, Sequence

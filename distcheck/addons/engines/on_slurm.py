@@ -1,5 +1,5 @@
 """Slurm, through submitit: a part is a job with as many CPUs, or GPUs, as it has ranks. Code is
-found by its path, so this folder must be visible to the nodes.
+loaded by its path, so the current folder must be on a file system that all nodes share.
 """
 
 import logging

@@ -1,5 +1,5 @@
-"""A matrix on an engine: the task, which judges one part in a process and returns the report as
-text; and the front end, which starts the parts and merges their reports.
+"""A verification matrix on an engine (Ray or Slurm). The task judges one part in a process and
+returns the report as text; the front end starts the parts and merges their reports.
 """
 
 import importlib

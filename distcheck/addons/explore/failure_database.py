@@ -1,4 +1,4 @@
-"""Storage of findings on disk, to be run first the next time, and their printing as Python code."""
+"""Stores failing cases on disk, so that the next run tries them first, and prints them as Python."""
 
 import re
 from pathlib import Path

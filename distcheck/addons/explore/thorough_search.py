@@ -1,4 +1,4 @@
-"""The search of `--thorough`: after a strategy's cases, on the same pool, into the same report."""
+"""Runs the search of `--thorough` after a strategy's cases, and adds its results to their report."""
 
 import re
 import time

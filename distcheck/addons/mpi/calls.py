@@ -1,5 +1,5 @@
-"""The operations that this process has started: their record, in the format of torch's flight
-recorder, which has none of a backend written in Python; and c10d's Work, over MPI requests.
+"""The operations that this process has started, in the format of torch's flight recorder (torch
+does not record a backend that is written in Python), and c10d's Work, over MPI requests.
 """
 
 import functools

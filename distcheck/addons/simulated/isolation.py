@@ -1,5 +1,5 @@
-"""Per-rank state of a simulated world: state that ranks in one process would share, and separate
-processes do not, is swapped whenever another rank runs.
+"""Per-rank state of a simulated world. Ranks in one process would share state of which separate
+processes have a copy each; it is swapped whenever another rank runs.
 
  RNG state         of torch, Python and NumPy
  environment       `os.environ`; C code reads the environment of the process

@@ -2,12 +2,13 @@
 value.
 
 Code under test may set `torch.distributed.all_reduce`, `nn.Linear.forward`, or a new attribute of a
-torch module. Its files are parsed before they run for assignments to attributes, `setattr` and
+torch module. Before its files run, they are parsed to find assignments to attributes, `setattr` and
 `mock.patch`. Attributes set in another way (through an object in a variable, or by a computed name
 that does not exist yet) are not found.
 
-Functions of an installed package that code under test imports may assign its global variables, such
-as those that hold groups of ranks. Their bytecode is searched for such assignments.
+Code under test may import an installed package whose functions assign the package's global
+variables, such as those that hold groups of ranks. The bytecode of these functions is searched for
+such assignments.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""`distcheck scale`: judges a strategy in large simulated worlds, per order of addition."""
+"""`distcheck scale`: judges a strategy in large simulated worlds, once for each reduction order."""
 
 from typing import Any
 

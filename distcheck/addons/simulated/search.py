@@ -2,8 +2,9 @@
 several in sequence.
 
 All worlds begin in the same state, so that two runs of one schedule differ only by influences that
-no schedule controls. A schedule whose result differs from the default's is shrunk to the fewest
-preemptions by removing ever smaller subsets of them.
+no schedule controls. If the result of a schedule differs from that of the default schedule,
+preemptions are removed from it in smaller and smaller subsets, until only the necessary ones are
+left.
 """
 
 import gc

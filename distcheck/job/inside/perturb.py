@@ -1,8 +1,8 @@
 """Records a job whose parameters are perturbed by one ULP in each step, to measure its noise floor.
 
-Before the first forward pass of a step every element changes by ±1 ULP at random; before the
-optimizer steps it is restored, so that parameters change only because of different gradients. The
-ULP is that of the dtype in which forward computes: under autocast, autocast's dtype.
+Before the first forward pass of a step, every element changes by ±1 ULP at random. Before
+`optimizer.step()` it is restored, so that parameters change only because of different gradients.
+The ULP is that of the dtype in which forward computes: under autocast, autocast's dtype.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ranks with equal bits, rank by rank, at the step of their first disagreement."""
+"""Draws which pairs of ranks have equal bits, at the first step at which ranks disagree."""
 
 from distcheck.records.odd_ranks import outside_the_majority
 from distcheck.reports.document import DigestsEntry

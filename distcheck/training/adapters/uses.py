@@ -1,9 +1,8 @@
-"""Features of a piece of code that a model or training run must exercise to show that it is
-correct.
+"""Features of the code under test that a run must exercise before a pass shows that it is correct.
 
-A branch on a dtype, a limit on elements, a comparison with a step number: read from the source,
-with the line. `verification/contents.py` reports those that no case of a run has exercised. A
-spurious hint only costs a line on the screen.
+Examples are a branch on a dtype, a limit on the number of elements, and a comparison with a step
+number. They are found in the source, with their lines. `verification/contents.py` reports those
+that no case of a run has exercised. A spurious hint only costs a line on the screen.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """The helper: imports torch once, then forks every rank, reference and check from itself.
 
 It stays single-threaded and never touches a process group, a GPU or code under test, so that its
-forks are clean. It ends when the front end exits (detected by a pidfd, whichever thread started
-it), and its children end with it.
+forks are clean. It ends when the front end exits, and its children end with it. A pidfd detects the
+exit, because PR_SET_PDEATHSIG would also react to the end of the thread that started the helper.
 """
 
 import contextlib
