@@ -1,4 +1,4 @@
-"""Stores failing cases on disk, so that the next run tries them first, and prints them as Python."""
+"""Stores failing cases, so that the next run tries them first, and prints them as Python code."""
 
 import re
 from pathlib import Path

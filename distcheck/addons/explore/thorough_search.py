@@ -1,4 +1,4 @@
-"""Runs the search of `--thorough` after a strategy's cases, and adds its results to their report."""
+"""Runs the search of `--thorough` after a strategy's cases, and adds its results to the report."""
 
 import re
 import time
