@@ -26,8 +26,13 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.correct
 
 import distcheck
-from distcheck.addons.selftest.command import look
-from distcheck.addons.selftest.records import Row, judge_correct, judge_mutant, show_checks
+from distcheck.addons.selftest.command import installed_zoo
+from distcheck.addons.selftest.records import (
+    SelftestVerdict,
+    judge_correct,
+    judge_mutant,
+    show_checks,
+)
 from distcheck.errors import DistcheckError
 from distcheck.records import Report
 
@@ -75,7 +80,7 @@ def strategies() -> list[str]:
     """Every correct strategy: the built-in ones, and the forms of tests/correct.py."""
     from tests.correct import FORMS
 
-    return [*look().strategies, *(f"tests.correct:{form}" for form in FORMS)]
+    return [*installed_zoo().strategies, *(f"tests.correct:{form}" for form in FORMS)]
 
 
 def run_correct(log: Log) -> None:
@@ -110,7 +115,7 @@ def _verify_correct(key: str, chunk: list[str], *, world: int, seed: int) -> lis
 
 def run_mutants(log: Log) -> None:
     """Every mutant of the zoo, as `distcheck selftest` runs it."""
-    for planted in look().mutants:
+    for planted in installed_zoo().mutants:
         if planted.name in log.keys:
             continue
         begun = time.perf_counter()
@@ -118,7 +123,9 @@ def run_mutants(log: Log) -> None:
             report = distcheck.verify(**planted.asked)
             row = judge_mutant(planted, report, seconds=time.perf_counter() - begun)
         except DistcheckError as error:
-            row = Row(kind="mutant", name=planted.name, file=planted.file, detail=str(error))
+            row = SelftestVerdict(
+                kind="mutant", name=planted.name, file=planted.file, detail=str(error)
+            )
         log.add({"key": planted.name, **msgspec.to_builtins(row)})
         say(f"{len(log.lines)} mutants: {planted.name} {row.verdict}, named {row.naming}")
 

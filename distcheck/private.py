@@ -25,7 +25,7 @@ _ROOT = 0
 _NOT_OURS = "it is a link, another user's, or a folder that other users can write"
 
 
-def is_ones_own(path: Path) -> bool:
+def has_trusted_owner(path: Path) -> bool:
     """Return True if a file or folder, and the target of a link, belongs to this user, to root, or
     to the owner of the current folder (a container mounts a checkout of a user outside of it).
     """
@@ -47,7 +47,7 @@ def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
         about = path.lstat()
     except OSError:
         return False
-    is_own = about.st_uid == os.geteuid() if strictly else is_ones_own(path)
+    is_own = about.st_uid == os.geteuid() if strictly else has_trusted_owner(path)
     others = stat.S_IWGRP | stat.S_IWOTH
     return stat.S_ISDIR(about.st_mode) and is_own and not about.st_mode & others
 
@@ -58,7 +58,7 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
     `is_private_folder`), for a link of another user in the path, and with `is_new` for any existing
     one.
     """
-    followed(str(path))
+    link_target(str(path))
     if FOLDER in path.parent.parts:
         folder(path.parent, strictly=strictly)
     if not path.parent.exists():
@@ -126,12 +126,12 @@ def new_file(path: Path | str) -> IO[bytes]:
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file, or replace it atomically."""
-    with drafted(path) as draft, new_file(draft) as file:
+    with replaced_atomically(path) as draft, new_file(draft) as file:
         file.write(content if isinstance(content, bytes) else _encoded(content))
 
 
 @contextlib.contextmanager
-def drafted(path: Path) -> Iterator[Path]:
+def replaced_atomically(path: Path) -> Iterator[Path]:
     """Yield the name of a draft, which replaces `path` at the end of the block."""
     draft = path.with_name(unique(".part-"))
     try:
@@ -142,7 +142,7 @@ def drafted(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def followed(path: str) -> Path:
+def link_target(path: str) -> Path:
     """Return the target of a path. Raises OSError for a link of another user in it, which may lead
     to any file of this one, and for a pipe of another user, who may let it wait.
     """
@@ -169,7 +169,7 @@ def followed(path: str) -> Path:
 
 def publish(path: str, text: str) -> None:
     """Write a file that the user named, atomically; a pipe or a device directly. Raises OSError."""
-    place = followed(path)
+    place = link_target(path)
     is_there = Path(path).exists()
     draft = place.with_name(unique(".part-"))
     if not is_there or place.is_file():

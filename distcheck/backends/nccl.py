@@ -22,21 +22,21 @@ def missing() -> str:
     return ""
 
 
-def are_shared(ranks: int) -> bool:
+def has_more_ranks_than_gpus(ranks: int) -> bool:
     """Return True if there are more ranks than GPUs on this machine."""
     return 0 < devices.gpu_count() < ranks
 
 
 def variables(ranks: int) -> dict[str, str]:
     """Return the variables with which NCCL lets ranks share GPUs, except those set already."""
-    if not are_shared(ranks):
+    if not has_more_ranks_than_gpus(ranks):
         return {}
     return {name: value for name, value in _TO_SHARE.items() if name not in os.environ}
 
 
 def missing_for(ranks: int) -> str:
     """Return why so many ranks cannot use torch's NCCL here; empty if they can. Imports torch."""
-    if not are_shared(ranks) or can_share():
+    if not has_more_ranks_than_gpus(ranks) or can_share_gpu():
         return ""
     gpus = devices.gpu_count()
     return (
@@ -48,7 +48,7 @@ def missing_for(ranks: int) -> str:
     )
 
 
-def can_share() -> bool:
+def can_share_gpu() -> bool:
     """Return True if torch's NCCL lets ranks share a GPU. Imports torch."""
     return devices.nccl_version()[:2] >= SHARED_SINCE
 
@@ -57,7 +57,7 @@ def describe() -> str:
     """Return its description for `distcheck doctor`. Imports torch."""
     if not devices.nccl_version():
         return "torch has none"
-    if can_share():
+    if can_share_gpu():
         return f"{_loaded()}; ranks can share a GPU"
     return f"{_loaded()}; each rank needs a GPU ({_since()} or newer lets ranks share one)"
 

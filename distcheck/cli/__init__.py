@@ -14,7 +14,7 @@ from distcheck import __version__, private, registry
 from distcheck.cli import streams
 from distcheck.cli.commands import COMMANDS
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, InternalError, did_you_mean
-from distcheck.errors.defects import place_of, save_traceback
+from distcheck.errors.defects import innermost_own_place, save_traceback
 from distcheck.worlds import interrupts
 
 # Errors of this machine's disks, not defects of a program.
@@ -23,7 +23,7 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 def main() -> NoReturn:
     """Run the console script. Every exit code is one of `ExitCode`."""
-    output = streams.settle()
+    output = streams.replace_standard_streams()
     interrupts.listen()
     try:
         code = root_command.main(standalone_mode=False, prog_name="distcheck")
@@ -173,7 +173,7 @@ def _unexpected(error: Exception) -> ExitCode:
     import traceback
 
     trace = traceback.format_exc()
-    what = f"{type(error).__name__}: {error} (at {place_of(trace)})"
+    what = f"{type(error).__name__}: {error} (at {innermost_own_place(trace)})"
     _complain(_of_defect(what, trace), ExitCode.INTERNAL)
     return ExitCode.INTERNAL
 
@@ -189,9 +189,9 @@ def _of_defect(what: str, traceback: str) -> str:
 
 
 def _complain(message: str, code: ExitCode | None = None) -> None:
-    from distcheck.errors.shown_text import say
+    from distcheck.errors.shown_text import print_displayable
 
-    say(f"distcheck: {message}", err=True)
+    print_displayable(f"distcheck: {message}", err=True)
     if code is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from distcheck.cli.under_launchers import write_error_file
 

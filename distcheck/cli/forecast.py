@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import ThoroughSearch
@@ -32,12 +32,12 @@ class Estimate:
     recorded: bool
 
 
-def say_plan(planned: Planned, *, costs: bool) -> None:
+def print_plan_estimate(planned: Planned, *, costs: bool) -> None:
     """Print on standard error, before ranks start, the settings from a file and the estimated cost
     of the run.
     """
     if planned.from_file:
-        say(f"distcheck: {planned.file} sets: {planned.from_file}", err=True)
+        print_displayable(f"distcheck: {planned.file} sets: {planned.from_file}", err=True)
     if not costs:
         return
     recorded = recorded_s(DEFAULT_FOLDER)

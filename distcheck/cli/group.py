@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from distcheck.errors import nearest
+from distcheck.errors import most_similar_name
 from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
 from distcheck.worlds.launchers import is_elsewhere
 
@@ -152,7 +152,7 @@ def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
         if word in known[name]:
             return option, word
     for name, option in spelled.items():
-        if found := nearest(word, known[name]):
+        if found := most_similar_name(word, known[name]):
             return option, found
     name, option = next(iter(spelled.items()))
     return option, word if ":" in word or name != "strategy" else "NAME or FILE.py:OBJECT"

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from distcheck.cli.under_launchers import dismiss, front_pool
+from distcheck.cli.under_launchers import end_other_processes, pool_for_launch
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.plan.costs import rough_s
 from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
@@ -50,7 +50,7 @@ def verify_command(
     keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
     options = replace(options, keep=keep, follow_up=True)
     try:
-        used = pool or front_pool(launch, cases)
+        used = pool or pool_for_launch(launch, cases)
         return show_run(
             lambda listener: run_cases(cases, used, replace(options, listener=listener)),
             used,
@@ -81,19 +81,19 @@ def show_run(
             report = run(listener)
     except Interrupted as interruption:
         report = interruption.report
-        dismiss(pool, int(report.exit_code), "interrupted")
+        end_other_processes(pool, int(report.exit_code), "interrupted")
     except GivenUpError as loss:
         report = loss.report
-        dismiss(pool, int(report.exit_code), report.given_up)
+        end_other_processes(pool, int(report.exit_code), report.given_up)
     except DistcheckError as error:
-        dismiss(pool, int(error.exit_code), str(error))
+        end_other_processes(pool, int(error.exit_code), str(error))
         stays = pool_stays
         raise
     except BaseException:
-        dismiss(pool, int(ExitCode.INTERRUPTED), "interrupted")
+        end_other_processes(pool, int(ExitCode.INTERRUPTED), "interrupted")
         raise
     else:
-        dismiss(pool, int(report.exit_code), summarize(report))
+        end_other_processes(pool, int(report.exit_code), summarize(report))
         stays = pool_stays
     finally:
         if not stays:
@@ -108,18 +108,18 @@ def show_run(
         )
     elif report.given_up:
         judged = sum(not case.unfinished for case in report.cases)
-        say(
+        print_displayable(
             f"distcheck: {report.given_up}; {judged} of {len(report.cases)} cases were judged",
             err=True,
         )
     elif report.save_error:
-        say(
+        print_displayable(
             f"distcheck: {report.save_error}; the verdict above is unaffected; free some space "
             "or save elsewhere",
             err=True,
         )
     for problem in unwritten:
-        say(f"distcheck: warning: {problem}; the verdict is unaffected", err=True)
+        print_displayable(f"distcheck: warning: {problem}; the verdict is unaffected", err=True)
     if unwritten and report.exit_code == ExitCode.PASS:
         return int(ExitCode.CANNOT_RUN)
     return int(report.exit_code)

@@ -12,7 +12,7 @@ from typing import IO, Any
 _STANDARD = (0, 1, 2)
 
 
-class Output:
+class FaultTolerantStream:
     """A text stream that drops output which cannot be written; otherwise it is the given stream.
     `lost` is the reason, "" if the reader has closed the pipe, which is normal.
     """
@@ -48,7 +48,7 @@ class Output:
         os.close(nowhere)
 
 
-def settle() -> Output:
+def replace_standard_streams() -> FaultTolerantStream:
     """Replace both streams of this process by outputs; return standard output.
 
     Closed descriptors 0 to 2 are opened on /dev/null: otherwise a socket or a rank's file would get
@@ -63,8 +63,8 @@ def settle() -> Output:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-    output = Output(sys.stdout or _open(1))
-    sys.stdout, sys.stderr = output, Output(sys.stderr or _open(2))  # type: ignore[assignment]
+    output = FaultTolerantStream(sys.stdout or _open(1))
+    sys.stdout, sys.stderr = output, FaultTolerantStream(sys.stderr or _open(2))  # type: ignore[assignment]
     return output
 
 

@@ -15,9 +15,9 @@ import click
 import msgspec
 
 from distcheck import __version__
-from distcheck.cli.under_launchers import dismiss, front_pool
+from distcheck.cli.under_launchers import end_other_processes, pool_for_launch
 from distcheck.errors import DistcheckError, ExitCode, UsageError
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.plan import cases as plan
 from distcheck.plan.settings import Request
 from distcheck.records import Case, Outcome
@@ -51,13 +51,13 @@ def train_command(
     if overlay and html_file is None:
         raise UsageError("--overlay draws earlier runs on the page of --html; pass --html FILE")
     check_outputs({k: v for k, v in (("json", json_file), ("html", html_file)) if v is not None})
-    pool = front_pool(launch, [case])
+    pool = pool_for_launch(launch, [case])
     try:
         table, failed = _train(pool, case, asked, download=download)
         first = f"rank {failed[0].rank} {failed[0].outcome}, {failed[0].detail}" if failed else ""
-        dismiss(pool, int(ExitCode.RANK_FAILED if failed else ExitCode.PASS), first)
+        end_other_processes(pool, int(ExitCode.RANK_FAILED if failed else ExitCode.PASS), first)
     except DistcheckError as error:
-        dismiss(pool, int(error.exit_code), str(error))
+        end_other_processes(pool, int(error.exit_code), str(error))
         raise
     finally:
         pool.close()
@@ -123,7 +123,7 @@ def _train(
         inspected = msgspec.structs.replace(case, strategy=case.strategy or "allreduce")
         facts = preparation.inspect(pool, [inspected], data)
         if data.note:
-            say(f"note: {data.note}", err=True)
+            print_displayable(f"note: {data.note}", err=True)
 
         def request(rendezvous: Rendezvous) -> TrainRequest:
             return TrainRequest(

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from distcheck import private
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.errors.shown_text import say, without_secrets
+from distcheck.errors.shown_text import print_displayable, without_secrets
 from distcheck.plan.matrix import identity_of
 from distcheck.records import Case
 from distcheck.verification.own_code import Allowed
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote.agent import Agent
-from distcheck.worlds.remote.coordinator import Coordinator, helper_of
+from distcheck.worlds.remote.coordinator import Coordinator, helper_for_launch
 
 
-def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
+def pool_for_launch(launch: Launch | None, cases: Sequence[Case]) -> Pool:
     """Return the pool of the process that judges: a Fleet if a launcher has started others."""
     if launch is None:
         return Pool()
@@ -31,12 +31,12 @@ def front_pool(launch: Launch | None, cases: Sequence[Case]) -> Pool:
     return pool
 
 
-def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -> int:
+def lend_ranks(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -> int:
     """Lend this process's ranks to rank 0; return the verdict's exit code.
 
     If `plan` fails because this process cannot take part, rank 0 gets the reason.
     """
-    pool = Pool(helper_of(launch))
+    pool = Pool(helper_for_launch(launch))
     host = Agent(pool, launch, deadline_s=deadline_s)
     _end_with_launcher(pool, launch)
     try:
@@ -61,7 +61,7 @@ def lend(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -
         pool.close()
 
 
-def dismiss(pool: Pool, exit_code: int, message: str) -> None:
+def end_other_processes(pool: Pool, exit_code: int, message: str) -> None:
     """End the other processes with the verdict's exit code. A launcher that sees one of them exit
     may signal this one, which only has to exit with the same code.
     """
@@ -88,7 +88,7 @@ def write_error_file(exit_code: int, message: str) -> None:
     try:
         private.write(Path(path), json.dumps(without_secrets(about)))
     except OSError as error:
-        say(f"distcheck: {path} cannot be written: {error.strerror}", err=True)
+        print_displayable(f"distcheck: {path} cannot be written: {error.strerror}", err=True)
 
 
 def _end_with_launcher(pool: Pool, launch: Launch) -> None:

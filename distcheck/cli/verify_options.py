@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.records import Case
 from distcheck.store import earlier_runs
@@ -26,7 +26,7 @@ _ALONE = {
 }
 
 
-def check_alone(given: frozenset[str], *, launched: bool) -> None:
+def check_exclusive_options(given: frozenset[str], *, launched: bool) -> None:
     """Raise UsageError for an option that excludes another one, or a launcher."""
     for name, (others, why) in _ALONE.items():
         if name not in given:
@@ -61,23 +61,25 @@ def plan_from_options(
     return launch, plan
 
 
-def by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
+def order_by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
     """Return the cases, those that failed in their last run here first; with `only`, just these,
     and the reason for each case left out. If none failed, return all.
     """
-    failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", cases)
+    failed = earlier_runs.ids_of_failed_cases(DEFAULT_FOLDER / "runs", cases)
     if not failed:
         which = (
             f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
         )
         so = "all are run" if cases[1:] else "it is run"
-        say(f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True)
+        print_displayable(
+            f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True
+        )
         return list(cases), {}
-    first = earlier_runs.first(cases, failed)
+    first = earlier_runs.with_failed_first(cases, failed)
     which = "are run" if only else "go first"
-    say(
+    print_displayable(
         f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
         err=True,
     )
-    out = earlier_runs.the_others(cases, failed) if only else {}
+    out = earlier_runs.reasons_for_not_failed(cases, failed) if only else {}
     return [case for case in first if case.id not in out], out

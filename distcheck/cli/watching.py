@@ -13,7 +13,7 @@ from rich.text import Text
 
 from distcheck.cli.show_and_keep import OutputOptions, verify_command
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.errors.shown_text import one_line, say, shown
+from distcheck.errors.shown_text import displayable, one_line, print_displayable
 from distcheck.plan.costs import rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.provenance import code_files
@@ -30,7 +30,7 @@ _SETTLES_S = 0.05  # seconds; while a file is written it is empty or incomplete
 _Contents = dict[Path, bytes | None]
 
 
-class VerdictsAsTheyCome(LiveProgress):
+class VerdictPrinter(LiveProgress):
     """Progress that prints a line for each judged case."""
 
     def finished(self, case: Case, verdict: str) -> None:
@@ -39,7 +39,7 @@ class VerdictsAsTheyCome(LiveProgress):
         if self._console.is_terminal:
             spent = time.monotonic() - self._begun
             line = f"{case.workload} {case.dtype}: {verdict}, after {spent:.1f} s"
-            self._console.print(Text(shown(one_line(line))), highlight=False)
+            self._console.print(Text(displayable(one_line(line))), highlight=False)
 
 
 def watch_command(plan: Callable[[], Planned], showing: OutputOptions, *, download: bool) -> int:
@@ -80,25 +80,25 @@ class _Rounds:
                 if not files:
                     raise  # no file to watch is known
                 self.code = int(error.exit_code)
-                say(f"distcheck: {error}", err=True)
+                print_displayable(f"distcheck: {error}", err=True)
             if self.code == ExitCode.INTERRUPTED:
                 return self.code
             changed = _wait(files, before)
-            say(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
+            print_displayable(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
 
     def _run(self, planned: Planned) -> int:
         """Run once: cases that failed before first, then the cheapest."""
         if not self.pool.usable:
             self.pool.close()
             self.pool = Pool()
-        failed = earlier_runs.of_cases(DEFAULT_FOLDER / "runs", planned.cases)
+        failed = earlier_runs.ids_of_failed_cases(DEFAULT_FOLDER / "runs", planned.cases)
         return verify_command(
-            earlier_runs.first(sorted(planned.cases, key=rough_s), failed),
+            earlier_runs.with_failed_first(sorted(planned.cases, key=rough_s), failed),
             RunOptions(whole=planned.whole, extras=planned.extras, download=self._download),
             self._showing,
             save=None,
             pool=self.pool,
-            progress=VerdictsAsTheyCome,
+            progress=VerdictPrinter,
         )
 
 
@@ -123,7 +123,7 @@ def _wait(files: set[Path], before: _Contents) -> list[Path]:
     """Block until one of the files changes; return the changed files."""
     from watchfiles import watch
 
-    say(f"distcheck: watching {len(files)} files; Ctrl-C ends it", err=True)
+    print_displayable(f"distcheck: watching {len(files)} files; Ctrl-C ends it", err=True)
     folders = {file.parent for file in files if file.parent.is_dir()}
     notices = watch(
         *sorted(folders),

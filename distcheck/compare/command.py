@@ -22,9 +22,9 @@ from distcheck.compare.records import (
     CaseComparison,
     CompareRequest,
     RunsComparison,
-    judged,
+    compared_case,
 )
-from distcheck.compare.screen import KnownCase, as_report, render, render_page
+from distcheck.compare.screen import KnownCase, comparison_document, render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import rough_s
@@ -84,7 +84,7 @@ def compare_command(
             files["html"], render_page(comparison, command=shlex.join(words)), option="--html"
         )
     if others := {name: path for name, path in files.items() if name not in ("json", "html")}:
-        document = as_report(comparison, known, made=origin, command=shlex.join(words))
+        document = comparison_document(comparison, known, made=origin, command=shlex.join(words))
         write_document(others, document)
     codes = {"pass": ExitCode.PASS, "fail": ExitCode.MISMATCH, "unknown": ExitCode.UNKNOWN}
     return int(codes[comparison.verdict])
@@ -223,7 +223,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     unseen = found.not_judged or found.kind not in BY_VALUE
     is_far = found.by_digest and found.first is not None and unseen
     remark = _distance_unknown(one, two) if is_far else ""
-    return judged(name, found, changed, said, bits=bits, remark=remark)
+    return compared_case(name, found, changed, said, bits=bits, remark=remark)
 
 
 def _distance_unknown(one: SavedCase, two: SavedCase) -> str:

@@ -5,13 +5,17 @@ from typing import Any
 
 import msgspec
 
-from distcheck.compare.records import CaseComparison, judged
+from distcheck.compare.records import CaseComparison, compared_case
 from distcheck.compare.screen import KnownCase
 from distcheck.errors import UsageError
 from distcheck.judge import fitting
 from distcheck.judge.divergence import noise_floor
-from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings, why_not
-from distcheck.judge.divergence.modules import with_module
+from distcheck.judge.divergence.job_recordings import (
+    JobComparison,
+    compare_recordings,
+    why_not_comparable,
+)
+from distcheck.judge.divergence.modules import add_module_evidence
 from distcheck.plan.provenance import Provenance, changes_for_bits
 from distcheck.recordings.differing import CHOSEN, TraceComparison
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
@@ -46,19 +50,19 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         known[1].case,
     )
     verdicts = [_own_verdict(report) for report in reports]
-    missing = why_not(earlier, later)
+    missing = why_not_comparable(earlier, later)
     if missing:
         found = TraceComparison(why_not=missing)
-        one = judged(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
+        one = compared_case(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
         return one, known[1]
     comparison = compare_recordings(earlier, later, floors)
     found = comparison.result()
-    one = judged(
+    one = compared_case(
         _NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits, needs_bound=True,
         remark=_remark(comparison, found, earlier, later),
     )  # fmt: skip
     modules = comparison.by_module()
-    causes = with_module(
+    causes = add_module_evidence(
         _causes(comparison, found, earlier, later, changed), modules,
         lambda evidence: name_cause("module-differs", evidence, "compared"),
     )  # fmt: skip

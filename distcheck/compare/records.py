@@ -57,7 +57,7 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
         return merge_verdicts([case.verdict for case in self.cases])
 
 
-def judge(
+def verdict_on_changes(
     found: TraceComparison,
     changed: list[Change],
     said: tuple[VerdictName, VerdictName],
@@ -104,7 +104,7 @@ def _held(found: TraceComparison) -> str:
     return "no bound is derived for the first difference"
 
 
-def judged(
+def compared_case(
     name: str,
     found: TraceComparison,
     changed: list[Change],
@@ -115,7 +115,7 @@ def judged(
     remark: str = "",
 ) -> CaseComparison:
     """Return the verdict over one case, with a `remark` appended to its reason."""
-    verdict, reason = judge(found, changed, said, bits=bits, needs_bound=needs_bound)
+    verdict, reason = verdict_on_changes(found, changed, said, bits=bits, needs_bound=needs_bound)
     same = "same" if found.first is None else "changed"
     return CaseComparison(
         id=name,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from distcheck import __version__
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.recordings.differing import TraceComparison
 from distcheck.records import (
     Case,
@@ -25,7 +25,7 @@ from distcheck.records import (
 )
 from distcheck.reports.html_report import page, tree
 from distcheck.reports.json_report import as_document
-from distcheck.reports.wording import describe_place, of_modules, show
+from distcheck.reports.wording import describe_place, sentence_on_modules, show
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
@@ -33,7 +33,7 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
     """Print the number of changed cases and the changes of their environment; then every case,
     changed ones first, in full if bits differ.
     """
-    comparison = shown(comparison)
+    comparison = displayable(comparison)
     common = common_changes(comparison)
     if not quiet:
         print_hanging(headline(comparison), console, indent=0, style="bold")
@@ -112,7 +112,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
     if found.beyond is not None:
         said = f"{found.beyond_kind}: " if found.beyond_kind else ""
         lines.append(("beyond", said + describe_place(found.beyond)))
-    lines.append(("tensors", counted(found)))
+    lines.append(("tensors", changed_tensors_text(found)))
     if not found.by_digest:
         drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
         lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
@@ -121,7 +121,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
     """Return further lines on two jobs: first module and operator, noise floor, and causes."""
-    lines = [("module", of_modules(case.modules))] if case.modules is not None else []
+    lines = [("module", sentence_on_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
     if case.found.noise_floor:
         perturbed = ", ".join(f"{distance:.1e}" for distance in case.found.noise_floor)
@@ -133,7 +133,7 @@ def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
     return lines
 
 
-def counted(found: TraceComparison) -> str:
+def changed_tensors_text(found: TraceComparison) -> str:
     """Return the number of changed tensors of each kind, as text."""
     moments = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
     return ", ".join(moments)
@@ -149,7 +149,7 @@ def old_and_new(place: Difference) -> tuple[str, str]:
 
 def render_page(comparison: RunsComparison, *, command: str) -> str:
     """Return the HTML page; `command` repeats the comparison."""
-    comparison = shown(comparison)
+    comparison = displayable(comparison)
     common = common_changes(comparison)
     made = comparison.made
     return page(
@@ -163,7 +163,7 @@ def render_page(comparison: RunsComparison, *, command: str) -> str:
             _row(case) | {"changes": [one for one in case.changes if one not in common]}
             for case in sorted(comparison.cases, key=lambda case: case.bits == "same")
         ],
-        command=shown(command),
+        command=displayable(command),
         saved_to=comparison.saved_to,
         date="" if made is None else made.date,
         version=__version__,
@@ -190,7 +190,7 @@ def _row(case: CaseComparison) -> dict[str, Any]:
         "old": old,
         "new": new,
         "apart": "" if first.ulp is None else f"{first.ulp:,} ULP",
-        "tensors": counted(case.found),
+        "tensors": changed_tensors_text(case.found),
     }
 
 
@@ -204,7 +204,7 @@ class KnownCase:
     strategy_line: int = 0
 
 
-def as_report(
+def comparison_document(
     comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
     """Return the document for JUnit and GitHub; `cases` are those of either run, `command` repeats

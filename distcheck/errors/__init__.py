@@ -107,7 +107,7 @@ class VerdictError(DistcheckError, AssertionError):
 _ALIKE = 0.6  # of difflib's ratio
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def most_similar_name(name: str, known: Iterable[str]) -> str:
     """Return the known name that is most similar to another one, ignoring case; "" if none is."""
     import difflib  # only errors need it
 
@@ -118,5 +118,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the question to append to the name; "" if no known name is similar."""
-    found = nearest(name, known)
+    found = most_similar_name(name, known)
     return f" (did you mean {found}?)" if found else ""

@@ -47,7 +47,7 @@ def is_defect(kind: str, traceback: str) -> bool:
     return bool(own) and all(file in own or _is_library(file) for file in files)
 
 
-def is_of_a_program(kind: str) -> bool:
+def is_programming_error(kind: str) -> bool:
     """Return True if a class of exceptions is raised by programming errors only, and never by a
     lost peer, a device or a network.
     """
@@ -55,7 +55,7 @@ def is_of_a_program(kind: str) -> bool:
     return kind in _OF_MESSAGES or (isinstance(found, type) and issubclass(found, _OF_PROGRAMS))
 
 
-def place_of(traceback: str) -> str:
+def innermost_own_place(traceback: str) -> str:
     """Return the innermost place in distcheck's code: `distcheck/judge/job.py:61 in judge`."""
     own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:

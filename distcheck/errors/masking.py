@@ -192,14 +192,14 @@ def _masker(environ: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
         for spelling in spellings:
             names.setdefault(spelling, name)
     if not names:
-        return functools.lru_cache(maxsize=1 << 12)(masked_forms)
+        return functools.lru_cache(maxsize=1 << 12)(mask_secret_patterns)
     pattern = re.compile("|".join(map(re.escape, names)))
     return functools.lru_cache(maxsize=1 << 12)(
-        lambda text: masked_forms(pattern.sub(lambda found: f"<${names[found[0]]}>", text))
+        lambda text: mask_secret_patterns(pattern.sub(lambda found: f"<${names[found[0]]}>", text))
     )
 
 
-def masked_forms(text: str) -> str:
+def mask_secret_patterns(text: str) -> str:
     """Return the text with everything that has the form of a secret masked."""
     for hints, pattern in _FORMS:
         if any(hint in text for hint in hints):
@@ -219,7 +219,7 @@ def masked_json(text: str) -> str:
 @functools.lru_cache(maxsize=1 << 12)
 def _masked_literal(literal: str) -> str:
     plain = json.loads(literal, strict=False)
-    masked = masked_forms(plain)
+    masked = mask_secret_patterns(plain)
     return literal if masked == plain else json.dumps(masked)
 
 

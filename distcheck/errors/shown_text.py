@@ -53,7 +53,7 @@ class _Escapes(dict[int, str]):
 _ESCAPES = _Escapes()
 
 
-def shown(value: T) -> T:
+def displayable(value: T) -> T:
     """Return the value with every text in it safe to display and without secrets. The value is a
     text, or made of lists, dictionaries and records.
     """
@@ -124,7 +124,7 @@ def shortened(
     return text[:head] + said + text[len(text) - (most - head) :]
 
 
-def reported(text: str) -> str:
+def text_to_report(text: str) -> str:
     """Return a text as its rank sends it, without secrets. In a long text they are masked in the
     beginning and the end, and the text next to the cut is dropped, because it may be a part of one.
     """
@@ -136,7 +136,7 @@ def reported(text: str) -> str:
     return shortened(mask(text), MOST_REPORTED, why=why)
 
 
-def without_commands(text: str, *, form: str = "") -> str:
+def without_workflow_commands(text: str, *, form: str = "") -> str:
     """Return text for a stream that GitHub Actions reads, without workflow commands.
 
     `form` is "json", or "xml" for XML and HTML: those keep their meaning. Other text gets a
@@ -149,7 +149,7 @@ def without_commands(text: str, *, form: str = "") -> str:
     return _OLD_COMMAND.sub(lambda found: f"##{found[1]}{bracket}", text)
 
 
-class Filtered:
+class FilteredStream:
     """A stream of text without workflow commands, otherwise identical to the given stream."""
 
     def __init__(self, stream: IO[str] | None) -> None:
@@ -157,7 +157,7 @@ class Filtered:
 
     def write(self, text: str) -> int:
         """Write whole lines."""
-        return self._stream.write(without_commands(text))
+        return self._stream.write(without_workflow_commands(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -168,8 +168,8 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
-def say(text: str, *, err: bool = False) -> None:
+def print_displayable(text: str, *, err: bool = False) -> None:
     """Print a line that may quote text of user code."""
     import click  # ranks, which shorten texts by this module, do not import it
 
-    click.echo(without_commands(shown(text)), err=err)
+    click.echo(without_workflow_commands(displayable(text)), err=err)

@@ -54,7 +54,7 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
         )
 
 
-def remarkable(
+def kinds_that_only_warn(
     job: JobRecording, reference: Reference | None, results: Sequence[CheckResult]
 ) -> tuple[str, ...]:
     """Return the kinds of deviation that are only warnings."""
@@ -90,7 +90,7 @@ def accept(
     return found
 
 
-def allowance(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | None:
+def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | None:
     """Return the accepted deviations for the report, or None if no accepted cause was found."""
     causes = {one.cause for one in named}
     used = [kind for kind in dict.fromkeys(kinds) if kind in causes]

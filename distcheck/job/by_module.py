@@ -12,17 +12,22 @@ import torch
 from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import replaying, running
-from distcheck.job.copying import Copy
+from distcheck.job.copying import ProjectCopy
 from distcheck.job.options import JobOptions
 from distcheck.job.perturbed_runs import record_again
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.settings import JobSettings
 from distcheck.judge.divergence.job_recordings import unit_of
-from distcheck.judge.divergence.modules import OF_REFERENCE, Both, first_wrong, with_module
-from distcheck.judge.divergence.noise_floor import chose_other
+from distcheck.judge.divergence.modules import (
+    OF_REFERENCE,
+    StepInBothRuns,
+    add_module_evidence,
+    first_wrong,
+)
+from distcheck.judge.divergence.noise_floor import why_choice_differs
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import WatchedStep, of_rank, unpacked
+from distcheck.recordings.jobs.watched import WatchedStep, prefix_of_rank, unpacked
 from distcheck.records import CaseReport
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32
@@ -39,7 +44,7 @@ def by_module(job: JobRecording, reference: Reference) -> ByModule | None:
     return first_wrong(_steps(job, reference), OF_REFERENCE)
 
 
-def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, Both]]:
+def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, StepInBothRuns]]:
     shares: dict[tuple[str, bool], float] = {}  # largest relative change under perturbation
     for step in (seen.step for seen in reference.replayed.steps):
         found = reference.tensors(step)
@@ -47,14 +52,14 @@ def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, 
             own, other = job.modules(rank, step), _of_reference(reference, step, rank)
             if own is None or other is None:
                 continue
-            moved = _moved(other, found.get(f"{of_rank(rank)}spread"), shares)
+            moved = _moved(other, found.get(f"{prefix_of_rank(rank)}spread"), shares)
             unit = unit_of([job.records[rank, step]])
-            yield step, rank, Both(own, other, moved, unit, fits=True)
+            yield step, rank, StepInBothRuns(own, other, moved, unit, fits=True)
 
 
 def _of_reference(reference: Reference, step: int, rank: int) -> WatchedStep | None:
     try:
-        return unpacked(reference.tensors(step), of_rank(rank))
+        return unpacked(reference.tensors(step), prefix_of_rank(rank))
     except (ValueError, msgspec.MsgspecError) as error:
         raise UsageError(
             f"{reference.folder} is damaged: {error}; run distcheck job again"
@@ -95,14 +100,14 @@ def _moved(
     return _Moved(seen, spread, shares)
 
 
-def with_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
+def with_module_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
     """Return the case with the first wrong module as evidence, or as the only cause."""
     if modules is None:
         return case
     if case.verdict == "pass" and modules.is_found:
         said = f"the gradients passed to the optimizer are right nevertheless; {modules.first}"
         modules = msgspec.structs.replace(modules, first=said)
-    causes = with_module(
+    causes = add_module_evidence(
         case.diagnosis, modules, lambda evidence: name_cause("module-differs", evidence)
     )
     return msgspec.structs.replace(case, diagnosis=tuple(causes), modules=modules)
@@ -116,8 +121,8 @@ def needs_diagnosis(case: CaseReport) -> bool:
 
 
 def diagnose_modules(
-    case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy,
-    folder: Path,
+    case: CaseReport, job: JobRecording, asked: JobOptions, settings: JobSettings,
+    copy: ProjectCopy, folder: Path,
 ) -> CaseReport:  # fmt: skip
     """Rerun the command and the reference in a copy of the project with modules recorded, and
     return the case with the result. If the rerun trained differently, a note gives the reason.
@@ -126,20 +131,20 @@ def diagnose_modules(
         found = _recorded(job, asked, settings, copy, folder)
         private.folder(folder / "reference", is_new=True)
         replayed = replaying.replay(
-            found, Copy(folder / "copy", copy.folder), folder / "reference", on_cpu=asked.on_cpu,
-            weights=asked.weights or "", command=asked.reference or "",
+            found, ProjectCopy(folder / "copy", copy.folder), folder / "reference",
+            on_cpu=asked.on_cpu, weights=asked.weights or "", command=asked.reference or "",
             deadline_s=asked.deadline_s, modules=True,
         )  # fmt: skip
         modules = by_module(found, replayed)
         note = "the command ran again in a copy of its folder to record its modules"
     except (OSError, shutil.Error, DistcheckError, NoReferenceError) as error:
         modules, note = None, f"its modules could not be recorded in a second run: {error}"
-    looked = with_evidence(case, modules)
+    looked = with_module_evidence(case, modules)
     return msgspec.structs.replace(looked, notes=(*case.notes, note))
 
 
 def _recorded(
-    job: JobRecording, asked: JobOptions, settings: JobSettings, copy: Copy, folder: Path
+    job: JobRecording, asked: JobOptions, settings: JobSettings, copy: ProjectCopy, folder: Path
 ) -> JobRecording:
     """Rerun the job in a copy of the project with its modules recorded."""
     found = reading.read(
@@ -150,6 +155,6 @@ def _recorded(
     )  # fmt: skip
     found = dataclasses.replace(found, steps=found.steps[: len(job.steps)])
     places = range(len(job.steps))
-    if why := next(filter(None, (chose_other(job, found, place) for place in places)), ""):
+    if why := next(filter(None, (why_choice_differs(job, found, place) for place in places)), ""):
         raise DistcheckError(why)
     return found

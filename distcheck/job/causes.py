@@ -12,17 +12,17 @@ from distcheck.job.checks.accumulation import (
     CHECK,
     MergedStep,
     expected_factor,
+    first_most_common_step,
     merged_steps,
-    usual,
 )
 from distcheck.job.checks.ranks import (
-    averages,
-    begin_apart,
-    parted_before,
-    written_before,
+    averaged_parameters,
+    first_different_start,
+    first_divergence_before,
+    first_rank_local_write,
 )
-from distcheck.job.checks.reference import clips_beside, reached, rescaled
-from distcheck.job.fitting import Gradients, fit, of_rank
+from distcheck.job.checks.reference import paired_clips, reference_gradients, reference_scale
+from distcheck.job.fitting import Gradients, fit, gradients_of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
@@ -141,7 +141,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Detect sharded optimizers without a broadcast: each parameter changes on one rank only, and
     several ranks own parameters.
     """
-    apart, before = begin_apart(job, step), [one for one in job.steps if one < step]
+    apart, before = first_different_start(job, step), [one for one in job.steps if one < step]
     if apart and before and 0 < len(alone := job.holders(before[-1], apart)) < job.world:
         yield name_cause(
             "missing-broadcast",
@@ -170,7 +170,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 
 def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Detect parameters that are modified outside `optimizer.step()`, differently across ranks."""
-    between, name = parted_before(job, step), written_before(job, step)
+    between, name = first_divergence_before(job, step), first_rank_local_write(job, step)
     if between or name:
         yield name_cause(
             "parameters-modified-outside-step",
@@ -182,13 +182,15 @@ def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
         )
 
 
-def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
+def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
     """Yield a warning for averages of the model (EMA) that every rank updates differently."""
     if len(job.steps) < 2:
         return
     first, last = (job.at(step) for step in (job.steps[0], job.steps[-1]))
     within = [
-        name for name in averages(job) if len({r.digests.get(f"before/{name}") for r in last}) > 1
+        name
+        for name in averaged_parameters(job)
+        if len({r.digests.get(f"before/{name}") for r in last}) > 1
     ]
     if within:
         yield name_cause(
@@ -208,15 +210,15 @@ def average_differs(job: JobRecording) -> Iterator[Diagnosis]:
             )
 
 
-def divided_sum(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
+def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
     """Yield a warning for a loss that is a sum over samples although the all-reduce averages."""
     replayed = None if reference is None else reference.replayed
-    if reference is None or replayed is None or rescaled(reference) == 1.0:
+    if reference is None or replayed is None or reference_scale(reference) == 1.0:
         return
     first = replayed.steps[0].step
-    given = reached(reference.tensors(first), Kind.GRADIENT)
-    fitted = fit(of_rank(job, Kind.GRADIENT, 0, first), given)
-    if fitted is None or not isclose(fitted[0][0], rescaled(reference), rel_tol=SAME_FACTOR):
+    given = reference_gradients(reference.tensors(first), Kind.GRADIENT)
+    fitted = fit(gradients_of_rank(job, Kind.GRADIENT, 0, first), given)
+    if fitted is None or not isclose(fitted[0][0], reference_scale(reference), rel_tol=SAME_FACTOR):
         yield name_cause(
             "double-division",
             f"gradients are {replayed.scale / max(replayed.scales):g}x the single-process "
@@ -265,7 +267,7 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
             "previous step",
             "job",
         )
-    elif (early := clipped_between(job, step)) is not None:
+    elif (early := clipping_between_passes(job, step)) is not None:
         yield early
 
 
@@ -281,7 +283,7 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
             f"of {len(flags)}, but not in the last",
         )
         return
-    found = of_gradients(job, step)
+    found = causes_of_wrong_gradients(job, step)
     alone = [one.cause for one in found] == ["missing-sync"]
     if alone and _agree_at_step(job, step) and records[0].clips:
         yield name_cause(
@@ -293,10 +295,12 @@ def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
         yield from found
 
 
-def of_gradients(job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED) -> list[Diagnosis]:
+def causes_of_wrong_gradients(
+    job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED
+) -> list[Diagnosis]:
     """Return the causes of wrong gradients at a step, in the stage `kind`."""
-    view = exchange.view_of(job, step, kind, of_all=True)
-    others = [exchange.view_of(job, s, kind, of_all=True) for s in _around(job, step)]
+    view = exchange.gradients_at_step(job, step, kind, of_all=True)
+    others = [exchange.gradients_at_step(job, s, kind, of_all=True) for s in _around(job, step)]
     others = [one for one in others if one.specs == view.specs]
     earlier = [one for one in others if one.step < step]
     later = next((one for one in others if one.step > step), None)
@@ -347,7 +351,7 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
     start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
     from_step = job.steps[0] if start is not None else None
     if start is None and later is not None:
-        from_step = _step_of(later) + (0 if begin_apart(job, _step_of(later)) else 1)
+        from_step = _step_of(later) + (0 if first_different_start(job, _step_of(later)) else 1)
     wrong = failed.get(("gradients", IN_FLOAT32))
     follows = from_step is not None and wrong is not None and _step_of(wrong) >= from_step
     if wrong is not None and wrong.first is not None and exchanged and not follows:
@@ -368,7 +372,9 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
         at = _step_of(folded)
-        yield clipped_between(job, at) or _of_accumulation(job, [*merged_steps(job, reference)], at)
+        yield clipping_between_passes(job, at) or _of_accumulation(
+            job, [*merged_steps(job, reference)], at
+        )
     updated = failed.get(("parameters", "-"))
     # Wrong parameters follow from wrong gradients, settings or earlier parameters.
     own = (("learning rate", "-"), ("gradients", ROUNDING), ("clipping", ROUNDING))
@@ -386,7 +392,7 @@ def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) ->
     """Explain a gradient that changes between synchronization and the optimizer step."""
     step, rank = _step_of(result), result.first.rank if result.first is not None else 0
     seen = next(one for one in reference.replayed.steps if one.step == step)
-    for (own_most, own_norm), (most, norm) in clips_beside(job.records[rank, step], seen):
+    for (own_most, own_norm), (most, norm) in paired_clips(job.records[rank, step], seen):
         if abs(own_most - most) > _LEFT * most:
             return name_cause(
                 "clip-norm-differs",
@@ -407,7 +413,7 @@ def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) ->
     )
 
 
-def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
+def clipping_between_passes(job: JobRecording, step: int) -> Diagnosis | None:
     """Detect gradients that are clipped before later micro-batches are accumulated."""
     record = job.records[0, step]
     early = [clip.passes for clip in record.clips if 0 < clip.passes < len(record.passes)]
@@ -422,7 +428,7 @@ def clipped_between(job: JobRecording, step: int) -> Diagnosis | None:
 
 def _of_accumulation(job: JobRecording, steps: list[MergedStep], at: int) -> Diagnosis:
     """Explain accumulated gradients that differ from those of one batch in a single process."""
-    common = usual(steps)
+    common = first_most_common_step(steps)
     one = next(step for step in steps if step.step == at)
     said = (
         f"step {at}: in a single process, over {one.passes} backward passes, gradients are "
@@ -486,13 +492,13 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
 
 def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
     """Explain the ratio of the job's gradients to the reference's: one factor, or rank weights."""
-    found = reached(reference.tensors(step), Kind.EXCHANGED)
-    fitted = fit(of_rank(job, Kind.EXCHANGED, 0, step), found)
+    found = reference_gradients(reference.tensors(step), Kind.EXCHANGED)
+    fitted = fit(gradients_of_rank(job, Kind.EXCHANGED, 0, step), found)
     if fitted is None:
         return None
     return (
         _one_factor(job, reference, step)
-        or of_terms(job, reference)
+        or scaled_loss_term(job, reference)
         or _of_weights(job, found, step)
         or name_cause(
             "unexplained",
@@ -507,7 +513,8 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
 def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
     """Diagnose gradients that are the reference's times one factor."""
     fitted = fit(
-        of_rank(job, Kind.EXCHANGED, 0, step), reached(reference.tensors(step), Kind.EXCHANGED)
+        gradients_of_rank(job, Kind.EXCHANGED, 0, step),
+        reference_gradients(reference.tensors(step), Kind.EXCHANGED),
     )
     if fitted is None or fitted[1] > min(_LEFT, _SHARE * abs(fitted[0][0] - 1)):
         return None
@@ -522,15 +529,15 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
     return _named(fitted[0][0], step, world=job.world, passes=passes)
 
 
-def of_terms(job: JobRecording, reference: Reference) -> Diagnosis | None:
+def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | None:
     """The gradients of one process in which one term of the loss is W or 1/W times as large."""
     step = job.steps[0]
-    found, own = reference.tensors(step), of_rank(job, Kind.EXCHANGED, 0, step)
+    found, own = reference.tensors(step), gradients_of_rank(job, Kind.EXCHANGED, 0, step)
     passes = job.records[0, step].trained
     names = [term.name for term in passes[0].terms] if len(passes) == 1 else []
     stems = [f"{TERM}{number}/" for number in range(len(names))]
     terms = [{n.removeprefix(s): g for n, g in found.items() if n.startswith(s)} for s in stems]
-    whole = fit(own, reached(found, Kind.EXCHANGED))
+    whole = fit(own, reference_gradients(found, Kind.EXCHANGED))
     fitted = fit(own, *terms) if len(terms) > 1 and all(terms) else None
     if whole is None or fitted is None or fitted[1] > min(_LEFT, _SHARE * whole[1]):
         return None
@@ -549,7 +556,8 @@ def of_terms(job: JobRecording, reference: Reference) -> Diagnosis | None:
 def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
     """Diagnose ranks that are weighted equally while the reference weights them differently."""
     fitted = fit(
-        found, *(of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world))
+        found,
+        *(gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)),
     )
     counts = _unlike_counts(job, step)
     if fitted is not None:  # the residual must be small relative to the explained change
@@ -581,7 +589,10 @@ def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | N
 def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     """Detect a rank whose loss has weight 0 or other terms than the loss of rank 0."""
     records = job.at(step)
-    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step).values() for rank in range(job.world)]
+    local = [
+        gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step).values()
+        for rank in range(job.world)
+    ]
     zero = [r for r, own in enumerate(local) if not any(g is not None and g.any() for g in own)]
     heard = [[call.counted for one in records[r].trained for call in one.losses] for r in zero]
     if 0 < len(zero) < job.world and all(not counts or any(counts) for counts in heard):

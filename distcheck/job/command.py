@@ -19,14 +19,14 @@ from distcheck.job import (
 )
 from distcheck.job.by_module import diagnose_modules, needs_diagnosis
 from distcheck.job.checks.averaging import averaging
-from distcheck.job.copying import Copy, copy_project
+from distcheck.job.copying import ProjectCopy, copy_project
 from distcheck.job.inside.joining import joined
-from distcheck.job.judging import case_of_words, judge
-from distcheck.job.machines import Gathered
+from distcheck.job.judging import case_of_command, judge
+from distcheck.job.machines import GatheredMachines
 from distcheck.job.options import JobOptions, script_of
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.resuming import Earlier
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.judge.divergence.noise_floor import NoiseFloor
@@ -63,7 +63,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         private.folder(recorded, is_new=True)
         missing = _why_none(asked)
         needs_copy = asked.save is not None or not missing
-        copied = copy_project(copy) if needs_copy else Copy(Path.cwd(), copy, missing)
+        copied = copy_project(copy) if needs_copy else ProjectCopy(Path.cwd(), copy, missing)
         file = settings.write(_settings_of(asked), recorded)
         live.phase(f"[1/3] recording {asked.steps} steps of the job")
         # torchrun sets this when ranks share a machine, and prints four lines about it.
@@ -73,7 +73,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
             return _kept(_report(made, _hung(asked, ran)))
         running.check_recorded(recorded, ran, command)
         keep_freed_memory()
-        with machines.gathered(recorded, ran) as whole:
+        with machines.gather_recording(recorded, ran) as whole:
             with live:
                 report, job, noise_floor = _judged(asked, whole, copied, folder, live, earlier)
                 report = msgspec.structs.replace(report, made=made)
@@ -92,8 +92,8 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
 
 def _judged(
     asked: JobOptions,
-    whole: Gathered,
-    copied: Copy,
+    whole: GatheredMachines,
+    copied: ProjectCopy,
     folder: Path,
     live: LiveProgress,
     earlier: Earlier | None,
@@ -148,7 +148,7 @@ def _kept(report: Report) -> Report:
     return report
 
 
-def _hung(asked: JobOptions, ran: Ran) -> CaseReport:
+def _hung(asked: JobOptions, ran: CommandResult) -> CaseReport:
     """Report a job that hung; nothing else of it is judged."""
     made = [one.step for one in ran.hung if one.step is not None]
     where = f"after step {max(made)}" if made else "before its first step"
@@ -156,7 +156,7 @@ def _hung(asked: JobOptions, ran: Ran) -> CaseReport:
         check="outcome", layer=NO_LAYER, verdict="fail", compared=Compared(ranks=len(ran.hung)),
         reason=f"the job hangs {where} and was terminated",
     )  # fmt: skip
-    case = case_of_words(asked, script=script_of(asked.words), world=len(ran.hung))
+    case = case_of_command(asked, script=script_of(asked.words), world=len(ran.hung))
     return CaseReport(
         case=case, strategy_file=script_of(asked.words), verdict="fail", outcomes=ran.hung,
         checks=(check,), diagnosis=tuple(outcomes.explain(ran.hung)), replay=case.command_line,
@@ -186,7 +186,7 @@ def _why_none(asked: JobOptions) -> str:
 
 
 def _replay(
-    asked: JobOptions, job: JobRecording, copy: Copy, folder: Path, own_inputs: str = ""
+    asked: JobOptions, job: JobRecording, copy: ProjectCopy, folder: Path, own_inputs: str = ""
 ) -> tuple[JobRecording, Reference | None, str]:
     """Return the job as compared, and the reference or the reason why there is none."""
     if job.processes == 1 or not job.steps or job.divided_by:

@@ -20,7 +20,7 @@ _LEFT_OUT = (".git", "__pycache__", ".distcheck", "node_modules", ".venv", "venv
 
 
 @dataclass(frozen=True)
-class Copy:
+class ProjectCopy:
     """A project and its copy, or `missing`: the reason why there is none."""
 
     project: Path
@@ -38,26 +38,26 @@ class Copy:
         return [str(place) if place and place.exists() else word for word, place in places]
 
 
-def copy_project(target: Path) -> Copy:
+def copy_project(target: Path) -> ProjectCopy:
     """Copy the current checkout, or the current folder if it is in none or that is too large."""
     here, own = Path.cwd(), target.parent  # may be inside the project, depending on TMPDIR
     folders = (one for one in (here, *here.parents) if (one / ".git").exists())
-    checkout = next((one for one in folders if private.is_ones_own(one / ".git")), here)
+    checkout = next((one for one in folders if private.has_trusted_owner(one / ".git")), here)
     project = checkout if _size(checkout, own) is not None and checkout != Path.home() else here
     if _size(project, own) is None:
         missing = (
             f"the folder {here} holds more than {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB, "
             "but the reference runs in a copy; start the job in a smaller folder"
         )
-        return Copy(here, target, missing)
+        return ProjectCopy(here, target, missing)
     try:
         shutil.copytree(project, target, symlinks=True, ignore=functools.partial(_ignored, own))
         _copy_what_links_lead_to(project, target)
     except (OSError, shutil.Error) as error:
-        return Copy(
+        return ProjectCopy(
             here, target, f"the folder {project} cannot be copied for the reference: {error}"
         )
-    return Copy(project, target)
+    return ProjectCopy(project, target)
 
 
 def _size(project: Path, own: Path) -> int | None:

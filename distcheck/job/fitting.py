@@ -25,5 +25,5 @@ def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float]
     return (found.factors, found.share) if found is not None and found.size else None
 
 
-def of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
+def gradients_of_rank(job: JobRecording, kind: Kind, rank: int, step: int) -> Gradients:
     return {name: job.gradient(kind, rank, step, name) for name in job.parameters(step)}

@@ -12,9 +12,9 @@ import msgspec
 from distcheck.errors import DistcheckError, ExitCode, UsageError
 from distcheck.job import accepting, leftovers, running, settings
 from distcheck.job.guard import explaining, records
-from distcheck.job.guard.records import Checked
+from distcheck.job.guard.records import GuardProgress
 from distcheck.job.options import CommandOptions, job_case, script_of
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings
 from distcheck.records import (
     Case,
@@ -83,20 +83,20 @@ def guard_job(asked: GuardOptions) -> tuple[Report, int]:
     return report, ran.code if ran.code and code != ExitCode.INTERNAL else int(code)
 
 
-def _read(folder: Path) -> list[Checked]:
+def _read(folder: Path) -> list[GuardProgress]:
     try:
-        return [records.read_checked(file) for file in sorted(folder.glob("guard-*.json"))]
+        return [records.read_guard_progress(file) for file in sorted(folder.glob("guard-*.json"))]
     except (OSError, msgspec.MsgspecError) as error:
         raise DistcheckError(
             f"the guard's record is damaged ({error}); run the job again"
         ) from error
 
 
-def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseReport:
+def _judge(asked: GuardOptions, found: Sequence[GuardProgress], ran: CommandResult) -> CaseReport:
     world = max(one.world for one in found)
     first = next((one for one in found if one.first), None)
     # Ranks that the guard stopped did not fail.
-    outcomes = (Ran(0, ()) if first is not None else ran).outcomes(world)
+    outcomes = (CommandResult(0, ()) if first is not None else ran).outcomes(world)
     check = _agreement(found, world, first)
     ended = all(one.outcome is RankEnd.FINISHED for one in outcomes)
     of_ends = CheckResult(
@@ -117,7 +117,9 @@ def _judge(asked: GuardOptions, found: Sequence[Checked], ran: Ran) -> CaseRepor
     )
 
 
-def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> CheckResult:
+def _agreement(
+    found: Sequence[GuardProgress], world: int, first: GuardProgress | None
+) -> CheckResult:
     """Return the check of all ranks' agreement; unknown if nothing was compared."""
     checks, tensors = max(one.checks for one in found), max(one.compared for one in found)
     verdict, reason = "pass", f"{checks} checks of {tensors} tensors"
@@ -145,7 +147,7 @@ def _agreement(found: Sequence[Checked], world: int, first: Checked | None) -> C
     )
 
 
-def _causes(first: Checked | None) -> list[Diagnosis]:
+def _causes(first: GuardProgress | None) -> list[Diagnosis]:
     """Return the causes in the bundle, if it can be read (it may be on another machine)."""
     if first is None or not first.file:
         return []

@@ -18,12 +18,12 @@ def begin(folder: str) -> None:
     new = os.path.join(folder, f"{NAME}.new")
     held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     _held.append(held)
-    os.write(held, machine())
+    os.write(held, machine_boot_id())
     fcntl.flock(held, fcntl.LOCK_SH)
     os.rename(new, os.path.join(folder, NAME))
 
 
-def hold(folder: str) -> None:
+def keep_in_use(folder: str) -> None:
     """Keep a job's folder, or its parent, in use until this process exits."""
     for place in (folder, os.path.dirname(folder)):
         with contextlib.suppress(OSError):  # there is no mark, or no lock is available
@@ -41,14 +41,14 @@ def is_free(folder: str) -> bool:
         return False
     try:
         fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.read(mark, 64) == machine() != b""
+        return os.read(mark, 64) == machine_boot_id() != b""
     except OSError:
         return False
     finally:
         os.close(mark)
 
 
-def machine() -> bytes:
+def machine_boot_id() -> bytes:
     """Return an identifier of this machine until its next reboot: some file systems have locks that
     other machines cannot see.
     """

@@ -8,15 +8,15 @@ from typing import Any, Literal
 import msgspec
 
 from distcheck.job import accepting, causes, checks, script_changes, settings
-from distcheck.job.by_module import by_module, with_evidence
+from distcheck.job.by_module import by_module, with_module_evidence
 from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.checks.averaging import averaging
-from distcheck.job.checks.exchange import needless
+from distcheck.job.checks.exchange import redundant_synchronization
 from distcheck.job.checks.ranks import differs_in_units, finite
-from distcheck.job.checks.reference import with_reference
+from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis.source_lines import site_at
 from distcheck.recordings.jobs.reading import JobRecording
@@ -42,7 +42,7 @@ from distcheck.worlds.callers import is_installed
 _COLLECTIVE = "collective"
 
 
-def culprit(
+def only_source_line(
     job: JobRecording, script: str, found: Sequence[Diagnosis], results: Sequence[CheckResult]
 ) -> CallSite | None:
     """Return the only source line of the kind that all causes concern, over all recorded steps and
@@ -89,7 +89,11 @@ def _from_here(site: CallSite | None) -> CallSite | None:
 
 
 def judge(
-    asked: JobOptions, job: JobRecording, ran: Ran, reference: Reference | None, missing: str
+    asked: JobOptions,
+    job: JobRecording,
+    ran: CommandResult,
+    reference: Reference | None,
+    missing: str,
 ) -> CaseReport:
     """Judge a recording; `missing` is the reason why there is no reference."""
     ends = ran.outcomes(job.processes)
@@ -108,13 +112,13 @@ def judge(
     compared: list[CheckResult] = []
     agreed: frozenset[int] = frozenset()
     if reference is not None:
-        compared, agreed = with_reference(job, reference)
+        compared, agreed = checks_with_reference(job, reference)
     seen_steps = () if reference is None else reference.replayed.steps
     folded = [] if reference is None else [*accumulation(job, reference)]
     # It has judged the scale of losses that are not torch's, too, but not that of terms.
     scaled = bool(folded) and all(seen.folded != "terms" for seen in seen_steps)
     if job.steps:
-        results += checks.without_reference(job, agreed, folded=scaled)
+        results += checks.checks_without_reference(job, agreed, folded=scaled)
     if reference is not None:
         results = [_if_divides(reference, r) for r in results]
         results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # see the note
@@ -144,13 +148,13 @@ def judge(
         outcomes=ends,
         checks=tuple(results),
         diagnosis=tuple(diagnosis),
-        where=culprit(job, script_of(job.ranks[0].arguments), diagnosis, results),
+        where=only_source_line(job, script_of(job.ranks[0].arguments), diagnosis, results),
         replay=_case_of(asked, job).command_line,
         notes=tuple(_notes(asked, job, reference, missing)),
         remarks=tuple(remarks),
         accepted=accepted,
     )
-    return case if reference is None else with_evidence(case, by_module(job, reference))
+    return case if reference is None else with_module_evidence(case, by_module(job, reference))
 
 
 def _accepted(
@@ -164,8 +168,8 @@ def _accepted(
     """Return results and causes without accepted deviations, the warnings, and the accepted
     deviations. With --strict warnings are failures.
     """
-    accepted = accepting.allowance(asked.accept, diagnosis)
-    common = () if asked.strict else accepting.remarkable(job, reference, results)
+    accepted = accepting.allowance_of_job(asked.accept, diagnosis)
+    common = () if asked.strict else accepting.kinds_that_only_warn(job, reference, results)
     before = diagnosis
     if accepted is not None or any(one.cause in common for one in diagnosis):
         kinds = [*dict.fromkeys((*asked.accept, *common))]
@@ -174,8 +178,8 @@ def _accepted(
         diagnosis = causes.diagnose(job, of_job, reference)
     left = {one.cause for one in diagnosis} | set(asked.accept)
     remarks = [one for one in before if one.cause in common and one.cause not in left]
-    remarks += [*causes.average_differs(job), *causes.divided_sum(job, reference)]
-    changes, meant = script_changes.remarks(job, agreed, causes.of_gradients)
+    remarks += [*causes.differing_model_averages(job), *causes.averaged_sum_losses(job, reference)]
+    changes, meant = script_changes.remarks(job, agreed, causes.causes_of_wrong_gradients)
     remarks += changes
     results = [_with_reason(r, meant if r.check == "gradients" else "") for r in results]
     if asked.strict and remarks:
@@ -205,9 +209,9 @@ def _until(
 def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
-        return case_of_words(asked, script=script, world=job.processes)
+        return case_of_command(asked, script=script, world=job.processes)
     records = job.at(job.steps[0])
-    return case_of_words(
+    return case_of_command(
         asked, script=script, world=job.processes, backend=first.backend or "none",
         device=first.device, dtype=next(iter(records[0].dtypes.values()), "float32"),
         batch=sum(len(one.rows) for record in records for one in record.passes if one.live),
@@ -215,7 +219,7 @@ def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     )  # fmt: skip
 
 
-def case_of_words(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
+def case_of_command(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
     """Return the case of a job with the known fields `about` and the requested command line."""
     options = ["--no-reference"] if asked.no_reference else []
     options += ["--reference", asked.reference] if asked.reference else []
@@ -284,9 +288,9 @@ def _if_known(
     job: JobRecording, reference: Reference | None, result: CheckResult, all_of: list[CheckResult]
 ) -> CheckResult:
     if reference is None:
-        return if_parts(job, result)
-    interacts = reference.replayed.interacts and causes.of_terms(job, reference) is None
-    return if_interacts(job, result, all_of) if interacts else result
+        return unknown_if_sharded(job, result)
+    interacts = reference.replayed.interacts and causes.scaled_loss_term(job, reference) is None
+    return unknown_if_samples_interact(job, result, all_of) if interacts else result
 
 
 def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:
@@ -322,7 +326,7 @@ def _if_seen(result: CheckResult) -> CheckResult:
     return _instead(result, "unknown", said)
 
 
-def if_interacts(
+def unknown_if_samples_interact(
     job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult]
 ) -> CheckResult:
     """Turn a failure into unknown if a loss term is not a mean over samples, so that it differs for
@@ -348,7 +352,7 @@ def if_interacts(
     return _instead(result, "unknown", said)
 
 
-def if_parts(job: JobRecording, result: CheckResult) -> CheckResult:
+def unknown_if_sharded(job: JobRecording, result: CheckResult) -> CheckResult:
     """Turn a failure into unknown if ranks may hold hand-written shards of one model."""
     name = differs_in_units(job)
     if result.verdict != "fail" or result.check not in ("initial state", "agreement") or not name:
@@ -419,7 +423,7 @@ def _notes(
             "the job ran on CPUs instead of GPUs, over gloo (--on-cpu): GPU kernels and NCCL are "
             "not judged"
         )
-    count, size, seconds = needless(job)
+    count, size, seconds = redundant_synchronization(job)
     if count:
         measured = "" if seconds is None else f" and {1000 * seconds:.3g} ms of waiting time"
         notes.append(

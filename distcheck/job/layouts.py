@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from distcheck.job.checks.reference import bounds_of, losses_beside, reached
+from distcheck.job.checks.reference import gradient_tolerances, paired_losses, reference_gradients
 from distcheck.job.replaying import Reference
 from distcheck.judge.diagnosis import layouts
-from distcheck.judge.diagnosis.layout_measuring import HeldGradients
+from distcheck.judge.diagnosis.layout_measuring import GradientVersions
 from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
 from distcheck.judge.divergence.noise_floor import norm_of
 from distcheck.judge.fitting import fit
@@ -50,7 +50,7 @@ def _of_norm(
     clipping the total norm is the maximum, as in the reference.
     """
     step, total = facts.step, len(job.parameters(facts.step))
-    right = reached(reference.tensors(step), Kind.GRADIENT)
+    right = reference_gradients(reference.tensors(step), Kind.GRADIENT)
     allowed = math.hypot(*(norm_of(g) for g in right.values()))
     parts = [part for r in apart.at(step) for k, part in r.parts.items() if k.startswith("step/")]
     group = max([*job.replicas, *(part.of for part in parts)], key=len)
@@ -87,7 +87,7 @@ def _facts(
     kind = Kind.GRADIENT if by_hand else Kind.EXCHANGED
     times = _after_clipping(apart, reference, step, kind)
     wrong, right = _measured(job, apart, reference, step, mesh, kind, times)
-    loss, expected_loss, bound = losses_beside(job, reference, step)
+    loss, expected_loss, bound = paired_losses(job, reference, step)
     pipeline = any(axis.kind == "pipeline" for axis in axes)
     return LayoutFacts(
         step=step,
@@ -120,7 +120,7 @@ def _measured(
     right. `times` rescales the gradients of some ranks first.
     """
     found, wrong, right = reference.tensors(step), list[LayoutParameter](), list[str]()
-    bounds, stem = bounds_of(job, found, step), STEMS[kind]
+    bounds, stem = gradient_tolerances(job, found, step), STEMS[kind]
     for name in job.parameters(step):
         plain = name.rpartition(": ")[2]
         key = f"{stem}/{plain}"
@@ -131,7 +131,7 @@ def _measured(
             continue
         rough = bool(times) or stem == "step"
         allowed = max(bounds.get(name, 0.0), rough * _SAME_NORM * norm_of(expected))
-        one = HeldGradients(held, expected, mesh, allowed, without).of(name)
+        one = GradientVersions(held, expected, mesh, allowed, without).of(name)
         wrong += [] if one is None else [one]
         right = [*right, name.rpartition(".")[0]] if one is None else []
     return wrong, [*dict.fromkeys(right)]

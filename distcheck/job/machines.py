@@ -20,7 +20,7 @@ import msgspec
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.job.running import Ran, raised_in
+from distcheck.job.running import CommandResult, noted_exceptions
 from distcheck.recordings.jobs.reading import MOST_BYTES
 from distcheck.recordings.jobs.records import RankRecord, for_others, read_own
 from distcheck.worlds.remote import bootstrap, protocol, secret
@@ -51,10 +51,10 @@ FromMachine = protocol.Joining | FileChunk | AllSent
 
 
 @dataclass
-class Gathered:
+class GatheredMachines:
     """The judging machine's state: how the command ended, and the machines that wait."""
 
-    ran: Ran
+    ran: CommandResult
     hosts: tuple[str, ...] = ()
     lines: list[protocol.Connection] = field(default_factory=list)
 
@@ -66,18 +66,20 @@ class Gathered:
 
 
 @contextlib.contextmanager
-def gathered(folder: Path, ran: Ran, *, patience_s: float = PATIENCE_S) -> Iterator[Gathered]:
+def gather_recording(
+    folder: Path, ran: CommandResult, *, patience_s: float = PATIENCE_S
+) -> Iterator[GatheredMachines]:
     """Complete the recording if ranks are on other machines. Raises JudgedThereError on all
     machines but one, and CannotRunError if a machine does not connect.
     """
     own = [read_own(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
     if not own or len(own) >= own[0].world or not _are_elsewhere(own[0], ran):
-        yield Gathered(ran)
+        yield GatheredMachines(ran)
         return
     server = _listening(own, patience_s)
     if server is None:
         raise _sent(folder, own, ran, patience_s)
-    found, over = Gathered(ran), threading.Event()
+    found, over = GatheredMachines(ran), threading.Event()
     beat = threading.Thread(target=_beat, args=(found, over), daemon=True)
     beat.start()
     try:
@@ -102,7 +104,7 @@ class JudgedThereError(DistcheckError):
         self.exit_code = ExitCode(code)
 
 
-def _are_elsewhere(rank: RankRecord, ran: Ran) -> bool:
+def _are_elsewhere(rank: RankRecord, ran: CommandResult) -> bool:
     """Return True if the missing ranks were started on other machines, according to torchrun.
     Without torchrun, a missing rank may have failed.
     """
@@ -134,7 +136,11 @@ def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None
 
 
 def _receive(
-    found: Gathered, server: socket.socket, folder: Path, own: list[RankRecord], patience_s: float
+    found: GatheredMachines,
+    server: socket.socket,
+    folder: Path,
+    own: list[RankRecord],
+    patience_s: float,
 ) -> None:
     missing = set(range(own[0].world)) - {one.rank for one in own}
     doors = Handshakes(server, secret.shared_secret(), FromMachine)
@@ -166,7 +172,7 @@ def _receive(
             f"nothing for {patience_s:g} s; start distcheck job on every machine of the "
             f"job.{refused * bool(doors.refused)}"
         )
-    found.ran = replace(found.ran, raised=raised_in(folder))
+    found.ran = replace(found.ran, raised=noted_exceptions(folder))
     found.hosts = tuple(host for host, _ in coming)
 
 
@@ -213,7 +219,7 @@ def _place(folder: Path, name: str, ranks: frozenset[int]) -> Path:
     raise ValueError(f"it sent a file that none of its ranks writes: {name[:80]!r}")
 
 
-def _beat(found: Gathered, over: threading.Event) -> None:
+def _beat(found: GatheredMachines, over: threading.Event) -> None:
     """Send heartbeats to the waiting machines."""
     while not over.wait(_BEAT_S):
         for line in found.lines:
@@ -224,7 +230,9 @@ def _beat(found: Gathered, over: threading.Event) -> None:
 # -- the other machines ------------------------------------------------------------------------
 
 
-def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> JudgedThereError:
+def _sent(
+    folder: Path, own: list[RankRecord], ran: CommandResult, patience_s: float
+) -> JudgedThereError:
     place = _place_of(own)
     until = time.monotonic() + patience_s
     while True:
@@ -245,7 +253,9 @@ def _sent(folder: Path, own: list[RankRecord], ran: Ran, patience_s: float) -> J
             ) from error
 
 
-def _send(line: protocol.Connection, folder: Path, own: list[RankRecord], ran: Ran) -> None:
+def _send(
+    line: protocol.Connection, folder: Path, own: list[RankRecord], ran: CommandResult
+) -> None:
     ranks = tuple(one.rank for one in own)
     host = socket.gethostname()
     line.send(

@@ -11,7 +11,7 @@ import msgspec
 from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import running, settings
-from distcheck.job.copying import Copy
+from distcheck.job.copying import ProjectCopy
 from distcheck.job.settings import JobSettings
 from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, NoiseFloor, measure
 from distcheck.recordings.jobs import reading
@@ -37,7 +37,12 @@ def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
 
 
 def record_again(
-    asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *, deadline_s: float
+    asked: JobSettings,
+    command: Sequence[str],
+    copy: ProjectCopy,
+    folder: Path,
+    *,
+    deadline_s: float,
 ) -> Path:
     """Rerun the command in a copy of the project, and return the folder of its recording, within a
     new `folder`. Raises DistcheckError, OSError or shutil.Error if it cannot run.
@@ -47,7 +52,7 @@ def record_again(
     once_more = msgspec.structs.replace(asked, kept=False, ops=False, keep_going=False)
     try:
         shutil.copytree(copy.folder, project.folder, symlinks=True)
-        ran = running.run_kept(
+        ran = running.run_silently(
             project.words(command), settings.write(once_more, recorded),
             folder=project.of(Path.cwd()) or project.folder, variables={}, without=(),
             deadline_s=deadline_s,
@@ -62,8 +67,8 @@ def record_again(
 
 
 def measured(
-    job: JobRecording, asked: JobSettings, command: Sequence[str], copy: Copy, folder: Path, *,
-    deadline_s: float,
+    job: JobRecording, asked: JobSettings, command: Sequence[str], copy: ProjectCopy, folder: Path,
+    *, deadline_s: float,
 ) -> NoiseFloor:  # fmt: skip
     """Measure the noise floor (`judge/divergence/noise_floor.py`) of a job by rerunning it with
     parameters perturbed by one ULP. `copy` is the project before the job ran.

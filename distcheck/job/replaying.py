@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from distcheck.job import running, settings
-from distcheck.job.copying import Copy
-from distcheck.job.settings import JobSettings, Replayed, ReplayedStep, Retry
+from distcheck.job.copying import ProjectCopy
+from distcheck.job.settings import JobSettings, ReplayedStep, ReplayResult, Retry
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, TensorCache, read_tensors
 from distcheck.recordings.jobs.records import read_own
@@ -52,7 +52,7 @@ class Reference:
     """
 
     folder: Path
-    replayed: Replayed
+    replayed: ReplayResult
     replaced: tuple[str, ...] = ()
     own_inputs: str = ""
     _kept: TensorCache = field(default_factory=TensorCache)
@@ -68,7 +68,7 @@ class Reference:
 
 
 def replay(
-    job: JobRecording, copy: Copy, folder: Path, *, on_cpu: bool = False, weights: str = "",
+    job: JobRecording, copy: ProjectCopy, folder: Path, *, on_cpu: bool = False, weights: str = "",
     command: str = "", deadline_s: float = 300.0, modules: bool = False, own_inputs: str = "",
 ) -> Reference:  # fmt: skip
     """Run rank 0's script, or `command`, as a single process; with the script's own inputs if
@@ -90,7 +90,7 @@ def replay(
     spawned = bool(is_forked) or _is_spawned(first.arguments)
     words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
     sizes = {job.processes, *(axis.size for axis in first.axes)}
-    words, replaced = (words, ()) if command else of_one(words, *sizes)
+    words, replaced = (words, ()) if command else with_one_rank(words, *sizes)
     in_processes = first.device != "cpu"  # a fork loses the GPU's state
     asked = JobSettings(
         mode="replay", steps=len(job.steps), recording=str(job.folder), modules=modules,
@@ -104,8 +104,8 @@ def replay(
     variables |= {} if spawned else _ONE_RANK
     variables = {**KEEPS_FREED_MEMORY, **variables}
 
-    def run(asked: JobSettings) -> running.Ran:
-        return running.run_kept(
+    def run(asked: JobSettings) -> running.CommandResult:
+        return running.run_silently(
             copy.words(words), settings.write(asked, folder), folder=place,
             variables={} if command else variables,
             without=(_OF_MPI, "PMIX_", *_OF_AGENT), deadline_s=deadline_s,
@@ -143,7 +143,7 @@ def _of_launcher(job: JobRecording) -> Sequence[str]:
     )
 
 
-def of_one(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...]]:
+def with_one_rank(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...]]:
     """Replace numbers of ranks, machines or GPUs (one of `sizes`) in a command's options by 1;
     return the command and the replaced options.
     """
@@ -160,7 +160,7 @@ def of_one(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...
     return found, tuple(replaced)
 
 
-def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Reference:
+def _read(folder: Path, ran: running.CommandResult, replaced: tuple[str, ...]) -> Reference:
     if (folder / "defect").exists():
         said = (folder / "defect").read_text(errors="backslashreplace").strip().rpartition("\n")[2]
         raise NoReferenceError(f"the reference run failed: {said[:300]}")
@@ -174,7 +174,7 @@ def _read(folder: Path, ran: running.Ran, replaced: tuple[str, ...]) -> Referenc
             f"the script {why} before its first step in a single process; pass the command that "
             "trains in a single process, --reference COMMAND"
         )
-    replayed = read_own(file, Replayed)
+    replayed = read_own(file, ReplayResult)
     if not replayed.steps:
         failure = replayed.failure or "the script makes no step in a single process"
         raise NoReferenceError(failure, replayed.retry)

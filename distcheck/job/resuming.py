@@ -20,9 +20,9 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.divergence import noise_floor
 from distcheck.judge.divergence.job_recordings import (
     JobComparison,
+    comparable_recordings,
     compare_recordings,
-    sides,
-    why_not,
+    why_not_comparable,
 )
 from distcheck.judge.divergence.noise_floor import NoiseFloor, distance_between, norm_of
 from distcheck.recordings.jobs.reading import JobRecording, read_kept
@@ -330,7 +330,7 @@ def _compare_optimizer(both: ResumedJob) -> bool:
 
 
 def _compare_settings(both: ResumedJob) -> None:
-    one, two = sides(*_common_steps(both))
+    one, two = comparable_recordings(*_common_steps(both))
     now, then = two.header(0, 0).optimizer, one.header(0, 0).optimizer
     both.state.count(parameter="settings", rank=0, step=both.first, elements=then.count(" "))
     if now != then:
@@ -426,7 +426,7 @@ def _common_steps(both: ResumedJob) -> tuple[JobRecording, JobRecording]:
 
 
 def _compare_samples(both: ResumedJob) -> None:
-    one, two = sides(*_common_steps(both))
+    one, two = comparable_recordings(*_common_steps(both))
     for rank in range(one.world):
         own = two.header(rank, 0).ids
         both.data.count(parameter="samples", rank=rank, step=both.first, elements=len(own))
@@ -437,7 +437,7 @@ def _compare_samples(both: ResumedJob) -> None:
 
 def _name_samples(both: ResumedJob, later: int, rank: int) -> None:
     """Name the cause of samples that differ `later` steps after the resume."""
-    whole, here = sides(both.then, both.now)
+    whole, here = comparable_recordings(both.then, both.now)
     place = both.at + later
     rows = here.header(rank, later).ids
     step = both.then.steps[place]
@@ -479,7 +479,7 @@ def _begins_epoch(job: JobRecording, rank: int, step: int) -> bool:
 
 def _compare_random(both: ResumedJob) -> None:
     """Compare the RNG streams of the first step's forward passes, at the same world size."""
-    one, two = sides(*_common_steps(both))
+    one, two = comparable_recordings(*_common_steps(both))
     if one.as_one:
         return
     for rank in range(one.world):
@@ -500,7 +500,7 @@ def _compare_random(both: ResumedJob) -> None:
 def _training(both: ResumedJob) -> CheckResult:
     one, two = _common_steps(both)
     tally = Tally(TRAINING, NO_LAYER)
-    missing = why_not(one, two)
+    missing = why_not_comparable(one, two)
     if missing:
         tally.missing(f"training is not compared: {missing}")
         return tally.result()

@@ -20,7 +20,7 @@ import psutil
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.job.settings import VARIABLE, Answer
+from distcheck.job.settings import VARIABLE, RankPosition
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
@@ -88,7 +88,7 @@ class Watch:
         answers = {}
         for file in sorted(self._folder.glob("answer-*[0-9]")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                one = decode_json(read_bounded(file), Answer)
+                one = decode_json(read_bounded(file), RankPosition)
                 answers[one.rank] = one
         world = max((one.world for one in answers.values()), default=1)
         return tuple(_outcome(rank, answers.get(rank)) for rank in range(world))
@@ -106,7 +106,7 @@ def _seconds_of(process: int) -> float:
     return total
 
 
-def _outcome(rank: int, answer: Answer | None) -> Outcome:
+def _outcome(rank: int, answer: RankPosition | None) -> Outcome:
     if answer is None:
         return Outcome(
             rank=rank, outcome=RankEnd.HUNG, phase="before its first step", ended_by="no answer"
@@ -130,7 +130,7 @@ _LAST_S = 5.0  # to drain a pipe after the job ended; others may hold it open
 
 
 @contextlib.contextmanager
-def relayed() -> Iterator[dict[str, int]]:
+def relay_output() -> Iterator[dict[str, int]]:
     """Yield Popen arguments that forward the job's output; streams in one pipe keep their order."""
     places: dict[tuple[int, int], int] = {}
     given: dict[str, int] = {}
@@ -179,7 +179,7 @@ class JobEndedError(DistcheckError):
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """Exit status of the command, and the processes that raised: (rank, message)."""
 
     code: int
@@ -231,11 +231,11 @@ def run(
     *,
     deadline_s: float = math.inf,
     defaults: Mapping[str, str] = MappingProxyType({}),
-) -> Ran:
+) -> CommandResult:
     """Run the job's command with its output forwarded, until it ends or is killed because it hung.
     `defaults` are variables to set if they are unset.
     """
-    with relayed() as streams:
+    with relay_output() as streams:
         try:
             process = subprocess.Popen(
                 command,
@@ -254,10 +254,10 @@ def run(
             _end(process)
         code = process.wait()
     _remove_logs(settings.parent)
-    return Ran(code, () if hung else raised_in(settings.parent), hung)
+    return CommandResult(code, () if hung else noted_exceptions(settings.parent), hung)
 
 
-def run_kept(
+def run_silently(
     command: Sequence[str],
     settings: Path,
     *,
@@ -265,7 +265,7 @@ def run_kept(
     variables: Mapping[str, str],
     without: tuple[str, ...],
     deadline_s: float,
-) -> Ran:
+) -> CommandResult:
     """Run a command in `folder` without output, with all its processes killed at the end. Variables
     with one of the prefixes `without` are removed.
     """
@@ -284,7 +284,7 @@ def run_kept(
             ours.close()  # ends it
             code = keeper.wait(_PATIENCE_S)
     _remove_logs(settings.parent)
-    return Ran(code, () if hung else raised_in(settings.parent), hung)
+    return CommandResult(code, () if hung else noted_exceptions(settings.parent), hung)
 
 
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
@@ -334,7 +334,7 @@ def _started_by(process: int) -> list[psutil.Process]:
     return found
 
 
-def raised_in(folder: Path) -> tuple[tuple[int, str], ...]:
+def noted_exceptions(folder: Path) -> tuple[tuple[int, str], ...]:
     """Return the exceptions noted by processes: (rank, first line)."""
     found = []
     for file in sorted(folder.glob("raised-*")):
@@ -345,7 +345,7 @@ def raised_in(folder: Path) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def check_recorded(folder: Path, ran: Ran, command: Sequence[str]) -> None:
+def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> None:
     """Raise the error that explains why nothing can be judged, if so."""
     if (folder / "defect").exists():
         trace = (folder / "defect").read_text(errors="backslashreplace")

@@ -21,12 +21,12 @@ from math import hypot, isclose
 import msgspec
 import torch
 
-from distcheck.job.checks.exchange import loss_factors, summed_factors, view_of
+from distcheck.job.checks.exchange import factors_of_sum_losses, gradients_at_step, loss_factors
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.measurements import SAME_FACTOR
 from distcheck.judge.diagnosis.wording import number_text
 from distcheck.judge.fitting import fit
-from distcheck.machine.numerics import NotBoundedError, wide
+from distcheck.machine.numerics import NotBoundedError, as_float64
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
 from distcheck.records import Diagnosis
@@ -41,7 +41,7 @@ _MISTAKES = {
 }  # fmt: skip
 
 
-class Changed:
+class ChangedGradients:
     """A step whose optimizer gradients are not the mean of the local gradients. All ranks agree
     with the reference there, so rank 0 represents all.
     """
@@ -56,7 +56,7 @@ class Changed:
         for index in range(len(self.view.specs)):
             held, interval = self.view.reduced(0, index), self.view.interval(index)
             if held is not None:
-                found.append((wide(held), interval.mean, interval.bound))
+                found.append((as_float64(held), interval.mean, interval.bound))
         return found
 
     @cached_property
@@ -80,23 +80,25 @@ class Changed:
         return hypot(*(float(given.norm()) for given, _, _ in self.rows))
 
 
-def changed(job: JobRecording, steps: Collection[int], kind: Kind) -> Iterator[Changed]:
+def steps_with_changed_gradients(
+    job: JobRecording, steps: Collection[int], kind: Kind
+) -> Iterator[ChangedGradients]:
     """Yield the steps whose gradients are neither the mean nor the sum at a stage."""
     for step in sorted(steps):
         records = job.at(step)
         by_value = any(clip.kind != "norm" for record in records for clip in record.clips)
         if by_value or any(record.skipped for record in records):
             continue
-        view = view_of(job, step, kind, of_all=True)
+        view = gradients_at_step(job, step, kind, of_all=True)
         try:
-            one = Changed(view)
+            one = ChangedGradients(view)
             if one.rows and not one.is_right(lambda mean: mean) and not _is_sum(one):
                 yield one
         except NotBoundedError:
             continue
 
 
-def _is_sum(one: Changed) -> bool:
+def _is_sum(one: ChangedGradients) -> bool:
     world = one.job.world
     return one.is_right(lambda mean: world * mean, world)
 
@@ -108,15 +110,17 @@ def remarks(
     and a sentence about the recognized ones.
     """
     kinds = (Kind.EXCHANGED, Kind.GRADIENT)  # changes before clipping are clipped, too
-    found = next(filter(None, ([*changed(job, steps, kind)] for kind in kinds)), [])
-    meant = [recognized(one, found) for one in found]
+    found = next(
+        filter(None, ([*steps_with_changed_gradients(job, steps, kind)] for kind in kinds)), []
+    )
+    meant = [recognized_change(one, found) for one in found]
     unknown = next((one for one, known in zip(found, meant, strict=True) if not known), None)
     known = next(filter(None, meant), "")
     note = f"the script {known}, and so does a single process" if known else ""
     return [_remark(unknown, explain)] if unknown is not None else [], note
 
 
-def _remark(one: Changed, explain: Explain) -> Diagnosis:
+def _remark(one: ChangedGradients, explain: Explain) -> Diagnosis:
     named = [d for d in explain(one.job, one.step, one.view.kind) if d.cause in _MISTAKES]
     if named:
         first = named[0]
@@ -132,29 +136,29 @@ def _remark(one: Changed, explain: Explain) -> Diagnosis:
     )
 
 
-def recognized(one: Changed, all_of: Collection[Changed]) -> str:
+def recognized_change(one: ChangedGradients, all_of: Collection[ChangedGradients]) -> str:
     """Return an intended change as a verb and its object, or "" if it is not recognized."""
     ways = (_unscales, _ascends, _clips_by_norm, _clips_by_value, _centralizes, _decays)
     return next(filter(None, (way(one, all_of) for way in ways)), "")
 
 
-def _unscales(one: Changed, _: Collection[Changed]) -> str:
+def _unscales(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     """Recognize a scaled loss whose gradients were unscaled."""
-    factors = loss_factors(one.job, one.step) or summed_factors(one.job, one.step)
+    factors = loss_factors(one.job, one.step) or factors_of_sum_losses(one.job, one.step)
     if one.factor is None or not factors or len(set(factors)) > 1:
         return ""
     is_undone = isclose(one.factor * factors[0], 1.0, rel_tol=SAME_FACTOR)
     return f"divides gradients by a loss scale of {number_text(factors[0])}" if is_undone else ""
 
 
-def _ascends(one: Changed, _: Collection[Changed]) -> str:
+def _ascends(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     """Recognize ascent: only an objective of the script's own is maximized, not torch's losses."""
     of_torch = any(p.losses for record in one.job.at(one.step) for p in record.trained)
     is_negated = one.is_right(lambda mean: -mean)
     return "negates gradients, as for gradient ascent" if is_negated and not of_torch else ""
 
 
-def _clips_by_norm(one: Changed, all_of: Collection[Changed]) -> str:
+def _clips_by_norm(one: ChangedGradients, all_of: Collection[ChangedGradients]) -> str:
     """Recognize hand-written clipping: all shortened gradients have the same norm afterwards."""
     if one.factor is None or not 0 < one.factor < 1:
         return ""
@@ -168,13 +172,13 @@ def _clips_by_norm(one: Changed, all_of: Collection[Changed]) -> str:
     return ""
 
 
-def _clips_by_value(one: Changed, _: Collection[Changed]) -> str:
+def _clips_by_value(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     most = max(float(given.abs().max()) for given, _, _ in one.rows if given.numel())
     is_clipped = most > 0 and one.is_right(lambda mean: mean.clamp(-most, most))
     return f"clips each element of a gradient to {number_text(most)}" if is_clipped else ""
 
 
-def _centralizes(one: Changed, _: Collection[Changed]) -> str:
+def _centralizes(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     def centralized(mean: torch.Tensor) -> torch.Tensor:
         return mean - mean.mean(dim=tuple(range(1, mean.dim())), keepdim=True)
 
@@ -188,13 +192,13 @@ def _centralizes(one: Changed, _: Collection[Changed]) -> str:
     return "centralizes gradients" if is_it else ""
 
 
-def _decays(one: Changed, _: Collection[Changed]) -> str:
+def _decays(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     """Recognize weight decay: a multiple of the parameter is added to its gradient."""
     kept = one.job.tensors(0, one.step)
     before = [kept.get(f"before/{spec.name}") for spec in one.view.specs]
     if len(before) != len(one.rows) or any(p is None for p in before):
         return ""
-    pairs = [(row, wide(p)) for row, p in zip(one.rows, before, strict=True) if p is not None]
+    pairs = [(row, as_float64(p)) for row, p in zip(one.rows, before, strict=True) if p is not None]
     if any(p.shape != row[0].shape for row, p in pairs):
         return ""
     moved = [(given - mean, p) for (given, mean, _), p in pairs if not _is_near(given, mean, p)]

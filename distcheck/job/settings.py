@@ -37,7 +37,7 @@ class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
     clips: tuple[tuple[float, float], ...] = ()
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's reply about its position."""
 
     rank: int
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     collectives: tuple[Collective, ...]
 
 
-class Read(msgspec.Struct, frozen=True, kw_only=True):
+class SampleComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of a rank's samples with those read by a single process: each field is the `same`,
     `other`, `random`, or `constant` over all samples; and the sizes of fields.
     """
@@ -57,7 +57,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a replay: the mode of batches, `pads` if they were padded, its steps, and reasons
     of failure or of passes that could not be merged (`unfolded`).
 
@@ -79,7 +79,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     interacts: bool = False
     retry: Retry = ""
     divides: bool = False
-    reads: tuple[Read, ...] = ()
+    reads: tuple[SampleComparison, ...] = ()
 
 
 class ReplayTask(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ def read(file: Path) -> JobSettings:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Convert a size such as `4GB` to bytes. Raises UsageError for other text."""
     number = text.strip().upper().rstrip("KMGTB")
     unit = text.strip().upper()[len(number) :]

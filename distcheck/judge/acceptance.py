@@ -38,7 +38,7 @@ KINDS = (
 )  # fmt: skip
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class AcceptedDeviation(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed kind; `amount` is the number of bits, the matrix rank, or the number of steps."""
 
     family: str
@@ -60,13 +60,13 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 DTYPES = ("float32", "float64")  # dtypes in which accepted deviations have a bound
 
 
-def read(text: str | None) -> Accepted | None:
+def read(text: str | None) -> AcceptedDeviation | None:
     """Parse a kind. Raises UsageError for anything without a bound."""
     if text is None:
         return None
     family, _, rest = text.partition(":")
     if family == "low-precision" and rest in _WIRES:
-        return Accepted(family=family, wire=_WIRES[rest])
+        return AcceptedDeviation(family=family, wire=_WIRES[rest])
     amount, _, more = rest.partition(":")
     if family in _RANGES and amount.isascii() and amount.isdecimal():
         least, most = _RANGES[family]
@@ -76,7 +76,7 @@ def read(text: str | None) -> Accepted | None:
                 raise UsageError(
                     f"--accept {text} is out of range; {family} takes {least} to {most}"
                 )
-            return Accepted(family=family, amount=int(amount), feedback=not more)
+            return AcceptedDeviation(family=family, amount=int(amount), feedback=not more)
     raise UsageError(f"--accept {text} is not supported; choose from {', '.join(KINDS)}")
 
 
@@ -127,7 +127,7 @@ def check_promise(case: Case, contract: Contract) -> None:
         )
 
 
-def contract_under(case: Case, contract: Contract) -> Contract:
+def contract_for_case(case: Case, contract: Contract) -> Contract:
     """Return the contract that a case is judged by: an accepted dtype acts like a promised one."""
     accepted = read(case.accept)
     if accepted is None or accepted.wire is None:
@@ -181,7 +181,7 @@ def describe(case: Case) -> Allowance | None:
     return Allowance(kind=str(accepted), widened=widened, not_owed=not_owed)
 
 
-def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+def _low_precision(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     assert accepted.wire is not None
     roundings, unit = world + 2, unit_roundoff(accepted.wire)
     share = 100 * roundings * unit / (1 - roundings * unit)
@@ -193,7 +193,7 @@ def _low_precision(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]
     )
 
 
-def _quantized(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+def _quantized(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
         f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element on "
@@ -206,7 +206,7 @@ def _quantized(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+def _low_rank(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     carried = "the mean gradient"
     carried += " plus the error feedback of earlier steps" * accepted.feedback
     return (
@@ -220,7 +220,7 @@ def _low_rank(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _local_sgd(accepted: Accepted, world: int) -> tuple[str, tuple[str, ...]]:
+def _local_sgd(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     steps = f"once in {accepted.amount} steps" if accepted.amount > 1 else "after every step"
     between = ", and of parameters between averages" if accepted.amount > 1 else ""
     return (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from distcheck.machine.numerics import wide
+from distcheck.machine.numerics import as_float64
 
 _ROWS = 1 << 15  # factored at once, so that nothing is copied whole
 
@@ -40,7 +40,7 @@ def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
     """
     r: torch.Tensor | None = None
     for actual, *bases in rows:
-        columns = [wide(one).reshape(-1) for one in (*bases, actual)]
+        columns = [as_float64(one).reshape(-1) for one in (*bases, actual)]
         for start in range(0, len(columns[0]), _ROWS):
             block = torch.stack([one[start : start + _ROWS] for one in columns], dim=1).cpu()
             whole = block if r is None else torch.cat([r, block])

@@ -127,13 +127,16 @@ def _shown(
 ) -> Mapping[str, tuple[Shown | None, ...]]:
     """Return the mistakes that comparing gradients would reveal, by layer."""
     if at.references.mesh is None:
-        return sensitivity.of_step(at.trace, at.step, gradients)
+        return sensitivity.mistakes_shown_at_step(at.trace, at.step, gradients)
     nothing = (None,) * len(at.specs)
     if not at.exchanges_itself:  # a gradient there is no mean of separate local ones
         return dict.fromkeys(gradients, nothing)
-    moves = any(one.counts for forms in after for one in sensitivity.of_buffers(forms))
+    moves = any(
+        one.counts for forms in after for one in sensitivity.mistakes_shown_by_buffers(forms)
+    )
     found = {
-        layer: sensitivity.of_exchange(at.trace.ranks, forms) for layer, forms in gradients.items()
+        layer: sensitivity.mistakes_shown_by_exchange(at.trace.ranks, forms)
+        for layer, forms in gradients.items()
     }
     return {
         layer: nothing if moves and not any(one.counts for one in shown) else shown

@@ -37,7 +37,7 @@ class Separation(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[str, ...] = ()
 
 
-class TakingApart:
+class RerunBisection:
     """Requests worlds until a conclusion. `next` is the world to run, None when there is a
     `conclusion`; `note` takes its result.
     """

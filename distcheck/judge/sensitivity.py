@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from distcheck.records import Case, CheckResult, Compared, FindingKind, VerdictName
-from distcheck.records.mistakes import MISTAKES, SENSITIVITY, Shown, both, describe, listed, scales
+from distcheck.records.mistakes import (
+    MISTAKES,
+    SENSITIVITY,
+    Shown,
+    describe,
+    joined_list,
+    merge_two_shown,
+    scales,
+)
 
 _NOTHING_COUNTS = (
     "nothing counts as compared: no tensor could have revealed any of the simplest mistakes"
@@ -85,7 +93,7 @@ def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
                 merged[name] = one
             else:
                 most = max(before.steps, one.steps)
-                merged[name] = msgspec.structs.replace(both(before, one), steps=most)
+                merged[name] = msgspec.structs.replace(merge_two_shown(before, one), steps=most)
     return merged
 
 
@@ -105,7 +113,7 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
             why = f"--accept {case.accept} allows it" if case.accept else _why(possible)
             by_reason[why].append(f"{mistake.says}{whose}")
     for why, mistakes in by_reason.items():
-        yield f"no tensor would have revealed {listed(mistakes, 'or')}: {why}"
+        yield f"no tensor would have revealed {joined_list(mistakes, 'or')}: {why}"
 
 
 def _why(tensors: Sequence[Shown]) -> str:

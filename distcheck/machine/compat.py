@@ -147,7 +147,7 @@ def _fsdp2_records(module: nn.Module) -> Iterator[Any]:
         yield from one.fsdp_params
 
 
-def part_in(tensor: Any) -> tuple[int, ...]:
+def shard_offset(tensor: Any) -> tuple[int, ...]:
     """Return the offset of this rank's shard in a DTensor, per dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -192,7 +192,7 @@ def ddp_times(model: Any) -> Mapping[str, Any]:
     return measured
 
 
-def note_samples(iterator: Any, noting: Callable[[Any], Any]) -> None:
+def wrap_index_iterator(iterator: Any, noting: Callable[[Any], Any]) -> None:
     """Replace a DataLoader iterator's iterator of indices by `noting(iterator)`."""
     iterator._sampler_iter = noting(iterator._sampler_iter)
 
@@ -314,7 +314,7 @@ def functional_collectives() -> int:
     return int(_of_c10d()._get_work_registry_size())
 
 
-def isolate_threads() -> None:
+def isolate_groups_by_thread() -> None:
     """Give each thread its own registry of process groups, which C++ code searches by name."""
     _of_c10d()._set_thread_isolation_mode(True)
 

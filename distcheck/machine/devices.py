@@ -41,7 +41,7 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
     return min(len(named), len(files))
 
 
-def missing(device: str, backend: str) -> str:
+def why_device_unavailable(device: str, backend: str) -> str:
     """Return the reason that ranks cannot run on a device of this machine; empty if they can."""
     if device == "cpu":
         if backend == "nccl":
@@ -106,7 +106,7 @@ def gpu_bytes_taken() -> int:
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
 
 
-def copies_beside(taken: int) -> int:
+def count_of_further_processes(taken: int) -> int:
     """Return how many further processes, each with `taken` bytes of tensors, may run concurrently:
     as many as fit on this process's GPU in addition to its own needs, up to a fixed limit.
     """

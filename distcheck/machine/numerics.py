@@ -69,19 +69,19 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's numbers in float64, complex ones as pairs."""
     return real_parts(tensor).double()
 
 
-def every(stride: int, tensor: torch.Tensor) -> torch.Tensor:
+def every_nth_number(stride: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return every `stride`-th number [n] of a tensor; a complex element is two."""
     return real_parts(tensor).reshape(-1)[::stride]
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the L2 norm of a difference, in float64."""
-    return float((wide(one) - wide(other.to(one.device))).norm())
+    return float((as_float64(one) - as_float64(other.to(one.device))).norm())
 
 
 def gamma(roundings: int, unit: float) -> float:

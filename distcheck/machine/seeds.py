@@ -72,7 +72,7 @@ _TWISTER = struct.Struct("<625I?d")
 LIBRARY_STATES_BYTES = 2 * _TWISTER.size
 
 
-def library_states() -> bytes:
+def library_rng_states() -> bytes:
     """Return the states of the global generators of `random` and, if it is loaded, NumPy, from
     which they repeat their next draws. At most LIBRARY_STATES_BYTES; `random`'s state is first and
     always present.

@@ -23,7 +23,7 @@ from distcheck.plan.coverage import Coverage, PlannedCheck
 from distcheck.plan.settings import DTYPES, Request
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName
 from distcheck.records import layers as known_layers
-from distcheck.records.case import as_file_name, is_file_name, name_apart
+from distcheck.records.case import as_file_name, is_file_name, with_unique_ids
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import BITWISE, FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64, ROUNDING
 from distcheck.training import loading
@@ -148,12 +148,12 @@ def check_request(request: Request) -> None:
             f"backend {request.backend} runs all ranks in one process; start distcheck without a "
             "launcher"
         )
-    if why := devices.missing(request.device, request.backend):
+    if why := devices.why_device_unavailable(request.device, request.backend):
         raise CannotRunError(why)
 
 
 def check_workload(spec: str) -> None:
-    loading.check_spelling("workload", cells.place_of(spec), loading.workload_names())
+    loading.check_spelling("workload", cells.class_of_cell(spec), loading.workload_names())
 
 
 def steps_of(request: Request, workload: str) -> int:
@@ -233,7 +233,7 @@ def plan_cases(request: Request) -> list[Case]:
     cases += [
         _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
     ]
-    return name_apart(cases)
+    return with_unique_ids(cases)
 
 
 def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
@@ -249,7 +249,9 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
     if not request.workloads and not acceptance.keeps_scalars(request.accept):
         workloads.pop("composite")
     for world in dict.fromkeys(request.worlds):
-        yield from scheduled.searched(request, partial(_case, request, strategy, world))
+        yield from scheduled.schedule_search_cases(
+            request, partial(_case, request, strategy, world)
+        )
         for workload in (*workloads, *promised_to_run(request, strategy, world)):
             for dtype in _dtypes(request, workload):
                 yield _case(request, strategy, world, workload, dtype)

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from distcheck.errors import UsageError, did_you_mean, nearest
+from distcheck.errors import UsageError, did_you_mean, most_similar_name
 from distcheck.plan.settings import SETTINGS, Setting, with_adaptation
-from distcheck.private import is_ones_own
+from distcheck.private import has_trusted_owner
 from distcheck.records.decoding import read_bounded
 from distcheck.training import loading
 from distcheck.training.adapters.options import check_adaptation
@@ -91,7 +91,7 @@ def read_configuration(given: str | None) -> Configuration:
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
         # A folder above may be writable for every user, so its file may be another user's.
-        if not path.is_file() or not is_ones_own(path):
+        if not path.is_file() or not has_trusted_owner(path):
             continue
         if (nested := _section_of(_load(path), path)) is not None:
             return _check(path, nested, True)
@@ -194,7 +194,7 @@ def _check_name(path: Path, place: str, setting: Setting, name: str) -> None:
     try:
         if setting.is_open:
             spec = _from_here(name, path.parent)
-            loading.check_spelling(what, cells.place_of(spec), known)
+            loading.check_spelling(what, cells.class_of_cell(spec), known)
         elif name not in known:
             raise UsageError(
                 f"unknown {what} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}"
@@ -204,7 +204,7 @@ def _check_name(path: Path, place: str, setting: Setting, name: str) -> None:
 
 
 def _nearest(name: str, known: Any) -> str:
-    found = nearest(name, known)
+    found = most_similar_name(name, known)
     return f"; did you mean {found}?" if found else ""
 
 

@@ -23,7 +23,7 @@ from distcheck.plan.provenance import file_digest
 from distcheck.plan.settings import SETTINGS, Request, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
-from distcheck.records.case import digest_of_all, name_apart
+from distcheck.records.case import digest_of_all, with_unique_ids
 from distcheck.records.run_facts import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.worlds.launchers import Launch
@@ -74,7 +74,7 @@ def plan_run(
     """Return the cases of a run. `asked` has every option's value by parameter name; `given` has
     the names of the options on the command line. Raises UsageError or CannotRunError.
     """
-    part, parts = part_of(shard)
+    part, parts = parse_shard(shard)
     matrix = read_configuration(config)
     requests = list(_requests(dict(asked), given, matrix, launch))
     if "explore_s" in given and not any(request.thorough for request in requests):
@@ -84,7 +84,7 @@ def plan_run(
     cases = [case for request in requests for case in _cases(request, matrix)]
     # Siblings are shown together, so they are made adjacent.
     first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
-    every = name_apart(sorted(cases, key=lambda case: first[case.siblings]))
+    every = with_unique_ids(sorted(cases, key=lambda case: first[case.siblings]))
     assigned = split(every, parts)
     if part > len(set(assigned.values())):
         raise UsageError(
@@ -93,7 +93,7 @@ def plan_run(
             f"together; use --shard {part}/N with N at most that"
         )
     part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
-    searches = thorough.planned(extras.searches, part_of_strategy)
+    searches = thorough.planned_searches(extras.searches, part_of_strategy)
     whole = RunPlan(
         digest=digest_of(every, searches),
         shard=part if parts > 1 else 0,
@@ -133,7 +133,7 @@ def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
         raise UsageError(f"--data-dir is for a data set in files; pass {known} as well")
 
 
-def part_of(shard: str | None) -> tuple[int, int]:
+def parse_shard(shard: str | None) -> tuple[int, int]:
     """Return (2, 4) for "2/4". Raises UsageError."""
     if shard is None:
         return 1, 1
@@ -203,7 +203,7 @@ def _requests(
         for fields in _fields(asked, given, {**matrix.keys, **own}):
             request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)
             world_given = "worlds" in given or worlds is not None or "worlds" in matrix.keys
-            yield thorough.widened(request, world_given=world_given)
+            yield thorough.with_thorough_worlds(request, world_given=world_given)
     if left_out and len(left_out) == len(strategies) and launch is not None:
         raise UsageError(
             f"{launch.launcher} started {launch.world} ranks; {matrix.file} has no strategy for "

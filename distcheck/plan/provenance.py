@@ -18,7 +18,7 @@ from distcheck.plan.source_files import (
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.decoding import read_source
 from distcheck.training import loading
-from distcheck.workloads.cells import place_of
+from distcheck.workloads.cells import class_of_cell
 from distcheck.worlds.remote.secret import shared_secret
 
 # Hardware that does the arithmetic: bits of two machines may differ if one of these differs.
@@ -47,7 +47,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
-    found = {what: code_digest(what, spec) for what, spec in named(case)}
+    found = {what: code_digest(what, spec) for what, spec in named_code(case)}
     digests = {
         what: digest
         for what, digest in found.items()
@@ -60,10 +60,10 @@ def seal_of(case: Case, digests: Mapping[str, str]) -> str:
     """Return the HMAC, with this user's secret, of a case that ran with code of these digests; ""
     if no secret can be stored.
     """
-    return sealed("case", msgspec.json.encode([case, sorted(digests.items())]))
+    return seal_of_content("case", msgspec.json.encode([case, sorted(digests.items())]))
 
 
-def sealed(kind: str, content: bytes) -> str:
+def seal_of_content(kind: str, content: bytes) -> str:
     """Return the HMAC, with this user's secret, of a content of one kind; "" as for `seal_of`."""
     try:
         secret = shared_secret()
@@ -84,7 +84,7 @@ def is_same_seal(seal: str, wanted: str) -> bool:
     return bool(wanted) and hmac.compare_digest(seal.encode(), wanted.encode())
 
 
-def named(case: Case) -> Iterator[tuple[str, str]]:
+def named_code(case: Case) -> Iterator[tuple[str, str]]:
     """Yield the purpose and the name of each piece of code that a case names."""
     yield "strategy", case.strategy
     yield "workload", case.workload
@@ -98,13 +98,13 @@ def named(case: Case) -> Iterator[tuple[str, str]]:
 def code_digest(what: str, spec: str) -> str:
     """Return a digest of the code behind a name; "none" if it cannot be read."""
     try:
-        files = code_of(what, spec)[1]
+        files = file_and_sources(what, spec)[1]
         return digest_of_sources({name: file.data for name, file in files.items()})
     except OSError:
         return NO_DIGEST
 
 
-def code_of(
+def file_and_sources(
     what: str, spec: str, others: Iterable[Path] = ()
 ) -> tuple[Path | None, dict[str, SourceFile]]:
     """Return the file behind a name, and its files by relative path (`files_of`, with `others`). Of
@@ -114,7 +114,7 @@ def code_of(
     if file is None or not file.is_file():
         return None, {}
     is_strategy = what == "strategy" and ":" not in spec and not loading.is_path(spec)
-    if is_strategy or (what == "workload" and loading.is_built_in(place_of(spec))):
+    if is_strategy or (what == "workload" and loading.is_built_in(class_of_cell(spec))):
         return file, {file.name: SourceFile(file, read_source(file))}
     return file, files_of(file, others)
 
@@ -133,14 +133,14 @@ def file_digest(what: str, spec: str) -> str:
 def code_files(what: str, spec: str) -> set[Path]:
     """Return the file behind a strategy or workload, and its imports from its project."""
     try:
-        return {one.path for one in code_of(what, spec)[1].values()}
+        return {one.path for one in file_and_sources(what, spec)[1].values()}
     except OSError:
         return {file} if (file := file_behind(what, spec)) is not None else set()
 
 
 def file_behind(what: str, spec: str) -> Path | None:
     """Return the source file behind a name, found without an import."""
-    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
+    place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
     if place in registered:
         place = registered[place].module
@@ -175,7 +175,7 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
     """
     found = [
         Change(kind="code", name=f"{what} {spec}", then=before, now=after)
-        for what, spec in dict(named(case)).items()
+        for what, spec in dict(named_code(case)).items()
         if (before := then.digests.get(what)) is not None
         and (after := now.digests.get(what, _MISSING)) != before
     ]

@@ -37,16 +37,16 @@ def check_request(asked: Request) -> None:
     check_schedules(asked.schedules, asked.schedule, asked.backend, preemptions=asked.preemptions)
 
 
-def how_many(schedules: int, preemptions: int) -> int:
+def number_of_schedules(schedules: int, preemptions: int) -> int:
     return schedules or (_ENUMERATED if preemptions else 0)
 
 
-def searched(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
+def schedule_search_cases(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
     """Return the case whose schedules are searched, if requested; `case_of` makes it from a
     workload and a dtype. Its schedules replace its rerun. It is the first case of its strategy and
     world, so that a hang is explained by the schedules.
     """
-    schedules = how_many(asked.schedules, asked.preemptions)
+    schedules = number_of_schedules(asked.schedules, asked.preemptions)
     if not schedules:
         return []
     case = case_of((*asked.workloads, _WORKLOAD)[0], asked.dtype or "float32")

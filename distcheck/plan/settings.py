@@ -361,7 +361,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class CallSettings(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of how code not written for distcheck is called. `with_adaptation` combines them
     into one field of a request.
     """
@@ -487,11 +487,11 @@ def _type_of(kind: Any) -> Any:
     return kind
 
 
-CALLS: Mapping[str, Setting] = _declared(CallSettings)
+CALLS: Mapping[str, Setting] = _declared(AdapterSettings)
 SETTINGS: Mapping[str, Setting] = {**_declared(Settings), **CALLS}
 DEFAULTS: Mapping[str, Any] = {
     field.name: field.default
-    for one in (Settings, CallSettings)
+    for one in (Settings, AdapterSettings)
     for field in msgspec.structs.fields(one)
 }
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from distcheck.records.decoding import parse_source, read_source
 from distcheck.training.loading import strategy_names
-from distcheck.training.scripts import root_of
+from distcheck.training.scripts import import_root
 from distcheck.training.sources_only import is_installed as is_installed_file
 
 NO_DIGEST = "none"
@@ -56,13 +56,13 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     if is_installed_file(path):
         return {path.name: SourceFile(path, content)}
     own, here = path.resolve(), Path.cwd()
-    root = root_of(own)
+    root = import_root(own)
     found: dict[str, SourceFile] = {}
     seen: set[Path] = set()
     whole: set[Path] = set()
     looked: set[tuple[Path, str, bool]] = set()
     is_installed, tops_in = functools.cache(_is_installed), functools.cache(_tops_in)
-    far = [place for one in map(Path.resolve, others) for place in (one.parent, root_of(one))]
+    far = [place for one in map(Path.resolve, others) for place in (one.parent, import_root(one))]
     ahead = [own, *_initializers(own, root)]
     inside = own.relative_to(here) if own.is_relative_to(here) else Path(own.name)
     dotted = ".".join(inside.with_suffix("").parts)
@@ -92,7 +92,7 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     return found
 
 
-def by_place(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]]:
+def paths_in_common_folder(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]]:
     """Yield files with their paths in one common folder. A name may occur twice, the current
     folder's last: Python finds the first.
     """
@@ -176,7 +176,7 @@ def digest_of(digests: Mapping[str, bytes]) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:_DIGITS]
 
 
-def mentions(pattern: str, spec: str) -> bool:
+def is_in_sources(pattern: str, spec: str) -> bool:
     """Return True if a regular expression matches in the source of a strategy (name, file or
     module) or of a module of its project that it imports. Nothing is imported.
     """

@@ -54,14 +54,15 @@ class ThoroughExtras(msgspec.Struct, frozen=True, kw_only=True):
 NO_EXTRAS = ThoroughExtras()
 
 
-def widened(request: Request, *, world_given: bool) -> Request:
+def with_thorough_worlds(request: Request, *, world_given: bool) -> Request:
     """Return the request with the worlds of a thorough run, if none was given."""
     if not request.thorough or world_given:
         return request
     fits = [
         world
         for world in WORLDS
-        if world <= request.batch and not (request.backend == "nccl" and nccl.are_shared(world))
+        if world <= request.batch
+        and not (request.backend == "nccl" and nccl.has_more_ranks_than_gpus(world))
     ]
     worlds = tuple(fits) or CELL_WORLDS
     cells = tuple(world for world in CELL_WORLDS if world in worlds) or worlds[-1:]
@@ -95,7 +96,7 @@ def thorough_extras(requests: Sequence[Request], *, launched: bool = False) -> T
     )
 
 
-def planned(
+def planned_searches(
     searches: Iterable[ThoroughSearch], shard_of: dict[str, int]
 ) -> tuple[PlannedSearch, ...]:
     """Return the searches of a plan; `shard_of` gives the shard of each strategy."""

@@ -102,7 +102,7 @@ def _of_kind(
                 yield Pair(what, rank, step, name, first, second, kind, slot, index)
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class DifferenceCount(msgspec.Struct, frozen=True, kw_only=True):
     """The number of differences of one kind, over all steps and ranks."""
 
     kind: str
@@ -133,7 +133,7 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     judged: int = 0
     not_judged: int = 0
     by_digest: bool = False
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[DifferenceCount, ...] = ()
     drift: tuple[float, ...] = ()
     noise_floor: tuple[float, ...] = ()
     why_not: str = ""

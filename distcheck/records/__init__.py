@@ -323,7 +323,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.interrupted:
             return ExitCode.INTERRUPTED
         early = ExitCode.CANNOT_RUN if self.save_error else None
-        return code_of(self, self.given_up_as if self.given_up else early)
+        return exit_code_of_report(self, self.given_up_as if self.given_up else early)
 
     def raise_for_verdict(self) -> "Report":
         """Return this report if it passed; raise `VerdictError` (an AssertionError) otherwise."""
@@ -365,7 +365,7 @@ def verdict_of(report: Any) -> VerdictName:
     return merge_verdicts([*(case.verdict for case in report.cases), *searched])
 
 
-def code_of(report: Any, early: ExitCode | None = None) -> ExitCode:
+def exit_code_of_report(report: Any, early: ExitCode | None = None) -> ExitCode:
     """Return the exit code for the verdicts of a report or document; `early` is that of a run
     without failures that was cut short.
     """
@@ -402,7 +402,7 @@ _shown: dict[str, Callable[[Report], Any]] = dict.fromkeys(
 )
 
 
-def show_reports_as(
+def set_report_renderers(
     *,
     failure: Callable[[Report], str],
     screen: Callable[[Report], str],

@@ -148,7 +148,7 @@ def is_file_name(text: str) -> bool:
     return fits and re.fullmatch(r"[\w+-][\w.+-]*", text) is not None
 
 
-def name_apart(cases: Sequence[Case]) -> list[Case]:
+def with_unique_ids(cases: Sequence[Case]) -> list[Case]:
     """Return the cases with unique ids; duplicates are removed."""
     alike: dict[str, list[Case]] = defaultdict(list)
     for case in dict.fromkeys(cases):

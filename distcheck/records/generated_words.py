@@ -146,9 +146,9 @@ def _check_order(layers: tuple[ModelLayer, ...], words: str) -> None:
         raise _refusal(words, "there is at most one norm, and it must precede every other layer")
     if len(convs) > _MOST_CONVS:
         raise _refusal(words, f"more than {_MOST_CONVS} convs reduce a 4x4 image to nothing")
-    if not any(trains(layer) for layer in layers):
+    if not any(is_trainable_layer(layer) for layer in layers):
         raise _refusal(words, "no parameter is trainable")
-    if not any(trains(layer) and "absent" not in layer.marks for layer in layers):
+    if not any(is_trainable_layer(layer) and "absent" not in layer.marks for layer in layers):
         raise _refusal(
             words,
             "every trainable layer is absent for half of the samples; keep one layer for "
@@ -156,7 +156,7 @@ def _check_order(layers: tuple[ModelLayer, ...], words: str) -> None:
         )
 
 
-def trains(layer: ModelLayer) -> bool:
+def is_trainable_layer(layer: ModelLayer) -> bool:
     return layer.kind != "running" and "frozen" not in layer.marks
 
 

@@ -62,7 +62,7 @@ def shown_layer(layer: str) -> str:
     return "" if layer == NO_LAYER else layer
 
 
-def named(check: str, layer: str) -> str:
+def check_with_layer(check: str, layer: str) -> str:
     """Return a check with its layer, as `gradients (rounding)`."""
     return check if layer == NO_LAYER else f"{check} ({layer})"
 

@@ -87,11 +87,11 @@ def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
     merged: dict[str, Shown] = {}
     for part in parts:
         for name, found in part.items():
-            merged[name] = both(merged[name], found) if name in merged else found
+            merged[name] = merge_two_shown(merged[name], found) if name in merged else found
     return merged
 
 
-def both(one: Shown, two: Shown) -> Shown:
+def merge_two_shown(one: Shown, two: Shown) -> Shown:
     """Merge a tensor's results over two disjoint sets of steps."""
     names = dict.fromkeys([*one.shown, *two.shown])
     return Shown(
@@ -140,7 +140,7 @@ def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
             share = f"{share} of {possible:,}"
         by_share.setdefault(share, []).append(MISTAKES[name].says)
     text = [
-        f"{share}{' would have revealed' * (number == 0)} {listed(says)}"
+        f"{share}{' would have revealed' * (number == 0)} {joined_list(says)}"
         for number, (share, says) in enumerate(by_share.items())
     ]
     silent = [name for name, one in shown.items() if not one.counts]
@@ -154,5 +154,5 @@ def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
     return f"of {len(shown):,} tensors, {'; '.join(text)}"
 
 
-def listed(parts: Sequence[str], last: str = "and") -> str:
+def joined_list(parts: Sequence[str], last: str = "and") -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {last} {parts[-1]}"

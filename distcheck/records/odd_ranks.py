@@ -49,7 +49,7 @@ class CallMismatch:
         return text if self.odd else f"{text}; {why} it is unknown which is wrong"
 
 
-def usual(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
+def majority_call(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
     """Return the majority's call; "" in a tie, even one that `unknown` ranks may create."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) > 1 and sizes[0] <= sizes[1] + unknown:
@@ -73,7 +73,7 @@ def call_mismatch(calls: Calls) -> CallMismatch | None:
         groups = groups_of(calls, key)
         if len(groups) > 1:
             unknown = sorted(rank for rank, own in calls.items() if not own)
-            most = usual(groups, unknown=len(unknown))
+            most = majority_call(groups, unknown=len(unknown))
             odd = sorted(r for name, ranks in groups.items() if name != most for r in ranks)
             return CallMismatch(key[2], groups, odd if most else [], unknown)
     return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from distcheck.records.odd_ranks import outside_the_majority, ranks_in_words, usual
+from distcheck.records.odd_ranks import majority_call, outside_the_majority, ranks_in_words
 
 _MOST_SITES = 4  # of one kind of call, in a sentence
 _REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
@@ -20,7 +20,7 @@ Sizes = Sequence[Sequence[int]]  # the shapes of several tensors
 
 
 @dataclass(eq=False, kw_only=True)
-class Posted:
+class PostedCall:
     """One operation posted by one rank. `root` and `peer` are ranks of the world.
 
     `kind` must be the same on all ranks of the group; `name` is the called function. `counts` are
@@ -121,12 +121,12 @@ def splits_of(
     return (both[0], both[1]) if len(both) == 2 else ((), ())
 
 
-def are_apart(one: Posted, other: Posted) -> bool:
+def calls_differ(one: PostedCall, other: PostedCall) -> bool:
     """Return True if two calls that must be the same differ in a known property."""
     return bool(_apart_in(one.signature(), other.signature()))
 
 
-def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
+def splits_disagree(calls: Mapping[int, PostedCall], ranks: Sequence[int]) -> bool:
     """Return True if all_to_all calls, by rank, disagree on the elements sent between two ranks."""
     whole = {
         rank: call
@@ -142,7 +142,7 @@ def splits_are_apart(calls: Mapping[int, Posted], ranks: Sequence[int]) -> bool:
 
 
 def meeting_in_words(
-    number: int, calls: Sequence[Posted], missing: Sequence[int], unknown: Sequence[int] = ()
+    number: int, calls: Sequence[PostedCall], missing: Sequence[int], unknown: Sequence[int] = ()
 ) -> str:
     """Describe inconsistent calls with one number: calls, ranks, source lines, the differing
     properties, and the odd rank. `missing` ranks did not reach it; calls of `unknown` ranks are not
@@ -156,12 +156,12 @@ def meeting_in_words(
     return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
 
 
-def called_in_words(calls: Sequence[Posted]) -> str:
+def called_in_words(calls: Sequence[PostedCall]) -> str:
     """Format calls by ranks: "ranks 0, 1 called ... and rank 2 called ..."."""
     return " and ".join(_by_group(_alike(sorted(calls, key=lambda call: call.rank))))
 
 
-def message_in_words(sent: Posted, received: Posted) -> str:
+def message_in_words(sent: PostedCall, received: PostedCall) -> str:
     """Describe a send and a receive that match but are inconsistent."""
     return (
         f"rank {sent.rank} called {sent.in_words()}{sent.where}, and rank {received.rank} "
@@ -169,7 +169,7 @@ def message_in_words(sent: Posted, received: Posted) -> str:
     )
 
 
-def difference(calls: Sequence[Posted]) -> str:
+def difference(calls: Sequence[PostedCall]) -> str:
     """Describe the differing properties of calls."""
     found = [call.signature() for call in calls]
     names = list(
@@ -184,7 +184,7 @@ def difference(calls: Sequence[Posted]) -> str:
     return f"they differ in the {' and the '.join(names)}"
 
 
-def wait_in_words(call: Posted, missing: Sequence[int]) -> str:
+def wait_in_words(call: PostedCall, missing: Sequence[int]) -> str:
     """Describe the call that a rank is blocked in, and the ranks that it waits for."""
     ranks = ranks_in_words(missing) if missing else "a call that does not match"
     if call.kind == "recv" and call.peer is None:
@@ -196,34 +196,34 @@ def _apart_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in one if name in other and one[name] != other[name]]
 
 
-def _alike(calls: Sequence[Posted]) -> dict[str, list[Posted]]:
+def _alike(calls: Sequence[PostedCall]) -> dict[str, list[PostedCall]]:
     """Group calls by their text; a partially known call joins a group that it may belong to."""
-    groups: dict[str, list[Posted]] = {}
+    groups: dict[str, list[PostedCall]] = {}
     for call in sorted(calls, key=lambda call: not call.known):
         words = f"{call.in_words()}{_splits(call)}"
         if not call.known and words not in groups:
-            fits = (name for name, own in groups.items() if not are_apart(own[0], call))
+            fits = (name for name, own in groups.items() if not calls_differ(own[0], call))
             words = next(fits, words)
         groups.setdefault(words, []).append(call)
     return groups
 
 
-def _splits(call: Posted) -> str:
+def _splits(call: PostedCall) -> str:
     if call.kind != "all_to_all" or not call.known:
         return ""
     return f" (sends {list(call.in_splits)}, receives {list(call.out_splits)} elements)"
 
 
-def _by_group(groups: Mapping[str, Sequence[Posted]]) -> Iterator[str]:
+def _by_group(groups: Mapping[str, Sequence[PostedCall]]) -> Iterator[str]:
     for words, calls in groups.items():
         sites = list(dict.fromkeys(call.where for call in calls))[:_MOST_SITES]
         at = " and".join(filter(None, sites))
         yield f"{ranks_in_words([call.rank for call in calls])} called {words}{at}"
 
 
-def _odd(groups: Mapping[str, Sequence[Posted]], *, unknown: int) -> str:
+def _odd(groups: Mapping[str, Sequence[PostedCall]], *, unknown: int) -> str:
     ranks = {words: [call.rank for call in calls] for words, calls in groups.items()}
-    if unknown and not usual(ranks, unknown=unknown):
+    if unknown and not majority_call(ranks, unknown=unknown):
         return "so it is unknown which is wrong"
     odd = outside_the_majority(ranks)
     if not odd:
@@ -242,7 +242,7 @@ class Wait:
     that it waits for.
     """
 
-    call: Posted | None
+    call: PostedCall | None
     missing: Sequence[int] = field(default=())
     words: str = ""
     group: Sequence[int] = field(default=())
@@ -315,7 +315,7 @@ def _cycle_in_words(cycle: Sequence[int]) -> str:
     return f"so they wait in a cycle: {', '.join(pairs)}"
 
 
-def _unmatched(calls: Sequence[Posted]) -> str:
+def _unmatched(calls: Sequence[PostedCall]) -> str:
     call = min(calls, key=lambda call: (call.rank, call.number))
     kind, other = ("receive", "send") if call.kind == "recv" else ("send", "receive")
     return f"the {kind} of rank {call.rank}{call.where} has no matching {other}"

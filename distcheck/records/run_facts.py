@@ -55,7 +55,7 @@ DIFFERS = "; there the bits differ"
 TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True):
+class UsedFeature(msgspec.Struct, frozen=True, kw_only=True):
     """A feature that code uses, and its line; `number` is a limit's value."""
 
     feature: str
@@ -93,7 +93,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 0
     elements: int = 0
     sizes: tuple[float, ...] = ()
-    uses: tuple[Use, ...] = ()
+    uses: tuple[UsedFeature, ...] = ()
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

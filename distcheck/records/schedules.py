@@ -105,7 +105,7 @@ class ScheduleRun(msgspec.Struct, frozen=True):
         return self.end, self.results if self.end == "finished" else ()
 
 
-class Covered(msgspec.Struct, frozen=True, kw_only=True):
+class SearchCoverage(msgspec.Struct, frozen=True, kw_only=True):
     """Coverage of a search over all schedules with at most `most` preemptions, fewest first.
 
     All with at most `preemptions` were run (-1: not even those), and `further` of those with one
@@ -120,7 +120,7 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
     buffered: bool = False
 
 
-class Searched(msgspec.Struct, frozen=True):
+class ScheduleSearchResult(msgspec.Struct, frozen=True):
     """Result of a search: the `usual` schedule, a repetition (`again`), the number of schedules
     run, and of those with another result, the one with the fewest preemptions (`other`). `buffered`
     is the usual order with buffered sends, if run.
@@ -136,4 +136,4 @@ class Searched(msgspec.Struct, frozen=True):
     shrinking: int = 0  # runs used for shrinking
     repeats: bool = True  # if the other one gave the same result in every repetition
     buffered: ScheduleRun | None = None
-    covered: Covered | None = None  # if schedules were enumerated
+    covered: SearchCoverage | None = None  # if schedules were enumerated

@@ -24,15 +24,20 @@ from distcheck.records import (
 from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER, ROUNDING
 from distcheck.records.mesh import MESH
-from distcheck.records.mistakes import SENSITIVITY, Shown, listed, scales, shares
+from distcheck.records.mistakes import SENSITIVITY, Shown, joined_list, scales, shares
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
-from distcheck.reports.failures import PrintedCauses, by_evidence, ends_of_ranks, failures_alike
+from distcheck.reports.failures import (
+    PrintedCauses,
+    by_evidence,
+    ends_of_ranks,
+    group_equal_failures,
+)
 from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import (
     describe_accepted,
     describe_site,
     most_telling_first,
-    of_modules,
+    sentence_on_modules,
     show,
 )
 from distcheck.reports.wrapping import CUT, VERDICT, Lines, print_hanging, print_verdict
@@ -67,7 +72,7 @@ def next_step(report: Report) -> str:
         return shlex.join(words_without(words, _FILES))
     words = _words_of(case) if words is None else words
     words = words_without(words, (*_FILES, *_ONLY_THEN, "--shard"))
-    if gap := next(filter(option_of, gaps_of(report)), None):
+    if gap := next(filter(options_that_exercise, unexercised_features(report)), None):
         return _closing(gap, words)
     worlds = {c.case.world for c in report.cases}
     if any(note.startswith(MESH) for c in report.cases for note in c.notes):
@@ -86,19 +91,19 @@ def next_step(report: Report) -> str:
 
 def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
     """Return the command that exercises a missing feature."""
-    option = option_of(gap).split()
+    option = options_that_exercise(gap).split()
     own = [word for word in option if word.startswith("--")]
     kept = words_without(words, (*own, "--workload", "--thorough", "--without", "--steps"))
     return f"{shlex.join([*kept, *option])}    # {gap.evidence}"
 
 
-def gaps_of(report: Report) -> list[Diagnosis]:
+def unexercised_features(report: Report) -> list[Diagnosis]:
     """Return the features of the code that no case has exercised, each once."""
     remarks = dict.fromkeys(one for case in report.cases for one in case.remarks)
     return [one for one in remarks if one.cause == NOT_EXERCISED]
 
 
-def option_of(gap: Diagnosis) -> str:
+def options_that_exercise(gap: Diagnosis) -> str:
     """Return the options that exercise a feature, or ""."""
     return gap.suggestion.partition("--")[1] and "--" + gap.suggestion.partition("--")[2]
 
@@ -188,7 +193,7 @@ def print_group(
     for one in dict.fromkeys(remarks):
         lines.add("warning", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
     right = [c.modules for c in cases if c.modules is not None and c.verdict == "pass"]
-    for found in dict.fromkeys(map(of_modules, right)):
+    for found in dict.fromkeys(map(sentence_on_modules, right)):
         lines.add("module", found, most=3)
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
     of_form = [note for note in notes if note.startswith((TAKEN_AS, FOUND_AS))]
@@ -207,7 +212,10 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
     the place of complete lines if some were `cut`.
     """
     if report.verdict == "pass" and report.not_shown and not verbose:
-        gaps = [f"{one.evidence}: {option_of(one) or one.suggestion}" for one in gaps_of(report)]
+        gaps = [
+            f"{one.evidence}: {options_that_exercise(one) or one.suggestion}"
+            for one in unexercised_features(report)
+        ]
         telling = [one for one in _TELLING if one in report.not_shown]
         others = [*telling, *(one for one in report.not_shown if one not in telling)]
         others = [one for one in others if not any(gap.startswith(f"{one} (") for gap in gaps)]
@@ -280,7 +288,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
         if names:
-            lines.add(label, f"{listed(names)} {how}", most=2)
+            lines.add(label, f"{joined_list(names)} {how}", most=2)
     closest = _closest(results)
     if closest is not None:
         share, of = closest
@@ -358,7 +366,7 @@ def _passed(cases: Sequence[CaseReport]) -> list[str]:
 
 def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses) -> None:
     """Add each failure once, with the names of the other cases that have it."""
-    alike = failures_alike(cases)
+    alike = group_equal_failures(cases)
     new = [key for key in alike if key not in said.failures]
     failed, not_run = list[CaseReport](), dict[str, list[CaseReport]]()
     shown = 0
@@ -417,7 +425,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
             )
             lines.add("or", f"{others}, which look the same here{larger}", most=2)
     if case.modules is not None:
-        lines.add("module", of_modules(case.modules), most=3)
+        lines.add("module", sentence_on_modules(case.modules), most=3)
     if first is not None and first.first is not None:
         of = "" if case.case.job else f"{case.case.workload} {case.case.dtype}: "
         lines.add("first", f"{of}{_place(first.check, first.first)}", most=2)

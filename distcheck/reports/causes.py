@@ -18,7 +18,7 @@ _HEADINGS = {
 _WIDTH = 80
 
 
-def listed() -> Iterator[str]:
+def cause_list() -> Iterator[str]:
     """List every cause with its description, by family."""
     table = causes()
     longest = max(map(len, table))
@@ -60,7 +60,7 @@ def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str
     yield "distcheck explain CAUSE describes one, with a wrong and a right example."
 
 
-def explained(cause: Cause) -> Iterator[str]:
+def cause_explanation(cause: Cause) -> Iterator[str]:
     """Explain one cause: its description, symptoms, repair and example."""
     yield from wrap(f"{cause.name}: {_plain(cause.what)}", _WIDTH, subsequent_indent="  ")
     yield ""

@@ -223,7 +223,7 @@ class Document(msgspec.Struct, kw_only=True):
     parts: list[PartEntry] | UnsetType = UNSET
 
 
-def made_from(kind: type[Entry], *sources: object, **fields: Any) -> Entry:
+def entry_from_sources(kind: type[Entry], *sources: object, **fields: Any) -> Entry:
     """Create an entry with these fields, and each other field from the first source that has it."""
     for name in kind.__struct_fields__:
         source = next((one for one in sources if hasattr(one, name)), None)

@@ -21,7 +21,7 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.records import (
     Difference,
     RunPlan,
-    code_of,
+    exit_code_of_report,
     merge_verdicts,
     ranks_failed,
     verdict_of,
@@ -85,7 +85,7 @@ def _contradictions(document: Document) -> Iterator[str]:
     verdict = verdict_of(document)
     if document.verdict != verdict:
         yield f"the report has the verdict {document.verdict}, but its cases give {verdict}"
-    code = code_of(document)
+    code = exit_code_of_report(document)
     allowed = {code, ExitCode.INTERRUPTED}
     if code in (
         ExitCode.PASS,

@@ -8,12 +8,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import APART
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import named
+from distcheck.records.layers import check_with_layer
 from distcheck.reports.wording import describe_place, describe_site, most_telling_first
 from distcheck.reports.wrapping import Lines
 
@@ -76,7 +76,7 @@ _INDENT = 4
 _MARKS = re.compile(r"\s*[~^]+\s*")
 
 
-def failures_alike(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
+def group_equal_failures(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
     """Group cases that did not pass by equal description, the most informative first. Cases given
     up before they began, whose note has the reason, are excluded.
     """
@@ -110,7 +110,7 @@ def print_failure(case: CaseReport, console: Console) -> None:
 
 def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
     """Describe a failed case as (label, text): ranks, first place, causes."""
-    return list(_failure_lines(shown(case)))
+    return list(_failure_lines(displayable(case)))
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
@@ -118,7 +118,10 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
     first = earliest_failure(failed)
     if first is not None and first.first is not None:
-        yield "first", f"{named(first.check, first.layer)}: {describe_place(first.first)}"
+        yield (
+            "first",
+            f"{check_with_layer(first.check, first.layer)}: {describe_place(first.first)}",
+        )
     if case.where is not None:
         yield "where", describe_site(case.where, case.strategy_file)
     for label, results in (
@@ -127,7 +130,7 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
     ):
         by_reason: dict[str, list[str]] = {}
         for result in results:
-            name = named(result.check, result.layer)
+            name = check_with_layer(result.check, result.layer)
             by_reason.setdefault(result.reason, []).append(name)
         for reason, names in by_reason.items():
             if reason:

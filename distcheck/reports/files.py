@@ -16,8 +16,8 @@ import click
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
-from distcheck.errors.masking import masked_forms, masked_json
-from distcheck.errors.shown_text import without_commands, without_secrets
+from distcheck.errors.masking import mask_secret_patterns, masked_json
+from distcheck.errors.shown_text import without_secrets, without_workflow_commands
 from distcheck.records import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,7 +62,7 @@ def output_names() -> list[str]:
     return [GITHUB, *(f"{name}_file" for name in FORMATS)]
 
 
-def taken_from(asked: dict[str, Any]) -> dict[str, str]:
+def pop_output_files(asked: dict[str, Any]) -> dict[str, str]:
     """Remove the files of `output_options` from `asked`, and return them by format. That of
     `--github` is the step's summary, "" if GitHub names none.
     """
@@ -122,7 +122,7 @@ def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def damage_said(*files: str | Path) -> Iterator[None]:
+def damaged_file_as_usage_error(*files: str | Path) -> Iterator[None]:
     """Raise UsageError for any exception caused by documents read from `files`: their keys have the
     right form, but contents may contradict each other, such as a map with fewer rows than names.
     """
@@ -161,7 +161,7 @@ def _tell_github(summary: str, document: dict[str, Any]) -> None:
         return
     try:
         there = Path(summary).stat().st_size if Path(summary).exists() else 0
-        private.followed(summary)
+        private.link_target(summary)
         with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(github.step_summary(document, room_bytes=github.MOST_SUMMARY_BYTES - there))
     except OSError as error:
@@ -176,7 +176,7 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
         return
     there = Path(path).exists()
     try:
-        place = private.followed(path)
+        place = private.link_target(path)
         # Opening a pipe without a reader fails at once instead of blocking.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
         if not there:
@@ -190,10 +190,10 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
     """Write a file, or standard output for "-", masking secrets again. Raises CannotRunError."""
-    text = masked_json(text) if option in _IN_JSON else masked_forms(text)
+    text = masked_json(text) if option in _IN_JSON else mask_secret_patterns(text)
     if path == _STDOUT:
         form = "json" if option in _IN_JSON else "xml"
-        click.echo(without_commands(text, form=form), nl=False)
+        click.echo(without_workflow_commands(text, form=form), nl=False)
         return
     try:
         private.publish(path, text)

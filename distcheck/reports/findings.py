@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import Origin, ranks_failed
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import named
+from distcheck.records.layers import check_with_layer
 from distcheck.reports.document import CaseEntry, Document
 from distcheck.reports.wording import describe_search, describe_site
 from distcheck.reports.wrapping import CUT, VERDICT, fitting
@@ -54,7 +54,7 @@ def finding_of(case: CaseEntry) -> FailureSummary:
     check = earliest_failure(case.checks) or earliest_failure(case.checks, "unknown")
     first = ""
     if check is not None:
-        first = f"{named(check.check, check.layer)}: {check.reason or check.verdict}"
+        first = f"{check_with_layer(check.check, check.layer)}: {check.reason or check.verdict}"
     headline = (
         failed[0][0] if ranks_failed(case) else first or "; ".join(case.notes) or case.verdict
     )
@@ -105,7 +105,7 @@ _INDENT = 18  # columns
 _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
 
 
-def screen_of(document: Document, *, width: int, quiet: bool = False) -> list[str]:
+def summary_lines(document: Document, *, width: int, quiet: bool = False) -> list[str]:
     """Return the number of cases per verdict, and each kind of failure once; only the first line if
     `quiet`. Commands are not wrapped.
     """

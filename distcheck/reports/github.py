@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.reports.document import CaseEntry, decoded
 from distcheck.reports.findings import (
     FailureSummary,
@@ -32,7 +32,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
     relative to `root`: an error if it failed, a warning if it is unknown, a notice for a pass with
     a warning.
     """
-    every = decoded(shown(document)).cases
+    every = decoded(displayable(document)).cases
     lines = []
     for verdict, command in (("fail", "error"), ("unknown", "warning"), ("pass", "notice")):
         cases = [case for case in every if case.verdict == verdict]
@@ -48,7 +48,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
 
 def error(message: str) -> str:
     """Return the annotation of a run without a verdict."""
-    return f"::error title=distcheck::{_data(_cut(shown(message), _MOST_MESSAGE))}"
+    return f"::error title=distcheck::{_data(_cut(displayable(message), _MOST_MESSAGE))}"
 
 
 def _annotation(command: str, case: CaseEntry, root: Path) -> str:
@@ -75,7 +75,7 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Return Markdown of at most `room_bytes`: the verdict, a table of cells, and each failure."""
-    found = decoded(shown(document))
+    found = decoded(displayable(document))
     cases = sorted(found.cases, key=lambda case: ("fail", "unknown", "pass").index(
         case.verdict))  # fmt: skip
     count = {verdict: sum(c.verdict == verdict for c in cases) for verdict in _MARKS}

@@ -16,10 +16,10 @@ import jinja2
 import msgspec
 from markupsafe import Markup, escape
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, named, shown_layer
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, check_with_layer, shown_layer
 from distcheck.records.run_facts import ModuleSeen
 from distcheck.reports import scale
 from distcheck.reports.document import CaseEntry, CheckEntry, decoded
@@ -48,7 +48,7 @@ def render(document: Mapping[str, Any]) -> str:
     """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one
     with missing parts.
     """
-    read = decoded(shown(document))
+    read = decoded(displayable(document))
     cases = read.cases
     few = len(cases) <= _OPEN_CASES
     views = [
@@ -181,7 +181,7 @@ def _case_view(anchor: str, case: CaseEntry, *, name: str, opened: bool, picture
         "is_job": _is_job(case),
         "opened": opened,
         "first": first,
-        "first_name": named(first.check, first.layer) if first else "",
+        "first_name": check_with_layer(first.check, first.layer) if first else "",
         "where": describe_site(case.where or None, case.strategy_file),
         "reasons": _reasons(case.checks),
         "checks": [_check_view(check) for check in case.checks],
@@ -216,7 +216,7 @@ def _reasons(checks: Sequence[CheckEntry]) -> list[tuple[str, str, str]]:
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         if check.reason:
-            name = named(check.check, check.layer)
+            name = check_with_layer(check.check, check.layer)
             names.setdefault((check.verdict, check.reason), []).append(name)
     found = [(verdict, ", ".join(who), reason) for (verdict, reason), who in names.items()]
     return sorted(found, key=lambda entry: _ORDER.index(entry[0]))
@@ -307,7 +307,7 @@ def _differs(check: CheckEntry) -> bool:
 def _alike(checks: Sequence[CheckEntry]) -> list[str]:
     """Return checks whose bits were all equal: listed, not drawn."""
     return [
-        named(check.check, check.layer)
+        check_with_layer(check.check, check.layer)
         for check in checks
         if _has_map(check, "bits") and not _differs(check) and check.check != "gradients"
     ]

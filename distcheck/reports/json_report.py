@@ -32,7 +32,7 @@ from distcheck.reports.document import (
     RankEntry,
     SensitivityEntry,
     check_shape,
-    made_from,
+    entry_from_sources,
 )
 from distcheck.reports.wording import describe_place
 
@@ -53,7 +53,7 @@ def as_entries(result: CheckResult) -> dict[str, Any]:
     if sums.ulps and (result.check == "gradients" or set(sums.ulps) != {0}):
         keys["ulp"] = _histogram(sums)
     if sums.elements:
-        keys["elements"] = [made_from(ElementEntry, one) for one in sums.elements]
+        keys["elements"] = [entry_from_sources(ElementEntry, one) for one in sums.elements]
     if sums.losses:
         keys["loss"] = _losses(sums)
     if sums.digests:
@@ -224,7 +224,7 @@ def as_document(report: Report) -> dict[str, Any]:
 
 def document_of(report: Report) -> Document:
     cases = [_case(case) for case in report.cases]
-    return made_from(
+    return entry_from_sources(
         Document,
         report,
         exit_code=int(report.exit_code),
@@ -249,7 +249,7 @@ def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, i
 
 def _case(report: CaseReport) -> CaseEntry:
     called = report.case.adaptation
-    return made_from(
+    return entry_from_sources(
         CaseEntry,
         report,
         report.case,
@@ -270,7 +270,7 @@ def _case(report: CaseReport) -> CaseEntry:
 
 def _rank(outcome: Outcome) -> RankEntry:
     kept = outcome.outcome != RankEnd.FINISHED
-    return made_from(
+    return entry_from_sources(
         RankEntry,
         outcome,
         lost_peer=outcome.lost_peer if kept else UNSET,
@@ -286,7 +286,7 @@ def _check(result: CheckResult) -> CheckEntry:
     if result.verdict == "fail" and result.first is not None:
         first = f"first divergence: {describe_place(result.first)}"
         reason = "; ".join(filter(None, [first, reason]))
-    return made_from(
+    return entry_from_sources(
         CheckEntry,
         result,
         reason=reason,

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.records import Origin, PlannedCase, ranks_failed
-from distcheck.records.layers import named
+from distcheck.records.layers import check_with_layer
 from distcheck.records.run_facts import Explored
 from distcheck.reports.document import CaseEntry, Document, decoded
 from distcheck.reports.findings import finding_of, names_of
@@ -25,7 +25,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(document: Mapping[str, Any]) -> str:
-    found = decoded(shown(document))
+    found = decoded(displayable(document))
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
     for case, name in zip(found.cases, names_of(found.cases), strict=True):
@@ -115,7 +115,7 @@ def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
 def _wrong(case: CaseEntry) -> str:
     """Return every check that did not pass, one line each, and the notes."""
     lines = [
-        f"{check.verdict} {named(check.check, check.layer)}: {check.reason}"
+        f"{check.verdict} {check_with_layer(check.check, check.layer)}: {check.reason}"
         for check in case.checks
         if check.verdict != "pass"
     ]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from distcheck.errors.shown_text import one_line, shown, without_commands
+from distcheck.errors.shown_text import displayable, one_line, without_workflow_commands
 from distcheck.records import Case
 
 _QUIET_S = 30.0  # maximum interval of lines outside a terminal
@@ -89,7 +89,7 @@ class LiveProgress:
             planned = {case.id for case in self._cases}
             judged = self._before + len(self._done & planned)
             count = f"{judged} of {self._before + len(planned)} cases judged, "
-        return f"[{count}{self._times()}] {without_commands(one_line(shown(text)))}"
+        return f"[{count}{self._times()}] {without_workflow_commands(one_line(displayable(text)))}"
 
     def _times(self) -> str:
         """Return the elapsed time and, once the speed is known, an estimate of the rest."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.records.causes import causes
-from distcheck.reports.causes import explained
+from distcheck.reports.causes import cause_explanation
 from distcheck.reports.document import decoded
 from distcheck.reports.findings import finding_of, name_of, place_of
 from distcheck.reports.json_report import render as as_json
@@ -41,7 +41,7 @@ class Located:
 def located(document: Mapping[str, Any]) -> Iterator[Located]:
     """Yield every cause of each case that did not pass, and every warning of the others."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
-    for case in decoded(shown(document)).cases:
+    for case in decoded(displayable(document)).cases:
         found = finding_of(case)
         given = [(one, "error") for one in case.diagnosis]
         given += [(one, "warning") for one in case.remarks or ()]
@@ -81,7 +81,7 @@ def _rule(name: str) -> dict[str, Any]:
         "id": name,
         "shortDescription": {"text": cause.what.replace("`", "")},
         "fullDescription": {"text": f"{cause.what}; {cause.repair}".replace("`", "")},
-        "help": {"text": "\n".join(explained(cause))},
+        "help": {"text": "\n".join(cause_explanation(cause))},
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from distcheck.records import Difference, VerdictName
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, shown_layer
-from distcheck.reports.document import CaseEntry, ScaleEntry, made_from
+from distcheck.reports.document import CaseEntry, ScaleEntry, entry_from_sources
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -87,7 +87,7 @@ def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
 def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
     """Return the curves for `--json`: a row for each world and order."""
     return [
-        made_from(
+        entry_from_sources(
             ScaleEntry,
             point,
             curve,

@@ -15,11 +15,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distcheck.errors.shown_text import Filtered, shown, without_commands
+from distcheck.errors.shown_text import FilteredStream, displayable, without_workflow_commands
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import LAYERS, named, shown_layer
+from distcheck.records.layers import LAYERS, check_with_layer, shown_layer
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief, json_report
 from distcheck.reports.failures import PrintedCauses, print_failure
@@ -32,7 +32,7 @@ from distcheck.reports.wording import (
     describe_sensitivity,
     describe_worst,
     most_telling_first,
-    of_modules,
+    sentence_on_modules,
 )
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_trimmed, print_verdict
 
@@ -45,7 +45,7 @@ _COLUMNS_FROM_WIDTH = (
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
     """Return a console that respects NO_COLOR and the terminal's width; 100 columns elsewhere."""
-    filtered = cast("IO[str]", Filtered(stream))
+    filtered = cast("IO[str]", FilteredStream(stream))
     console = Console(file=filtered, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
         asked = os.environ.get("COLUMNS", "")
@@ -62,12 +62,12 @@ def render_text(report: Report, *, width: int, verbose: bool = False) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, highlight=False, color_system=None)
     render(report, console, verbose=verbose)
-    return without_commands(stream.getvalue())
+    return without_workflow_commands(stream.getvalue())
 
 
 def summarize(report: Report) -> str:
     """Return the verdict in one line: the first failure and its place, or a failed save."""
-    report = shown(report)
+    report = displayable(report)
     failed = most_telling_first([c for c in report.cases if c.verdict != "pass"])
     case = next(iter(failed), report.cases[0])
     about = case.case
@@ -83,14 +83,14 @@ def summarize(report: Report) -> str:
     result = earliest_failure(case.checks)
     if result is None or result.first is None:
         return text
-    return f"{text}: {named(result.check, result.layer)}, {describe_place(result.first)}"
+    return f"{text}: {check_with_layer(result.check, result.layer)}, {describe_place(result.first)}"
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print the report: verdict, cause and repair in about twelve lines for each strategy and
     world; with `verbose` every table in full, with `quiet` only verdict lines.
     """
-    report = shown(report)
+    report = displayable(report)
     judged = [case for case in report.cases if not case.unfinished]
     groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.siblings)]
     if verbose and report.environment and judged:
@@ -222,10 +222,12 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
 def _remarks(cases: Sequence[CaseReport]) -> list[str]:
     """Return notes on the cases, and messages of passing checks; each sentence once."""
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
-    notes += [f"module: {of_modules(case.modules)}" for case in cases if case.modules is not None]
+    notes += [
+        f"module: {sentence_on_modules(case.modules)}" for case in cases if case.modules is not None
+    ]
     notes += [f"note: {note}" for case in cases for note in case.notes]
     said = [
-        f"{named(result.check, result.layer)}: {result.reason}"
+        f"{check_with_layer(result.check, result.layer)}: {result.reason}"
         for case in cases
         for result in case.checks
         if result.verdict == "pass" and result.reason and result.check != SENSITIVITY
@@ -285,7 +287,7 @@ def document(report: Report) -> dict[str, Any]:
     return read
 
 
-def in_a_cell(report: Report) -> str:
+def html_for_notebook(report: Report) -> str:
     """Return the HTML page in a frame that separates its styles from the notebook's; `sandbox`
     without permissions runs no script, whatever the report's contents.
     """

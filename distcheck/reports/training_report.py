@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from distcheck.errors.shown_text import one_line, shown
+from distcheck.errors.shown_text import displayable, one_line
 from distcheck.records import Case, Outcome
 from distcheck.records.decoding import read_written
 from distcheck.reports.failures import ends_of_ranks
@@ -66,7 +66,7 @@ _MOST_TRACEBACK = 4  # lines of a rank's
 
 
 def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
-    case = shown(case)
+    case = displayable(case)
     how = f"{case.strategy}, {case.world} ranks" if case.strategy else "one process"
     text = (
         f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
@@ -93,12 +93,14 @@ def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
 
 def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> None:
     """Print the failed ranks, their errors, and the command that names the cause."""
-    case = shown(case)
+    case = displayable(case)
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     name = case.strategy or case.workload
     print_verdict(f"{name}   {ranks}", "fail", console, bold="")
     lines = Lines(console)
-    for label, text in ends_of_ranks(shown(list(outcomes)), lines=_MOST_TRACEBACK, says_cut=False):
+    for label, text in ends_of_ranks(
+        displayable(list(outcomes)), lines=_MOST_TRACEBACK, says_cut=False
+    ):
         lines.add(label, text, most=2 * _MOST_TRACEBACK)
     lines.print()
     if case.strategy:
@@ -127,7 +129,7 @@ def render(runs: Sequence[TrainedRun], *, version: str) -> str:
     values: dict[str, Any] = {"rows": rows, "apart": apart, "version": version}
     shared = ", ".join(f"{n} {cases[0][n]}" for n in _SHARED if n not in apart)
     values |= {"headline": f"{len(runs)} run{'s' * (len(runs) != 1)}: {shared}"}
-    return page("training.html.jinja", **shown(values), pictures=[p for p in pictures if p])
+    return page("training.html.jinja", **displayable(values), pictures=[p for p in pictures if p])
 
 
 def _name_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

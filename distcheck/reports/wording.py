@@ -63,7 +63,7 @@ def describe_worst(result: CheckResult) -> str:
     return f"{float(worst.error):.1e} {relation} {float(worst.bound):.1e}{unit}"
 
 
-def of_modules(found: ByModule) -> str:
+def sentence_on_modules(found: ByModule) -> str:
     """Return the sentence on the first wrong module, and on modules that were not recorded."""
     said = [found.first]
     if found.compiled:

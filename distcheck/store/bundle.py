@@ -27,7 +27,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed
-from distcheck.plan.source_files import NO_DIGEST, SourceFile, by_place, sources_of
+from distcheck.plan.source_files import NO_DIGEST, SourceFile, paths_in_common_folder, sources_of
 from distcheck.records import Case
 from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole, read_source
@@ -312,7 +312,7 @@ def _sources(
                 f"the code of {what} {spec} is not packed: it is a link, outside this checkout, or "
                 "not the code that the run recorded; bundle a run of this checkout"
             )
-        for name, one in by_place(code):
+        for name, one in paths_in_common_folder(code):
             members.setdefault(f"{folder}/{name}", one.data)
         yield BundledSource(spec=spec, file=f"{folder}/{next(iter(code))}", digest=now, runs=runs)
 
@@ -354,7 +354,7 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
     nothing behind. Raises CannotRunError.
     """
     try:
-        target = private.followed(str(target.parent)) / target.name
+        target = private.link_target(str(target.parent)) / target.name
         draft = target.with_name(private.unique(".part-"))  # no other user can create it first
         try:
             with _draft_file(draft) as file:

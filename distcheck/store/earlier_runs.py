@@ -35,7 +35,7 @@ class _Report(msgspec.Struct):
     cases: list[_Judged]
 
 
-def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
+def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     """Return the ids of the cases that failed in the newest run with a verdict on them."""
     last: dict[tuple[object, ...], str] = {}
     for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
@@ -49,7 +49,7 @@ def of_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     }
 
 
-def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
+def with_failed_first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
     """Return the cases in a new order: those of a strategy and world with a failed case first, and
     among these the failed ones.
     """
@@ -62,7 +62,7 @@ def first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
     return sorted(cases, key=key)
 
 
-def the_others(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
+def reasons_for_not_failed(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
     """Return the ids of the cases that did not fail, with the reason to leave them out."""
     why = "you passed --last-failed, and it did not fail in its last run"
     return {case.id: why for case in cases if case.id not in failed}

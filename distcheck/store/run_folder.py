@@ -35,7 +35,7 @@ from distcheck.judge.rerun_bisection import Separation
 from distcheck.machine.resources import available_bytes
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.provenance import SOFTWARE, Provenance, is_same_seal, seal_of, sealed
+from distcheck.plan.provenance import SOFTWARE, Provenance, is_same_seal, seal_of, seal_of_content
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
@@ -177,7 +177,9 @@ class Store:
     def _seal(self, report: bytes, made: Provenance | None) -> str:
         digests = sorted(made.digests.items()) if made is not None else []
         software = [made.environment.get(name) for name in SOFTWARE] if made is not None else []
-        return sealed("finished", msgspec.json.encode([self._run, digests, software]) + report)
+        return seal_of_content(
+            "finished", msgspec.json.encode([self._run, digests, software]) + report
+        )
 
     def write_finished(self, report: CaseReport, made: Provenance | None) -> None:
         """Store the report of a case that need not run again, if this run may be restarted."""

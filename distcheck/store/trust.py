@@ -28,19 +28,19 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import MOST_CHARACTERS, escaped, one_line, shown
+from distcheck.errors.shown_text import MOST_CHARACTERS, displayable, escaped, one_line
 from distcheck.plan import provenance
-from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named
-from distcheck.plan.source_files import NO_DIGEST, by_place, digest_of, files_of
-from distcheck.private import is_ones_own
+from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named_code
+from distcheck.plan.source_files import NO_DIGEST, digest_of, files_of, paths_in_common_folder
+from distcheck.private import has_trusted_owner
 from distcheck.records import Case
 from distcheck.records.decoding import parse_source
 from distcheck.store import run_folder as store
 from distcheck.store.origin import run_git
-from distcheck.store.unpacking import contents
+from distcheck.store.unpacking import digests_of_files
 from distcheck.training import loading, sources_only
-from distcheck.training.scripts import root_of
-from distcheck.workloads.cells import place_of
+from distcheck.training.scripts import import_root
+from distcheck.workloads.cells import class_of_cell
 
 # Packages whose objects may run as cases (other functions of distcheck write and remove files), and
 # the folders of a checkout that they stand for.
@@ -51,7 +51,7 @@ NOTHING: Mapping[str, str] = {}
 UNRECORDED: Mapping[str, Provenance] = {}
 
 
-class Code(msgspec.Struct, frozen=True, kw_only=True):
+class CodeOfCase(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of code that a case runs: its purpose (`what`), its file ("" if none is found), the
     folder that it is imported from, the digests of its files by absolute path, one digest of them
     all, and the reason that it is not trusted.
@@ -86,7 +86,7 @@ class Checkout:
     def __init__(self, given: str = "") -> None:
         here = Path.cwd().resolve()
         folders = (here, *here.parents)
-        owned = (f for f in folders if (f / ".git").exists() and is_ones_own(f / ".git"))
+        owned = (f for f in folders if (f / ".git").exists() and has_trusted_owner(f / ".git"))
         git = next(owned, None)
         self.is_git = git is not None
         home = (Path.home().resolve(), Path(here.anchor))
@@ -105,7 +105,7 @@ class Checkout:
 
     def holds(self, path: Path) -> bool:
         """Return True if a file is in the checkout, is this user's, and was not handed over."""
-        if not is_ones_own(path):
+        if not has_trusted_owner(path):
             return False
         path = path.resolve()
         if self._root is None or not path.is_relative_to(self._root):
@@ -174,7 +174,7 @@ def unknown_code(
     given: str = "",
     made: Mapping[str, Provenance] = UNRECORDED,
     trusted: "Trusted | None" = None,
-) -> list[Code]:
+) -> list[CodeOfCase]:
     """Return the code of cases that is not trusted. `unpacked` maps the original path of each file
     of a bundle to its current one; `given` is the source of the cases; `made` has provenances by
     case ID. `trusted` receives the code that is.
@@ -182,14 +182,14 @@ def unknown_code(
     checkout = Checkout(given)
     trusted = Trusted() if trusted is None else trusted
     trusted.pins = checkout.pins
-    found: dict[tuple[str, str], Code] = {}
+    found: dict[tuple[str, str], CodeOfCase] = {}
     for case in cases:
         digests = made[case.id].digests if case.id in made else {}
         has_run = is_sealed(case, made.get(case.id))
-        places = [place_of(spec).partition(":")[0] for _, spec in named(case)]
+        places = [class_of_cell(spec).partition(":")[0] for _, spec in named_code(case)]
         files = [Path(one) for one in places if loading.is_path(one) and one not in unpacked]
         checkout.beside = tuple(filter(Path.is_file, files))
-        for what, spec in named(case):
+        for what, spec in named_code(case):
             recorded = digests.get(what, NO_DIGEST)
             if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):
                 continue
@@ -230,7 +230,7 @@ def require_trust(
     if trusted:
         return
     commands = [case.command_line for case in cases if case.job]
-    texts = texts_given(foreign)
+    texts = text_arguments_of(foreign)
     known = Trusted()
     code = (
         []
@@ -243,8 +243,8 @@ def require_trust(
         sources_only.begin(known.pins, around=(handed_over, *known.roots))
         return
     what = "a command" if commands else "untrusted code"
-    runs = f"{doing} {one_line(shown(given))} runs {what}"
-    masked = [one_line(shown(text)) for text in listed]
+    runs = f"{doing} {one_line(displayable(given))} runs {what}"
+    masked = [one_line(displayable(text)) for text in listed]
     # A mask or a cut would hide what runs; a command of one's own (`foreign` is empty) is known.
     whole = [one_line(escaped(text)) for text in listed] if foreign else masked
     fits = all(len(line) <= MOST_CHARACTERS for line in whole)
@@ -260,7 +260,7 @@ def require_trust(
     # Trusted files may be in the same folders as those that were listed.
     agreed = {**known.pins, **{name: one.files[name] for one in code for name in one.files}}
     around = (handed_over, os.getcwd(), *(one.root for one in code), *known.roots)
-    sources_only.begin(agreed, around=(*around, *map(sources_only.root_of, agreed)))
+    sources_only.begin(agreed, around=(*around, *map(sources_only.folder_of_top_package, agreed)))
 
 
 def _run_of(given: Path) -> Path:
@@ -272,18 +272,18 @@ def _run_of(given: Path) -> Path:
 
 def _check_within(file: str, given: Path) -> None:
     if not Path(file).resolve().is_relative_to(_run_of(given.resolve())):
-        places = one_line(shown(f"{given} starts from {file}"))
+        places = one_line(displayable(f"{given} starts from {file}"))
         raise UsageError(f"a case of {places}, which is not a file of its run; record it again")
 
 
-def texts_given(cases: Iterable[Case]) -> list[str]:
+def text_arguments_of(cases: Iterable[Case]) -> list[str]:
     """Return the text arguments that cases pass to code that is not distcheck's, for the question.
     Numbers cannot be commands, and built-in strategies execute no text.
     """
     found: dict[str, None] = {}
     for case in cases:
         said = case.adaptation
-        objects = [spec for what, spec in named(case) if what.startswith("value of ")]
+        objects = [spec for what, spec in named_code(case) if what.startswith("value of ")]
         if _is_ours(case.strategy) and all(map(_is_ours, objects)):
             continue
         for name, text in (*said.arguments, *said.variables):
@@ -327,13 +327,13 @@ def _is_packaged(place: str) -> bool:
 def _is_known(
     what: str, spec: str, checkout: Checkout, unpacked: Mapping[str, str], recorded: str
 ) -> bool:
-    place, _, attribute = (place_of(spec) if what == "workload" else spec).partition(":")
+    place, _, attribute = (class_of_cell(spec) if what == "workload" else spec).partition(":")
     if place in unpacked:
         here = Path(unpacked[place])
         return _is_same(Path(place), here, checkout) and _defines(here, attribute, checkout)
     if loading.is_path(place):
         return _is_of(checkout, Path(place), attribute, code_digest(what, spec), recorded)
-    if what == "workload" and loading.is_built_in(place_of(spec)):
+    if what == "workload" and loading.is_built_in(class_of_cell(spec)):
         return True
     if what == "backend" and backends.is_known(spec):
         return True
@@ -366,11 +366,11 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     if not checkout.has(place):
         return False
     try:
-        root = root_of(unpacked)
+        root = import_root(unpacked)
         there: dict[str, bytes] = {}
-        for name, one in by_place(files_of(place)):
+        for name, one in paths_in_common_folder(files_of(place)):
             there.setdefault(name, hashlib.sha256(one.data).digest())
-        here = contents(root)
+        here = digests_of_files(root)
     except OSError:
         return False
     sources = {name: digest for name, digest in there.items() if name.endswith(".py")}
@@ -380,20 +380,20 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
 
 def _described(
     what: str, spec: str, unpacked: Mapping[str, str], others: Iterable[Path] = ()
-) -> Code:
+) -> CodeOfCase:
     try:
-        file, files = provenance.code_of(what, spec, others)
+        file, files = provenance.file_and_sources(what, spec, others)
         digests = {name: hashlib.sha256(one.data).digest() for name, one in files.items()}
         places = {name: str(one.path) for name, one in files.items()}
-        root = "" if file is None else str(root_of(file.resolve()))
+        root = "" if file is None else str(import_root(file.resolve()))
         if file is not None and str(file) in unpacked:
-            digests = contents(Path(root))
+            digests = digests_of_files(Path(root))
             places = {name: os.path.join(root, name) for name in digests}
     except OSError as error:
         raise UsageError(
             f"the code of {what} {spec} cannot be read: {error.filename}: {error.strerror}"
         ) from error
-    return Code(
+    return CodeOfCase(
         what=what,
         spec=spec,
         file=str(file or ""),

@@ -82,7 +82,7 @@ def unpacked(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Pat
 
 def _publish(draft: Path, folder: Path) -> None:
     for last in (False, True):
-        if not folder.is_symlink() and contents(folder) == contents(draft):
+        if not folder.is_symlink() and digests_of_files(folder) == digests_of_files(draft):
             return
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
@@ -96,7 +96,7 @@ def _publish(draft: Path, folder: Path) -> None:
             return
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def digests_of_files(folder: Path) -> dict[str, bytes]:
     """Return the SHA-256 of every file in a folder by relative path, except compiled Python."""
     return {
         file.relative_to(folder).as_posix(): _digest(file)

@@ -23,7 +23,7 @@ _looked_with: list[str] = []
 _counts: list[ctypes.c_int] = []
 
 
-def look() -> None:
+def find_blas_libraries() -> None:
     """Find the loaded libraries, in the pytest process; again after any new module."""
     loaded = [name for name in _LOADED_BY if name in sys.modules]
     if loaded == _looked_with:
@@ -40,6 +40,6 @@ def look() -> None:
             _counts.append(ctypes.c_int.in_dll(library, "blas_cpu_number"))
 
 
-def take_one_thread() -> None:
+def limit_blas_to_one_thread() -> None:
     for count in _counts:
         count.value = 1

@@ -41,7 +41,7 @@ class PassedToHypothesis(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
+def without_hypothesis_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
     """Disable Hypothesis' deadline for a test, because it would include the start of every world
     and all imports of the first. Yield it for `hold_to`; None if it is Hypothesis' default.
     """
@@ -59,7 +59,7 @@ def own_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
         setattr(decorated, hypothesis_compat.SETTINGS, given)
 
 
-def hold_to(deadline: timedelta | None, body_s: Iterable[float]) -> None:
+def enforce_deadline(deadline: timedelta | None, body_s: Iterable[float]) -> None:
     """Apply the deadline to the slowest rank's body; during a search 5/4 of it, as Hypothesis does.
     Raises Hypothesis' DeadlineExceeded.
     """
@@ -92,7 +92,7 @@ def reject(reason: str) -> NoReturn:
     raise UnsatisfiedAssumption(reason)
 
 
-def shown(arguments: Mapping[str, object]) -> str:
+def example_arguments_text(arguments: Mapping[str, object]) -> str:
     """Return an example's arguments in Hypothesis' format."""
     from hypothesis.vendor.pretty import pretty
 
@@ -105,7 +105,7 @@ def is_final() -> bool:
     return context is not None and context.is_final
 
 
-def pass_on(told: Iterable[PassedToHypothesis]) -> None:
+def pass_on_to_hypothesis(told: Iterable[PassedToHypothesis]) -> None:
     """Pass ranks' events and targets to Hypothesis: for `target()`, the maximum over all ranks."""
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
@@ -153,7 +153,7 @@ def is_rejection(error: BaseException | None) -> bool:
     )
 
 
-def said() -> PassedToHypothesis:
+def values_to_pass_on() -> PassedToHypothesis:
     context = hypothesis_compat.context()
     if context is None:
         return PassedToHypothesis()
@@ -164,7 +164,7 @@ def said() -> PassedToHypothesis:
 
 
 @contextmanager
-def inherited() -> Iterator[None]:
+def in_inherited_example() -> Iterator[None]:
     """Run a test in a fresh rank within the example that it was forked in, if any."""
     context = hypothesis_compat.context()
     if context is not None:
@@ -176,7 +176,7 @@ def inherited() -> Iterator[None]:
 
 
 @contextmanager
-def of_its_own(*, given: bool, final: bool) -> Iterator[None]:
+def in_new_example(*, given: bool, final: bool) -> Iterator[None]:
     """Run a test in a persistent rank within a new example, if the test is `given` one; never
     within the example in which the world was started.
     """

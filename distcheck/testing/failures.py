@@ -33,7 +33,7 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class WorldEnd:
     """End of a world: `outcomes` with root causes first, and each rank's report and output.
     `subtests` are (rank, subtest) in the order of their reports.
     """
@@ -53,7 +53,7 @@ _Entry = ReprEntry | ReprEntryNative
 _types: dict[tuple[str, ...], type[WorldFailure]] = {}
 
 
-def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
+def failure_of(ended: WorldEnd, config: pytest.Config) -> WorldFailure:
     longrepr = longrepr_of(ended, config)
     groups = _groups(ended)
     reports = [ended.reports.get(ranks[0]) for ranks, _ in groups]
@@ -62,7 +62,7 @@ def failure_of(ended: Ended, config: pytest.Config) -> WorldFailure:
     return failure
 
 
-def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
+def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
     entries: list[_Entry] = [_line(ended.timeout)] if ended.timeout else []
     groups = _groups(ended)
     crash: ReprFileLocation | None = None
@@ -85,7 +85,7 @@ def longrepr_of(ended: Ended, config: pytest.Config) -> ReprExceptionInfo:
     )
 
 
-def divided(ended: Ended) -> str:
+def why_ranks_disagree(ended: WorldEnd) -> str:
     """Return the error message if ranks disagree about skipping or rejecting."""
     left_out: dict[str, list[int]] = {}
     for rank, report in sorted(ended.reports.items()):
@@ -111,7 +111,7 @@ def resolve(name: str) -> type[BaseException] | None:
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 
-def _groups(ended: Ended) -> list[tuple[list[int], Outcome]]:
+def _groups(ended: WorldEnd) -> list[tuple[list[int], Outcome]]:
     """Return groups of ranks with the same primary failure; root causes first."""
     found: dict[tuple[str, str, str], tuple[list[int], Outcome]] = {}
     for outcome in ended.outcomes:
@@ -139,7 +139,7 @@ def _is_victim(outcome: Outcome) -> bool:
     return outcome.outcome == RankEnd.RAISED and outcome.lost_peer
 
 
-def _bystanders(ended: Ended) -> list[str]:
+def _bystanders(ended: WorldEnd) -> list[str]:
     lines = []
     victims: dict[str, list[int]] = {}
     told = {rank for ranks, _ in _groups(ended) for rank in ranks}
@@ -159,7 +159,7 @@ def _bystanders(ended: Ended) -> list[str]:
     return lines + (_had_ended(ended) if ended.timeout or silent or rejected else [])
 
 
-def _had_ended(ended: Ended) -> list[str]:
+def _had_ended(ended: WorldEnd) -> list[str]:
     """Return lines about finished ranks, whose end may have blocked the others."""
     found: dict[str, list[int]] = {}
     for outcome in ended.outcomes:
@@ -171,7 +171,7 @@ def _had_ended(ended: Ended) -> list[str]:
     return [f"{name_of(ranks, ended.size)} had {how}" for how, ranks in found.items()]
 
 
-def _headline(ended: Ended, groups: Sequence[tuple[list[int], Outcome]]) -> str:
+def _headline(ended: WorldEnd, groups: Sequence[tuple[list[int], Outcome]]) -> str:
     if not groups:
         return ended.timeout or "the world failed"
     ranks, outcome = groups[0]

@@ -51,7 +51,7 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
     """Return the fixtures of a test that the ranks set up, in pytest's setup order: those that
     depend on `world`; in a persistent world, also those that act on the process or cannot be sent.
     """
-    definitions = pytest_compat.definitions(item)
+    definitions = pytest_compat.definitions_of_fixtures(item)
     belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
 
     def decide(name: str) -> bool:
@@ -75,9 +75,9 @@ def defer(item: pytest.Function, names: list[str]) -> None:
     needed = _asked_by(item, others)
     for name in names:
         item.funcargs[name] = Deferred(name)
-        definitions = pytest_compat.definitions(item).get(name)
+        definitions = pytest_compat.definitions_of_fixtures(item).get(name)
         if definitions and name not in needed:
-            known = pytest_compat.of_session(definitions[-1])
+            known = pytest_compat.with_session_scope(definitions[-1])
             pytest_compat.note_set_up(item, name, known)
 
 
@@ -91,11 +91,11 @@ def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
 
 
 def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:
-    definitions = pytest_compat.definitions(item)
+    definitions = pytest_compat.definitions_of_fixtures(item)
     return {arg for name in names for one in definitions.get(name, ()) for arg in one.argnames}
 
 
-def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
+def values_for_ranks(item: pytest.Function) -> dict[str, Any]:
     """Return fixture values that the pytest process has set up and that the ranks' own fixtures
     request, without direct parameters, which a rank knows.
     """
@@ -106,11 +106,11 @@ def asked_by_ranks(item: pytest.Function) -> dict[str, Any]:
 
 
 @contextmanager
-def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
+def with_fixture_values(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
     """Register these fixtures as set up for one test in a persistent rank, and clear all others of
     the item, which would belong to another test.
     """
-    definitions = pytest_compat.definitions(item)
+    definitions = pytest_compat.definitions_of_fixtures(item)
     _forget(item)
     for name in values.keys() & definitions.keys():
         # This request looks up fixtures by name, so the cache key is not used.
@@ -123,7 +123,7 @@ def sent(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _forget(item: pytest.Function) -> None:
-    for definitions in pytest_compat.definitions(item).values():
+    for definitions in pytest_compat.definitions_of_fixtures(item).values():
         for definition in definitions:
             definition.cached_result = None
             pytest_compat.drop_finalizers(definition)
@@ -160,13 +160,13 @@ def _make_own(item: pytest.Function, names: list[str]) -> None:
     process, or to an earlier test in this rank.
     """
     pytest_compat.begin_teardown(item)
-    for definitions in pytest_compat.definitions(item).values():
+    for definitions in pytest_compat.definitions_of_fixtures(item).values():
         for definition in definitions:
             pytest_compat.drop_finalizers(definition)
     for name in names:
         del item.funcargs[name]
         pytest_compat.note_not_set_up(item, name)
-        for definition in pytest_compat.definitions(item).get(name, ()):
+        for definition in pytest_compat.definitions_of_fixtures(item).get(name, ()):
             # The value is from an earlier test in this rank, or from a test outside a world.
             definition.cached_result = None
 
@@ -205,13 +205,13 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}{where}"
 
 
-def fill_in(value: Any, values: dict[str, Any]) -> Any:
+def resolved(value: Any, values: dict[str, Any]) -> Any:
     """Return the value of a Deferred; any other value unchanged."""
     return values[value.name] if isinstance(value, Deferred) else value
 
 
 @contextmanager
-def own_streams(item: pytest.Function) -> Iterator[None]:
+def capture_per_rank(item: pytest.Function) -> Iterator[None]:
     """Make capsys and similar fixtures capture this rank's own streams."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]

@@ -19,10 +19,10 @@ import pytest
 from distcheck import backends, registry
 from distcheck.errors import DistcheckError, HelperError, NotSimulatedError
 from distcheck.machine import devices
-from distcheck.plan.scheduled import how_many
+from distcheck.plan.scheduled import number_of_schedules
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.schedules import Searched
+from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.testing import (
     blas,
     examples,
@@ -33,13 +33,13 @@ from distcheck.testing import (
     reused_worlds,
     timeouts,
 )
-from distcheck.testing.failures import Ended
+from distcheck.testing.failures import WorldEnd
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, RankReport, RankWarning, Subtest
 from distcheck.testing.rank import Prepared
 from distcheck.testing.reused_rank import BODY
-from distcheck.testing.waiting import listen, ranks_of, wait
+from distcheck.testing.waiting import collect_rank_messages, ranks_of, wait
 from distcheck.worlds import turns
 from distcheck.worlds.launch import start_world
 from distcheck.worlds.local.helper_process import ForkedHelper
@@ -58,7 +58,7 @@ class _One:
         return [rank for rank, subtest in sorted(self.told.items()) if subtest.failure]
 
 
-def pass_on(item: pytest.Function, ended: Ended) -> list[str]:
+def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
     """Report the subtests of all ranks. Return a phrase for each that failed on some."""
     captures: Any = item.config.pluginmanager.getplugin("capturemanager")
     failed = []
@@ -72,7 +72,7 @@ def pass_on(item: pytest.Function, ended: Ended) -> list[str]:
     return failed
 
 
-def _by_subtest(ended: Ended) -> list[_One]:
+def _by_subtest(ended: WorldEnd) -> list[_One]:
     """Group ranks' reports by subtest: the first with a name on each rank, the second, ..."""
     seen: dict[tuple[int, str], int] = {}
     found: dict[tuple[int, str], _One] = {}
@@ -104,7 +104,7 @@ def _report_of(one: _One, item: pytest.Function, size: int) -> pytest.TestReport
         report.longrepr = where[0], where[1], where[2]
     if one.failed:
         report.longrepr = failures.longrepr_of(
-            Ended(
+            WorldEnd(
                 size=size,
                 outcomes=[Outcome(rank=rank, outcome=RankEnd.RAISED) for rank in one.failed],
                 reports={rank: one.told[rank].as_failure() for rank in one.failed},
@@ -122,7 +122,7 @@ _SECTION = "output of rank"
 _LOG = "log of rank"
 
 
-def call(item: pytest.Function, options: WorldOptions) -> None:
+def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
     """Run a test in a world; with Hypothesis, every example in its own world."""
     __tracebackhide__ = True
     if item.config.getoption("trace", False):  # pdb would quit, and the test pass
@@ -153,12 +153,12 @@ def call(item: pytest.Function, options: WorldOptions) -> None:
             reports = run_in_world(
                 Prepared(item=item, options=options, body=body, args=given, kwargs=drawn)
             )
-            examples.hold_to(deadline, [report.body_s for report in reports.values()])
+            examples.enforce_deadline(deadline, [report.body_s for report in reports.values()])
 
     setattr(in_world, BODY, body)
     handle.inner_test = in_world
     try:
-        with search.whole(), examples.own_deadline(function) as deadline:
+        with search.whole(), examples.without_hypothesis_deadline(function) as deadline:
             function(**args)
     except BaseException as found:
         examples.leave_out_explanation(found)
@@ -173,7 +173,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
     """
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
-    if why := devices.missing(options.device, options.backend):
+    if why := devices.why_device_unavailable(options.device, options.backend):
         _skip(why)
     _make_ready_to_fork(options)
     if why := backends.missing_for(options.backend, options.size):
@@ -196,7 +196,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
             raise pytest.fail.Exception(f"{what}: {error}", pytrace=False) from None
     if refused:
         _refuse(refused)
-    failed_subtests = pass_on(item, ended)
+    failed_subtests = report_subtests(item, ended)
     try:
         _tell(item, ended)
     except Warning:  # with -W error
@@ -220,7 +220,7 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
 
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
-    blas.look()
+    blas.find_blas_libraries()
     if options.device == "cuda" and torch.cuda.is_initialized():
         _refuse(
             "the pytest process itself has used CUDA, which ranks cannot inherit. A test without "
@@ -234,9 +234,9 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
         )
 
 
-def _run_in(pool: Pool, prepared: Prepared) -> Ended:
+def _run_in(pool: Pool, prepared: Prepared) -> WorldEnd:
     world = start_world(pool, ranks_of(prepared.options, RUN))
-    return wait(pool, world, listen(world, prepared.item))
+    return wait(pool, world, collect_rank_messages(world, prepared.item))
 
 
 def _try_schedules(prepared: Prepared) -> None:
@@ -260,17 +260,17 @@ def _pool(prepared: Prepared) -> Iterator[Pool]:
     finally:
         rank.prepare(None)
         pool.let_go()
-        settle()
+        wait_for_helpers()
         _leaving.append(pool)
 
 
-def settle() -> None:
+def wait_for_helpers() -> None:
     """Wait for the helpers of finished worlds."""
     while _leaving:
         _leaving.pop().close()
 
 
-def _tell(item: pytest.Function, ended: Ended) -> None:
+def _tell(item: pytest.Function, ended: WorldEnd) -> None:
     """Forward ranks' output, logs, properties, events, warnings, leaks and imports."""
     pytest_compat.drop_sections(item, (_SECTION, _LOG))
     logs = {number: report.log for number, report in ended.reports.items()}
@@ -280,7 +280,7 @@ def _tell(item: pytest.Function, ended: Ended) -> None:
     for _, report in sorted(ended.reports.items()):
         new = [pair for pair in report.properties if pair not in item.user_properties]
         item.user_properties += new
-    examples.pass_on(report.said for _, report in sorted(ended.reports.items()))
+    examples.pass_on_to_hypothesis(report.said for _, report in sorted(ended.reports.items()))
     seen: dict[RankWarning, RankWarning] = {}
     for _, report in sorted(ended.reports.items()):
         for warning in report.warnings:
@@ -318,7 +318,7 @@ def _warn_again(warning: RankWarning) -> None:
     warnings.warn_explicit(again, type(again), warning.filename, warning.line)
 
 
-def _decide(item: pytest.Function, ended: Ended) -> None:
+def _decide(item: pytest.Function, ended: WorldEnd) -> None:
     __tracebackhide__ = True
     ends = {number: report.end for number, report in ended.reports.items()}
     reasons = {end: ended.reports[number].reason for number, end in sorted(ends.items())[::-1]}
@@ -335,13 +335,13 @@ def _decide(item: pytest.Function, ended: Ended) -> None:
             _skip(reasons["skipped"])
         if set(ends.values()) == {"rejected"}:
             examples.reject(reasons["rejected"])
-        _refuse(failures.divided(ended))
+        _refuse(failures.why_ranks_disagree(ended))
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
     raise failures.failure_of(ended, item.config)
 
 
-def _left_out_by_all(ended: Ended) -> bool:
+def _left_out_by_all(ended: WorldEnd) -> bool:
     """Return True if every rank finished, and skipped or rejected the test."""
     ends = [report.end for report in ended.reports.values()]
     finished = all(outcome.outcome == RankEnd.FINISHED for outcome in ended.outcomes)
@@ -373,7 +373,7 @@ def search(
     pool: Pool,
     item: pytest.Function,
     options: WorldOptions,
-    run_again: Callable[[WorldOptions], Ended],
+    run_again: Callable[[WorldOptions], WorldEnd],
 ) -> None:
     """Fail the test if it fails under another schedule; `run_again` returns the report of one."""
     __tracebackhide__ = True
@@ -381,9 +381,9 @@ def search(
         found = registry.load("simulated").search_schedules(
             pool,
             ranks_of(options, RUN),
-            schedules=how_many(options.schedules, options.preemptions),
+            schedules=number_of_schedules(options.schedules, options.preemptions),
             preemptions=options.preemptions,
-            look=lambda: timeouts.check(item),
+            look=lambda: timeouts.fail_if_time_is_up(item),
         )
     except DistcheckError as error:
         raise pytest.fail.Exception(f"schedules could not be run: {error}", pytrace=False) from None
@@ -393,7 +393,7 @@ def search(
         _fail(found, item, options, run_again)
 
 
-def _why_not_compared(found: Searched) -> str:
+def _why_not_compared(found: ScheduleSearchResult) -> str:
     """Return why the schedules prove nothing although the test passed; empty if they do."""
     for run in (found.usual, found.again):
         if run.end != "finished":
@@ -417,10 +417,10 @@ def _why_not_compared(found: Searched) -> str:
 
 
 def _fail(
-    found: Searched,
+    found: ScheduleSearchResult,
     item: pytest.Function,
     options: WorldOptions,
-    run_again: Callable[[WorldOptions], Ended],
+    run_again: Callable[[WorldOptions], WorldEnd],
 ) -> None:
     __tracebackhide__ = True
     other, simulated = found.other, registry.load("simulated")

@@ -29,7 +29,7 @@ class LeakWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Before:
+class OpenResources:
     """State before the test: threads, child processes, and functional collectives."""
 
     threads: frozenset[int]
@@ -37,10 +37,10 @@ class Before:
     functional: int
 
 
-def here_now() -> Before:
+def open_resources_now() -> OpenResources:
     """Return the current state, which is not attributed to the test."""
     threads = frozenset(thread.ident or 0 for thread in threading.enumerate())
-    return Before(
+    return OpenResources(
         threads=threads,
         processes=frozenset(linux.children_of_self()),
         functional=_functional_collectives(),
@@ -58,7 +58,7 @@ class StillOpen:
     stays: bool = False
 
 
-def left_behind(before: Before, *, has_process: bool = True) -> StillOpen:
+def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen:
     """Find process groups, unfinished collectives, and new threads and processes. A rank that is a
     thread has no process of its own: resources of the process may be another rank's, and a
     simulated world reports unfinished calls itself.

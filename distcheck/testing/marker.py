@@ -46,7 +46,7 @@ class WorldOptions:
         return self.reuse or self.is_simulated
 
 
-def nearest(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
+def effective_marker(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
     """Return the effective marker: the test's own, or else its class's, or its module's.
 
     Raises pytest.UsageError if one of these has several that differ, because ignoring one would

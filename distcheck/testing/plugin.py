@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
     about = getattr(config, "workerinput", {})
     if {"testrunuid", "workercount"} <= set(about):
-        turns.share(about["testrunuid"], processes=about["workercount"])
+        turns.take_turns(about["testrunuid"], processes=about["workercount"])
 
 
 def pytest_sessionfinish() -> None:
@@ -68,12 +68,12 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
 def _settle() -> None:
     front = sys.modules.get("distcheck.testing.front")
     if front is not None:
-        front.settle()
+        front.wait_for_helpers()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a list of sizes."""
-    mark = marker.nearest(metafunc.definition)
+    mark = marker.effective_marker(metafunc.definition)
     if mark is None:
         return
     sizes = marker.check_options(mark).sizes
@@ -118,7 +118,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from distcheck.testing import front
 
-    front.call(pyfuncitem, options)
+    front.run_test_in_worlds(pyfuncitem, options)
     return True
 
 
@@ -143,7 +143,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     if item.get_closest_marker(marker.NAME) is not None:
         from distcheck.testing import timeouts
 
-        timeouts.note(item, settings)
+        timeouts.record_time_limit(item, settings)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -169,7 +169,7 @@ def _options(item: pytest.Item) -> marker.WorldOptions | None:
     callspec = getattr(item, "callspec", None)
     size = callspec.params.get(marker.SIZE_PARAMETER) if callspec is not None else None
     try:
-        mark = marker.nearest(item)
+        mark = marker.effective_marker(item)
         assert mark is not None
         return marker.with_size(marker.check_options(mark), size)
     except pytest.UsageError as error:

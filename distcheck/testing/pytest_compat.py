@@ -40,7 +40,7 @@ def argument_names(item: pytest.Function) -> Sequence[str]:
     return item._fixtureinfo.argnames
 
 
-def definitions(item: pytest.Function) -> Mapping[str, Sequence[Any]]:
+def definitions_of_fixtures(item: pytest.Function) -> Mapping[str, Sequence[Any]]:
     """Return the definitions of each fixture of a test by name: the last one is used."""
     return item._fixtureinfo.name2fixturedefs
 
@@ -50,13 +50,13 @@ def every_definition(item: pytest.Function) -> list[Any]:
     manager: Any = item.session._fixturemanager
     known = (getattr(manager, name, {}) for name in NAMES_OF_FIXTURES)
     every = [manager.getfixturedefs(name, item) or () for names in known for name in names]
-    every += definitions(item).values()
+    every += definitions_of_fixtures(item).values()
     return list(dict.fromkeys(one for several in every for one in several))
 
 
 def is_parameter(item: pytest.Function, name: str) -> bool:
     """Return True if a name is a direct parameter of @pytest.mark.parametrize."""
-    functions = [one.func for one in definitions(item).get(name, ())]
+    functions = [one.func for one in definitions_of_fixtures(item).get(name, ())]
     return any(getattr(f, "__name__", "") == _PARAMETER for f in functions)
 
 
@@ -73,7 +73,7 @@ def note_not_set_up(item: pytest.Function, name: str) -> None:
     item._request._fixture_defs.pop(name, None)
 
 
-def of_session(definition: Any) -> Any:
+def with_session_scope(definition: Any) -> Any:
     """Return a copy of a fixture, with session scope."""
     copied = copy.copy(definition)
     copied._scope = Scope.Session
@@ -98,7 +98,7 @@ def tear_down(item: pytest.Function) -> None:
     item.session._setupstate.teardown_exact(None)
 
 
-def begin_again(item: pytest.Function) -> None:
+def reset_fixture_state(item: pytest.Function) -> None:
     """Reset pytest's state for fixtures of a test of which nothing ran in this process."""
     item._initrequest()
     logs: Any = item.config.pluginmanager.getplugin("logging-plugin")

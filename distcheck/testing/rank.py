@@ -22,7 +22,7 @@ from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encoded
-from distcheck.worlds.jobs import STORE, Descriptors, Owned, Reporter, of_each_rank
+from distcheck.worlds.jobs import STORE, Descriptors, Owned, Reporter, with_rank_state
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.messages import text_of
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -109,12 +109,12 @@ def _owned() -> Owned:
 
 
 @RUN.does
-@of_each_rank(_owned)
+@with_rank_state(_owned)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     prepared = inherited()
-    session.take_over(prepared.item.config, reporter.say)
+    session.remove_plugin_hooks(prepared.item.config, reporter.say)
     enter(rendezvous, fds.get(STORE, -1), prepared.options, reporter)
-    with examples.inherited():
+    with examples.in_inherited_example():
         report, error = execute(prepared)
     reporter.say(encoded(report))
     if error is not None and report.end not in ("skipped", "rejected"):
@@ -132,7 +132,7 @@ def enter(
     from distcheck.machine import compat  # imports torch, which pytest must not
 
     torch.set_num_threads(1)
-    blas.take_one_thread()
+    blas.limit_blas_to_one_thread()
     # torch logs its own failed calls at DEBUG: a failure is reported better elsewhere.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if options.device == "cuda" and compat.is_cuda_lost_by_fork():
@@ -156,7 +156,7 @@ def enter(
     reporter.progress(0, "test")
 
 
-def look_from(options: WorldOptions) -> None:
+def use_marker(options: WorldOptions) -> None:
     """Update the view for the marker of a further test."""
     assert _view is not None
     _view.seed = options.seed
@@ -179,7 +179,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     """Run the body with this rank's fixtures; the test's exception is returned, not raised."""
     __tracebackhide__ = True
     item = prepared.item
-    before, properties = leaks.here_now(), len(item.user_properties)
+    before, properties = leaks.open_resources_now(), len(item.user_properties)
     compiler_was_loaded = late_compiler.is_loaded()
     if "torch" in sys.modules:
         late_compiler.install()
@@ -192,13 +192,13 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     with _seen_warnings(item) as seen:
         try:
             with (
-                session.hearing(item),
-                fixtures.own_streams(item),
+                session.observe_test_threads(item),
+                fixtures.capture_per_rank(item),
                 fixtures.set_up_in_rank(item) as values,
             ):
                 body, given, named = _own(prepared)
-                args = [fixtures.fill_in(value, values) for value in given]
-                kwargs = {k: fixtures.fill_in(v, values) for k, v in named.items()}
+                args = [fixtures.resolved(value, values) for value in given]
+                kwargs = {k: fixtures.resolved(v, values) for k, v in named.items()}
                 started = time.perf_counter()
                 try:
                     result = body(*args, **kwargs)
@@ -209,11 +209,11 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
             if not has_process and registry.load("simulated").has_left(raised):
                 raise
             error = raised
-        error = session.with_unheard(item, error)
+        error = session.warn_of_thread_errors(item, error)
     end = _end_of(error)
     # A failed test has rarely closed its resources; its ranks are discarded.
     goes_on = end in ("passed", "skipped", "rejected")
-    left = leaks.left_behind(before, has_process=has_process) if goes_on else leaks.StillOpen()
+    left = leaks.leaks_since(before, has_process=has_process) if goes_on else leaks.StillOpen()
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
@@ -225,7 +225,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
         preloads=(late_compiler.NAME,) if compiles and not compiler_was_loaded else (),
         properties=tuple(item.user_properties[properties:]),
         body_s=body_s,
-        said=examples.said(),
+        said=examples.values_to_pass_on(),
     )
     del item.user_properties[properties:]
     if report.end == "failed":

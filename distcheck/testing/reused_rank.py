@@ -30,7 +30,7 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """Run tests in a persistent rank until the pytest process closes the channel."""
     first = rank.inherited()
     items = {item.nodeid: item for item in first.item.session.items}
-    session.take_over(first.item.config, reporter.say)
+    session.remove_plugin_hooks(first.item.config, reporter.say)
     rank.enter(rendezvous, fds[STORE], first.options, reporter)
     before = _Before()
     for test in requests(fds, RequestedTest):
@@ -44,14 +44,14 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
         with (
             before.put_back(),
             warnings.catch_warnings(),
-            examples.of_its_own(given=given, final=test.final),
+            examples.in_new_example(given=given, final=test.final),
         ):
             warnings.filters[:] = filters  # type: ignore[index]
             rank.seed_everything(options.seed)
-            rank.look_from(options)
+            rank.use_marker(options)
             _make_room(item)
             flight.forget()
-            with fixtures.sent(item, {**kwargs, **asked}):
+            with fixtures.with_fixture_values(item, {**kwargs, **asked}):
                 report, error = rank.execute(prepared)
                 report = before.with_group(report)
         sys.stdout.flush()
@@ -86,7 +86,7 @@ def _body(item: pytest.Function) -> Callable[..., object]:
 
 def _make_room(item: pytest.Function) -> None:
     """Reset pytest's state for the fixtures of this test."""
-    pytest_compat.begin_again(item)
+    pytest_compat.reset_fixture_state(item)
     fixtures.defer(item, fixtures.deferred_names(item, kept=True))
 
 

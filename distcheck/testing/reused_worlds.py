@@ -20,10 +20,10 @@ from distcheck.errors import HelperError
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.testing import examples, fixtures, rank
-from distcheck.testing.failures import Ended
+from distcheck.testing.failures import WorldEnd
 from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest
 from distcheck.testing.rank import Prepared
-from distcheck.testing.waiting import listen, ranks_of, wait
+from distcheck.testing.waiting import collect_rank_messages, ranks_of, wait
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.worker_pool import WorkerPool
@@ -34,7 +34,7 @@ _Key = tuple[int, str, str]
 _kept: dict[_Key, "ReusedWorld"] = {}
 
 
-def run(prepared: Prepared) -> Ended:
+def run(prepared: Prepared) -> WorldEnd:
     """Run a test in a persistent world, starting one if there is none."""
     options, arguments = prepared.options, _pickled(prepared)
     key = (options.size, options.backend, options.device)
@@ -56,7 +56,7 @@ def run(prepared: Prepared) -> Ended:
     return ended
 
 
-def _left_something(ended: Ended) -> bool:
+def _left_something(ended: WorldEnd) -> bool:
     """Return True if a test left its ranks in a state that would affect the next one: a collective
     that only some have entered, a changed default group, a group created on some ranks only, a
     running thread, or the unfinished rest of a failed subtest.
@@ -112,7 +112,7 @@ class ReusedWorld:
             return False
         return not any(child.gone for child in self._ranks.world.children)
 
-    def run(self, prepared: Prepared, arguments: bytes) -> Ended:
+    def run(self, prepared: Prepared, arguments: bytes) -> WorldEnd:
         """Run one test, with its pickled arguments. If a rank fails, the world is over."""
         test = RequestedTest(
             nodeid=prepared.item.nodeid,
@@ -120,7 +120,7 @@ class ReusedWorld:
             options=msgspec.msgpack.encode(prepared.options),
             final=examples.is_final(),
         )
-        heard = listen(self._ranks.world, prepared.item)
+        heard = collect_rank_messages(self._ranks.world, prepared.item)
         self._ranks.world.begin_again(prepared.options.deadline_s)
         self._ranks.ask(test)
         ended = wait(
@@ -162,7 +162,7 @@ def _pickled(prepared: Prepared) -> bytes:
     """Return all arguments in one pickle, so that shared objects stay shared in a rank. Fails the
     test if they cannot be pickled.
     """
-    asked = fixtures.asked_by_ranks(prepared.item)
+    asked = fixtures.values_for_ranks(prepared.item)
     try:
         return pickle.dumps((prepared.args, prepared.kwargs, asked, _filters()))
     except Exception as error:

@@ -24,7 +24,7 @@ _line: tuple[pytest.Config, Callable[[bytes], None]] | None = None  # to the pyt
 _inherited: list[Any] = []  # captures of the pytest process, never closed in a rank
 
 
-def take_over(config: pytest.Config, say: Callable[[bytes], None]) -> None:
+def remove_plugin_hooks(config: pytest.Config, say: Callable[[bytes], None]) -> None:
     """Remove other plugins' implementations of these hooks, and detach from the terminal."""
     global _line
     _line = config, say
@@ -42,7 +42,7 @@ def _no_debugger(*_: Any, **__: Any) -> None:
     pytest.fail("a rank has no terminal for a debugger; print or log instead", pytrace=True)
 
 
-def tell(report: pytest.TestReport) -> None:
+def send_subtest_report(report: pytest.TestReport) -> None:
     """Send the report of a subtest at once, because the rank may hang after it."""
     if _line is None:
         return
@@ -60,7 +60,7 @@ def tell(report: pytest.TestReport) -> None:
 
 
 @contextmanager
-def hearing(item: pytest.Function) -> Iterator[None]:
+def observe_test_threads(item: pytest.Function) -> Iterator[None]:
     """Enable pytest's per-test observation of threads and finalizers, which it had up to 8.3."""
     with ExitStack() as stack:
         for name, generator in _UNHEARD.items():
@@ -70,7 +70,9 @@ def hearing(item: pytest.Function) -> Iterator[None]:
         yield
 
 
-def with_unheard(item: pytest.Function, error: BaseException | None) -> BaseException | None:
+def warn_of_thread_errors(
+    item: pytest.Function, error: BaseException | None
+) -> BaseException | None:
     """Make pytest warn, in this process, about exceptions of threads and finalizers. Under `-W
     error` the warning fails the test, or becomes a note if the test failed already.
     """

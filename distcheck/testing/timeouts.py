@@ -40,7 +40,7 @@ class Limit:
 _KEY = pytest.StashKey[Limit | None]()
 
 
-def note(item: pytest.Item, settings: Any) -> None:
+def record_time_limit(item: pytest.Item, settings: Any) -> None:
     """Record the limit that pytest-timeout is about to set. Its method "signal" raises while a
     world is waited for, which needs no handling.
     """
@@ -54,7 +54,7 @@ def note(item: pytest.Item, settings: Any) -> None:
     )
 
 
-def check(item: pytest.Item) -> None:
+def fail_if_time_is_up(item: pytest.Item) -> None:
     """Fail the test, once and like the method "signal", if its time is nearly up."""
     limit = item.stash.get(_KEY, None)
     if limit is not None and limit.is_ours and not limit.struck and _is_up(item, limit):
@@ -108,7 +108,7 @@ class ExampleSearch:
         except (Exception, pytest.fail.Exception) as failure:
             if examples.is_rejection(failure):
                 raise
-            shown = f"the example {examples.shown(arguments)}"
+            shown = f"the example {examples.example_arguments_text(arguments)}"
             if not _is_up(self._item, limit):
                 self._before = [f"Before, {shown} had failed:\n{failure}"]
                 raise

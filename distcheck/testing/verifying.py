@@ -85,6 +85,6 @@ def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
 def _request(fields: dict[str, Any]) -> Request:
     try:
         request = msgspec.convert(fields, Request)
-        return thorough_run.widened(request, world_given="worlds" in fields)
+        return thorough_run.with_thorough_worlds(request, world_given="worlds" in fields)
     except msgspec.ValidationError as error:
         raise UsageError(f"verify() does not take these arguments: {error}") from None

@@ -17,7 +17,7 @@ from distcheck.errors import HelperError
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.testing import timeouts
-from distcheck.testing.failures import Ended, name_of
+from distcheck.testing.failures import WorldEnd, name_of
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import root_cause
@@ -47,7 +47,7 @@ def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvo
 
 
 @dataclass
-class Heard:
+class RankMessages:
     """Messages of ranks so far: each one's report, the ranks that reported before they were asked
     for their stacks, and subtests as (rank, subtest). `item` is the test.
     """
@@ -57,8 +57,8 @@ class Heard:
     in_time: set[int] = field(default_factory=set)
     subtests: list[tuple[int, Subtest]] = field(default_factory=list)
 
-    def as_end(self, world: World, outcomes: Sequence[Outcome], *, timeout: str = "") -> Ended:
-        return Ended(
+    def as_end(self, world: World, outcomes: Sequence[Outcome], *, timeout: str = "") -> WorldEnd:
+        return WorldEnd(
             size=len(world.children),
             outcomes=outcomes,
             reports=self.reports,
@@ -68,9 +68,9 @@ class Heard:
         )
 
 
-def listen(world: World, item: pytest.Function) -> Heard:
+def collect_rank_messages(world: World, item: pytest.Function) -> RankMessages:
     """Collect the messages of each rank; if capturing is off, print its output."""
-    heard = Heard(item=item)
+    heard = RankMessages(item=item)
 
     def take(number: int, payload: bytes) -> None:
         said = msgspec.msgpack.decode(payload, type=RankReport | Subtest)
@@ -90,16 +90,18 @@ def listen(world: World, item: pytest.Function) -> Heard:
 
 
 @overload
-def wait(pool: Pool, world: World, heard: Heard) -> Ended: ...
+def wait(pool: Pool, world: World, heard: RankMessages) -> WorldEnd: ...
 @overload
-def wait(pool: Pool, world: World, heard: Heard, *, enough: Callable[[], bool]) -> Ended | None: ...
+def wait(
+    pool: Pool, world: World, heard: RankMessages, *, enough: Callable[[], bool]
+) -> WorldEnd | None: ...
 def wait(
     pool: Pool,
     world: World,
-    heard: Heard,
+    heard: RankMessages,
     *,
     enough: Callable[[], bool] = lambda: False,
-) -> Ended | None:
+) -> WorldEnd | None:
     """Wait until the world is over, or `enough` returns True: then return None, and the world
     continues. Raises NotSimulatedError for code that a simulated world cannot run.
 
@@ -111,7 +113,7 @@ def wait(
             if not world.hung and enough():
                 return None
             if heard.item is not None and not world.hung:
-                timeouts.check(heard.item)
+                timeouts.fail_if_time_is_up(heard.item)
             pool.pump(0.05)
             world.tick()
     except pytest.fail.Exception as struck:
@@ -134,7 +136,7 @@ def wait(
     return ended
 
 
-def _of_the_test(outcomes: list[Outcome], heard: Heard) -> list[Outcome]:
+def _of_the_test(outcomes: list[Outcome], heard: RankMessages) -> list[Outcome]:
     """Replace the outcomes of persistent ranks that wait for their next test: they have finished
     this one, unless they only continued after being asked for their stacks.
     """

@@ -25,7 +25,7 @@ from distcheck.training.loading import load_trained, load_workload
 from distcheck.training.optimizers import (
     group_numbers,
     is_torchs_own,
-    put_back,
+    restore_state_value,
     tensors_and_numbers,
 )
 from distcheck.workloads import datasets
@@ -243,7 +243,7 @@ def take_checkpoint(
         copy.deepcopy(model.state_dict()),
         state,
         devices.rng_state(device),
-        seeds.library_states(),
+        seeds.library_rng_states(),
     )
 
 
@@ -338,7 +338,7 @@ def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayou
     for spec in layout.optimizer:
         if spec.name in state:
             is_number = spec.name in layout.numbers
-            put_back(again, parameters, spec.name, state[spec.name], is_number=is_number)
+            restore_state_value(again, parameters, spec.name, state[spec.name], is_number=is_number)
     for each in (optimizer, again):
         _give_gradients(each)
         try:

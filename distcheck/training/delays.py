@@ -26,7 +26,7 @@ _COLLECTIVES = (
 Progress = Callable[[int, str], None]
 
 
-class Lateness:
+class RankDelays:
     """The delays of one rank, step by step. Call `install` before code under test is imported."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Lateness:
             time.sleep(ms / 1000)
 
 
-_of_thread: dict[int, Lateness] = {}
+_of_thread: dict[int, RankDelays] = {}
 
 
 def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:

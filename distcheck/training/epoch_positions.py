@@ -35,7 +35,7 @@ def steps_per_epoch(size: int, batch: int, world: int) -> int:
     return full + (rest >= world)
 
 
-def stretch_of(step: int, *, size: int, batch: int, world: int) -> EpochSegment:
+def epoch_segment_of_step(step: int, *, size: int, batch: int, world: int) -> EpochSegment:
     """Return the part of an epoch that global step `step` covers."""
     epoch, within = divmod(step, steps_per_epoch(size, batch, world))
     first = within * batch
@@ -44,5 +44,7 @@ def stretch_of(step: int, *, size: int, batch: int, world: int) -> EpochSegment:
 
 def shard_sizes(steps: int, *, size: int, batch: int, world: int) -> list[list[int]]:
     """Return the number of samples that each rank reads, for each step."""
-    stretches = (stretch_of(step, size=size, batch=batch, world=world) for step in range(steps))
+    stretches = (
+        epoch_segment_of_step(step, size=size, batch=batch, world=world) for step in range(steps)
+    )
     return [[s.shard_size(world, rank) for rank in range(world)] for s in stretches]

@@ -12,7 +12,7 @@ from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Adaptation, Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
-from distcheck.records.run_facts import Use
+from distcheck.records.run_facts import UsedFeature
 from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.rendezvous import Rendezvous
 
@@ -49,7 +49,7 @@ class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
     updates_again: bool = True  # True if a rebuilt optimizer can repeat a step
     takes_loss: bool = True  # True if another --loss may be declared for the strategy
     note: str = ""
-    uses: tuple[Use, ...] = ()  # features of the strategy's code
+    uses: tuple[UsedFeature, ...] = ()  # features of the strategy's code
     exchanges: bool = True  # True if the strategy's code names a collective
     marks: tuple[str, ...] = ()  # attributes that it looks up, unknown to torch
     refusal: str = ""  # by the form selected first, if another is tried

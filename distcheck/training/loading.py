@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 from distcheck.errors import CannotRunError, UsageError, did_you_mean
 from distcheck.records import Adaptation
-from distcheck.records.run_facts import Use
+from distcheck.records.run_facts import UsedFeature
 from distcheck.training import scripts, sources_only
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
-from distcheck.workloads.cells import place_of
+from distcheck.workloads.cells import class_of_cell
 
 STRATEGY_GROUP = "distcheck.strategies"
 # Workloads whose names accept parameters after a colon.
@@ -145,7 +145,7 @@ def _check_object(what: str, spec: str, file: Path) -> None:
     """
     place, _, attribute = spec.partition(":")
     names = scripts.definitions(file)
-    if names and scripts.lacks(file, attribute.partition(".")[0]):
+    if names and scripts.cannot_define(file, attribute.partition(".")[0]):
         raise _no_object(what, spec, place, names)
 
 
@@ -187,16 +187,16 @@ class CodeInspection(NamedTuple):
     guessed: bool
     exchanges: bool
     marks: tuple[str, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[UsedFeature, ...]
 
 
-def look_at(spec: str, adaptation: Adaptation) -> CodeInspection:
+def inspect_strategy(spec: str, adaptation: Adaptation) -> CodeInspection:
     """Inspect a strategy's code without calling it."""
     from distcheck.training.adapters import hypotheses, uses
 
     target = _target_of(spec, adaptation)
     sources, declared = target.everything, hypotheses.is_declared(target)
-    exchanges, marks = uses.names_collectives(sources), uses.marks_in(sources)
+    exchanges, marks = uses.names_collectives(sources), uses.marker_attributes(sources)
     # A closure that is required is used.
     found = [u for u in uses.uses_of(sources) if u.feature != "closure" or not target.takes_closure]
     return CodeInspection(not declared, exchanges, marks, tuple(found))
@@ -241,7 +241,7 @@ def _find(spec: str) -> Any:
 
 def load_workload(spec: str) -> LoadedWorkload:
     """Import a workload. Raises UsageError with the problem and its fix."""
-    known, spec = workload_names(), place_of(spec)
+    known, spec = workload_names(), class_of_cell(spec)
     name, _, words = spec.partition(":")
     if is_built_in(spec):
         module = importlib.import_module(known[name])
@@ -378,11 +378,11 @@ def _import_own() -> None:
 
 def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     _import_own()
-    path = sources_only.followed(path)
+    path = sources_only.resolved_link(path)
     name = path.stem if path.stem.isidentifier() else "strategy_file"
     folder = path.parent
-    if scripts.levels_in_package(path) and name == path.stem:
-        folder = scripts.root_of(path)
+    if scripts.levels_of_imports(path) and name == path.stem:
+        folder = scripts.import_root(path)
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
     if str(folder) not in sys.path:  # so that it can import its neighbors
         # A world-writable folder comes last: another user's files must not shadow Python's modules.
@@ -403,11 +403,11 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     vars(module).update(before)
-    if not scripts.trains_at(path):
+    if not scripts.line_of_training(path):
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit):
-            if not scripts.trains_at(path, begins=True):
+            if not scripts.line_of_training(path, begins=True):
                 raise
         else:
             return module

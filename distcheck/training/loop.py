@@ -23,7 +23,7 @@ from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.building import Ingredients, restore, take_checkpoint
-from distcheck.training.epoch_positions import EpochSegment, stretch_of
+from distcheck.training.epoch_positions import EpochSegment, epoch_segment_of_step
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload
 from distcheck.training.losses import LossOfShard, OwnBackward
 from distcheck.training.recorder import Observer
@@ -50,7 +50,7 @@ class Shards:
 
     def read(self, step: int) -> tuple[EpochSegment, torch.Tensor]:
         """Return the step's part of the epoch, and this rank's dataset indices, int64 [n]."""
-        stretch = stretch_of(step, size=self._size, batch=self._batch, world=self._world)
+        stretch = epoch_segment_of_step(step, size=self._size, batch=self._batch, world=self._world)
         if self._rank is None:
             return stretch, torch.empty(0, dtype=torch.int64)
         if stretch.epoch != self._epoch:

@@ -14,7 +14,7 @@ from torch import nn
 _GROUP = "param_groups["
 
 
-def is_of_group(name: str) -> bool:
+def is_group_number(name: str) -> bool:
     """Return True for the name of a group's number, False for state of a parameter."""
     return name.startswith(_GROUP)
 
@@ -100,7 +100,7 @@ def _as_tensor(value: object) -> torch.Tensor | None:
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else None
 
 
-def put_back(
+def restore_state_value(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     name: str,
@@ -111,7 +111,7 @@ def put_back(
     """Set the state `name` of an optimizer over `parameters` to a value from a trace."""
     optimizer = innermost(optimizer)
     owner, _, key = name.rpartition("/")
-    if is_of_group(name):
+    if is_group_number(name):
         groups = optimizer.param_groups
         number = int(owner.removeprefix(_GROUP).removesuffix("]"))
         if number < len(groups):
@@ -149,7 +149,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
     return bits
 
 
-def implement(optimizer: torch.optim.Optimizer, wanted: int) -> None:
+def set_implementation(optimizer: torch.optim.Optimizer, wanted: int) -> None:
     """Make one of torch's own optimizers use the `implementation` of another."""
     optimizer = innermost(optimizer)
     if not is_torchs_own(optimizer):

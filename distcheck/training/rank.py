@@ -17,7 +17,7 @@ from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.delays import Lateness
+from distcheck.training.delays import RankDelays
 from distcheck.training.epoch_positions import steps_per_epoch
 from distcheck.training.jobs import (
     DIGEST,
@@ -63,7 +63,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
         surroundings.allocate(job.memory_seed)
     keep_folder()
     ingredients = _open(job, fds, reporter)
-    late = Lateness()
+    late = RankDelays()
     if job.delays:
         late.install()
         late.begin([delay for delay in job.delays if delay.rank == rank])
@@ -74,7 +74,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     simulated = name_of(job.case.backend) == "simulated"
     calls = None
     if simulated or call_recorder.is_installed():
-        calls = step_calls.listen(rank, past_python=not simulated)
+        calls = step_calls.start_recording_calls(rank, past_python=not simulated)
     recorder = TraceRecorder(
         writer,
         job.layout,

@@ -201,7 +201,7 @@ class TraceRecorder(Observer):
         """Open a step; save the RNG states from which the forward pass will start."""
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
-        self._library_states = seeds.library_states()
+        self._library_states = seeds.library_rng_states()
         self._settings = seeds.settings()
         self._ready.clear()
         self._loss_factor = 1.0

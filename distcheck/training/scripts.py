@@ -30,7 +30,7 @@ _BINDS_ANY = {
 ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its training
 
 
-def trains_at(path: Path, *, begins: bool = False) -> int:
+def line_of_training(path: Path, *, begins: bool = False) -> int:
     """Return the top-level line at which a file trains or, with `begins`, initializes a process
     group or reads its command line; 0 if none.
     """
@@ -45,7 +45,7 @@ def has_definitions(path: Path) -> bool:
     return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
 
 
-def levels_in_package(path: Path) -> int:
+def levels_of_imports(path: Path) -> int:
     """Return how many folders up the imports of a file reach, by relative imports and by the name
     of a package that contains the file; 0 if none.
     """
@@ -62,9 +62,9 @@ def levels_in_package(path: Path) -> int:
     return max(found)
 
 
-def root_of(path: Path) -> Path:
+def import_root(path: Path) -> Path:
     """Return the folder from which a file must be imported: the parent of its topmost package."""
-    folder, levels = path.parent, levels_in_package(path)
+    folder, levels = path.parent, levels_of_imports(path)
     while (levels > 0 or (folder / "__init__.py").is_file()) and folder != folder.parent:
         folder, levels = folder.parent, levels - 1
     return folder
@@ -83,7 +83,7 @@ def first_definition(path: Path) -> str:
     return next(iter(definitions(path)), "my_sync")
 
 
-def lacks(path: Path, name: str) -> bool:
+def cannot_define(path: Path, name: str) -> bool:
     """Return True if nothing in a file binds a name, or can create one dynamically."""
     try:
         nodes = list(ast.walk(parse_source(path)))
@@ -136,7 +136,7 @@ def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
         except Exception:
             if isinstance(node, _DEFINES):
                 raise
-    setattr(module, ONLY_DEFINED, trains_at(path, begins=True))
+    setattr(module, ONLY_DEFINED, line_of_training(path, begins=True))
 
 
 def _calls_in(node: ast.stmt) -> Iterator[ast.Call]:

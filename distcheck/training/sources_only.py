@@ -71,15 +71,15 @@ def follow_environment() -> None:
     sys.path_importer_cache.clear()
 
 
-def followed(path: Path) -> Path:
+def resolved_link(path: Path) -> Path:
     """Return the resolved path. The confirmation of the given path applies to its target, because a
     link may have replaced the file.
     """
     place, asked = path.resolve(), _asked()
     if (digest := asked["agreed"].get(os.path.abspath(path))) is not None:
         asked["agreed"][str(place)] = digest
-        if os.path.realpath(root_of(os.path.abspath(path))) in asked["around"]:
-            asked["around"].append(root_of(str(place)))
+        if os.path.realpath(folder_of_top_package(os.path.abspath(path))) in asked["around"]:
+            asked["around"].append(folder_of_top_package(str(place)))
         os.environ[_VARIABLE] = _encoded(asked["agreed"], asked["around"])
     return place
 
@@ -154,7 +154,7 @@ def _asked() -> dict[str, Any]:
     return found
 
 
-def root_of(file: str) -> str:
+def folder_of_top_package(file: str) -> str:
     """Return the folder that contains the topmost package of a file."""
     folders = Path(file).parents
     return str(next(folder for folder in folders if not (folder / "__init__.py").is_file()))

@@ -11,7 +11,7 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.measurements import Measurements
-from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.judge.rerun_bisection import RerunBisection, Separation
 from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import TraceLayout
@@ -63,7 +63,7 @@ class CaseRun:
     rerun_outcomes: tuple[Outcome, ...] = ()
     surroundings: Surroundings = TOGETHER
     rerun_in: str = ""
-    taking_apart: TakingApart | None = None
+    taking_apart: RerunBisection | None = None
     of_rerun: list[CheckResult] | None = None
     separation: Separation | None = None
     results: list[CheckResult] = field(default_factory=list)

@@ -17,7 +17,7 @@ from distcheck.records import expected_events as happenings
 from distcheck.records.causes import name_cause
 from distcheck.records.expected_events import PURPOSE, Happening
 from distcheck.records.mistakes import range_of
-from distcheck.records.run_facts import Use
+from distcheck.records.run_facts import UsedFeature
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
@@ -133,7 +133,7 @@ def contents_of(
     )
 
 
-def of_document(cases: Sequence[Mapping[str, Any]]) -> list[Contents]:
+def features_of_report(cases: Sequence[Mapping[str, Any]]) -> list[Contents]:
     """Return the features of the cases of a JSON report, if recorded."""
     found = [case["contents"] for case in cases if case.get("contents")]
     return [msgspec.convert(contents, Contents) for contents in found]
@@ -240,7 +240,7 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "async": ("other interleavings", "--backend simulated --schedules 20"),
 }
 _ORDER = tuple(_GAPS)
-_EXERCISED: Mapping[str, Callable[[Use, Sequence[Contents]], bool]] = {
+_EXERCISED: Mapping[str, Callable[[UsedFeature, Sequence[Contents]], bool]] = {
     "late": lambda use, cases: use.number < max(case.steps for case in cases),
     "size": lambda use, cases: use.number < max(case.most_elements for case in cases),
     "world": lambda use, cases: len({case.world for case in cases}) > 2,
@@ -281,7 +281,7 @@ def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
         yield name_cause("not-exercised", f"{text} (line {use.line})", "usual", how=how)
 
 
-def _open(cases: Sequence[Contents]) -> Iterator[Use]:
+def _open(cases: Sequence[Contents]) -> Iterator[UsedFeature]:
     there = {feature for case in cases for feature in case.features}
     for use in dict.fromkeys(use for case in cases for use in case.uses):
         exercised = _EXERCISED.get(use.feature)

@@ -37,7 +37,7 @@ from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.records.run_facts import TAKEN_AS
-from distcheck.records.schedules import Searched
+from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.training.jobs import DIGEST, DigestRequest
 from distcheck.verification.session import Session
 from distcheck.worlds.launch import Ranks
@@ -144,7 +144,7 @@ def _simulated(report: CaseReport) -> Case | None:
     )
 
 
-def take_in(
+def amend_report(
     reports: Sequence[CaseReport], done: Sequence[tuple[FollowUp, CaseReport]]
 ) -> list[CaseReport]:
     found = list(reports)
@@ -385,7 +385,7 @@ def with_schedules(session: Session, report: CaseReport) -> CaseReport:
     )
 
 
-def _with_contents(report: CaseReport, found: Searched) -> CaseReport:
+def _with_contents(report: CaseReport, found: ScheduleSearchResult) -> CaseReport:
     if report.contents is None:
         return report
     ended = max(found.ran - len(found.late), 0)
@@ -398,7 +398,7 @@ def _digests(result: bytes) -> tuple[str, ...]:
     return found
 
 
-def _search(session: Session, case: Case) -> Searched:
+def _search(session: Session, case: Case) -> ScheduleSearchResult:
     ranks = Ranks(
         job=DIGEST,
         backend=case.backend,
@@ -408,7 +408,7 @@ def _search(session: Session, case: Case) -> Searched:
         ),
         deadline_s=case.deadline_s,
     )
-    found: Searched = registry.load("simulated").search_schedules(
+    found: ScheduleSearchResult = registry.load("simulated").search_schedules(
         session.pool,
         ranks,
         schedules=case.schedules,

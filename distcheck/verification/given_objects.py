@@ -35,7 +35,7 @@ _HEADER = (
 _PLAIN = (int, str, bytes, bool, type(None))
 
 
-def copied(name: str) -> str:
+def copy_of_definition(name: str) -> str:
     """Return the path of a file with the definition of `name` in `__main__`. Raises UsageError if
     the source is unknown or uses values that cannot be copied, CannotRunError if it cannot be
     written.
@@ -238,7 +238,7 @@ def names_of(
         script = sys.modules[module]
         module = getattr(script, "__file__", None) or ""
         if not module or is_running_unguarded(script):  # a notebook, or code that would run again
-            module = copied(name.partition(".")[0])
+            module = copy_of_definition(name.partition(".")[0])
     return (f"{module}:{name}",)
 
 

@@ -20,7 +20,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.numerics import spacing
 from distcheck.machine.resources import cores
-from distcheck.plan.source_files import mentions
+from distcheck.plan.source_files import is_in_sources
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.records.decoding import parse_source
@@ -36,7 +36,7 @@ from distcheck.training.building import (
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, CodeFacts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import CodeInspection, load_strategy, other_ways
-from distcheck.training.loading import look_at as look_at_code
+from distcheck.training.loading import inspect_strategy as look_at_code
 from distcheck.training.outputs import Calls, calls_of
 from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.rendezvous import enter_world_of_one
@@ -143,14 +143,14 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
         if key not in known:
             ingredients = open_ingredients(case, job.description, fds.get("data"))
             seeds.pin_default_dtype(case.dtype)
-            known[key] = look_at(ingredients)
+            known[key] = inspect_workload(ingredients)
             seeds.pin_default_dtype("float32")
         check_global_sum(case, known[key])
         facts.append(
             msgspec.structs.replace(
                 known[key],
                 **looked_at[case.strategy]._asdict(),
-                contract=acceptance.contract_under(case, strategy.contract),
+                contract=acceptance.contract_for_case(case, strategy.contract),
                 strategy_file=strategy.file,
                 takes_loss=takes_loss(strategy),
                 strategy_line=strategy.line,
@@ -183,7 +183,7 @@ def list_ways(
 
 def _stand_alone(cases: Sequence[Case]) -> None:
     """Let code that uses mpi4py be loaded in this process, which is part of no MPI job."""
-    uses = any(case.backend == "mpi" or mentions("mpi4py", case.strategy) for case in cases)
+    uses = any(case.backend == "mpi" or is_in_sources("mpi4py", case.strategy) for case in cases)
     if uses and registry.is_installed("mpi"):
         registry.load("mpi").stand_alone()
 
@@ -257,7 +257,7 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def look_at(ingredients: Ingredients) -> CaseFacts:
+def inspect_workload(ingredients: Ingredients) -> CaseFacts:
     """Return the facts about a workload, from a forward pass over two samples."""
     saved_bytes = 0
 
@@ -275,7 +275,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
     normalizes = any(changes or m.training or m.running_mean is None for m in norms)
     batch = ingredients.batch(torch.arange(2), 2)
     roundings = _Roundings(model)
-    before, libraries_before = torch.get_rng_state(), seeds.library_states()
+    before, libraries_before = torch.get_rng_state(), seeds.library_rng_states()
     saved = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     try:
         with saved, roundings, calls_of(model, len(batch.ids)) as calls:
@@ -285,7 +285,7 @@ def look_at(ingredients: Ingredients) -> CaseFacts:
             ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been imported inside; then its earlier state is unknown.
-    draws = draws or not seeds.library_states().startswith(libraries_before)
+    draws = draws or not seeds.library_rng_states().startswith(libraries_before)
     frozen = sum(not parameter.requires_grad for parameter in model.parameters())
     layout = describe_model(ingredients, model)
     return CaseFacts(

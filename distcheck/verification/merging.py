@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import ExitCode, UsageError
-from distcheck.errors.shown_text import say
-from distcheck.records import code_of, verdict_of
+from distcheck.errors.shown_text import print_displayable
+from distcheck.records import exit_code_of_report, verdict_of
 from distcheck.records.run_facts import Explored
 from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
 from distcheck.reports.documents import OF_A_CELL, check_document
-from distcheck.reports.files import check_outputs, damage_said, write_document
-from distcheck.reports.findings import screen_of
+from distcheck.reports.files import check_outputs, damaged_file_as_usage_error, write_document
+from distcheck.reports.findings import summary_lines
 from distcheck.reports.json_report import read_document, totals_of
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
-from distcheck.verification.contents import not_shown, of_document
+from distcheck.verification.contents import features_of_report, not_shown
 
 # Fields that may differ between two runs of the same case.
 _OF_THE_MOMENT = ("timings_s", "replay", "strategy_file")
@@ -42,7 +42,7 @@ def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: b
     """Read, merge, write and show reports; return the exit code of the whole."""
     check_outputs(files)
     parts = [read_part(file) for file in dict.fromkeys(files_in)]
-    with damage_said(*(part.file for part in parts)):
+    with damaged_file_as_usage_error(*(part.file for part in parts)):
         return show_whole(join(parts), parts, files=files, quiet=quiet)
 
 
@@ -54,12 +54,12 @@ def show_whole(
     whole: dict[str, Any], parts: Sequence[MatrixPart], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Show the merged report and write its files; return its exit code."""
-    lines = screen_of(decoded(whole), width=console_for().width, quiet=quiet)
+    lines = summary_lines(decoded(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
-            say(line)
+            print_displayable(line)
         for line in _differences(parts):
-            say(f"distcheck: {line}", err=True)
+            print_displayable(f"distcheck: {line}", err=True)
     write_document(files, whole)
     return int(whole["exit_code"])
 
@@ -102,7 +102,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
         if name in cases or name not in left_out
     ]
     found += found_by_search
-    not_in_them = list(not_shown(of_document(found))) if of_plan else []
+    not_in_them = list(not_shown(features_of_report(found))) if of_plan else []
     without_plan = [part for part in parts if part not in of_plan]
     found += _without_plan(without_plan, {case["id"] for case in found})
     not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]
@@ -228,7 +228,7 @@ def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> 
 
 def _exit_code(whole: Document, parts: Sequence[MatrixPart]) -> ExitCode:
     """Return the exit code of one run; CANNOT_RUN if a part could not be saved."""
-    code = code_of(whole)
+    code = exit_code_of_report(whole)
     unsaved = any(part.document["exit_code"] == ExitCode.CANNOT_RUN for part in parts)
     stands = code in (ExitCode.MISMATCH, ExitCode.RANK_FAILED)
     return ExitCode.CANNOT_RUN if unsaved and not stands else code

@@ -20,11 +20,11 @@ import msgspec
 
 from distcheck import backends
 from distcheck.errors import CannotRunError, InternalError
-from distcheck.plan.provenance import named
+from distcheck.plan.provenance import named_code
 from distcheck.records import Adaptation, Case
 from distcheck.training import loading
 from distcheck.training.jobs import CALIBRATE, RECORD, TRAIN
-from distcheck.workloads.cells import place_of
+from distcheck.workloads.cells import class_of_cell
 from distcheck.workloads.datasets import FILE_DATASETS, PREPARE, PrepareRequest
 from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import Job
@@ -51,7 +51,7 @@ class Allowed:
     """Set of the code of `cases`; built-in code is always allowed."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        self._named = {one for case in cases for one in named(case)}
+        self._named = {one for case in cases for one in named_code(case)}
 
     def prepare(
         self, name: str, data_dir: str, *, download: bool
@@ -69,7 +69,7 @@ class Allowed:
                 asked = {("backend", job.rendezvous.backend)}
             else:
                 training = msgspec.msgpack.decode(payload, type=_Training)
-                asked = {*named(training.case), ("backend", training.rendezvous.backend)}
+                asked = {*named_code(training.case), ("backend", training.rendezvous.backend)}
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CannotRunError(f"rank 0 requested a malformed job: {error}") from None
         for what, spec in sorted(asked - self._named):
@@ -82,9 +82,9 @@ class Allowed:
 
 def is_built_in(what: str, spec: str) -> bool:
     """Return True if a case's workload or backend is distcheck's own; False for all other parts."""
-    place = (place_of(spec) if what == "workload" else spec).partition(":")[0]
+    place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
-        return place in loading.workload_names() or spec != place_of(spec)
+        return place in loading.workload_names() or spec != class_of_cell(spec)
     return what == "backend" and backends.is_known(spec)
 
 
@@ -98,14 +98,14 @@ def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> Inte
         return None
     at = root_cause.first_cause(children, hung=hung).progress
     loaded = at is not None and at.phase != _BEFORE
-    return None if loaded and not is_own_alone(case) else internal_error(raised)
+    return None if loaded and not runs_only_distcheck_code(case) else internal_error(raised)
 
 
-def is_own_alone(case: Case) -> bool:
+def runs_only_distcheck_code(case: Case) -> bool:
     """Return True if a case runs only distcheck's own code, on generated data."""
     if case.data in FILE_DATASETS or case.adaptation != Adaptation():
         return False
-    return all(_is_own(what, spec) for what, spec in named(case))
+    return all(_is_own(what, spec) for what, spec in named_code(case))
 
 
 def _is_own(what: str, spec: str) -> bool:

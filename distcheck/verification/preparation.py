@@ -204,7 +204,7 @@ def plan_runs(
     calibrations: dict[tuple[str, int], Calibration] = {}
     runs = []
     for case, about in zip(cases, facts, strict=True):
-        sizes = sizes_in(case, about)
+        sizes = samples_per_rank(case, about)
         if reason := remarks.why_left_out(case, about, sizes):
             left_out.append((case, reason))
             continue
@@ -258,7 +258,7 @@ def _outputs(about: CaseFacts, most: int) -> tuple[TensorSpec, ...]:
     return (msgspec.structs.replace(about.output, shape=(most, *about.output.shape)),)
 
 
-def sizes_in(case: Case, about: CaseFacts) -> list[list[int]]:
+def samples_per_rank(case: Case, about: CaseFacts) -> list[list[int]]:
     """Return the number of samples that each rank with data reads, per step: [steps][ranks]."""
     mesh = about.contract.mesh(case.world)
     world = len(case.with_data) if mesh is None else mesh.data

@@ -69,7 +69,7 @@ def _check_planned(trace: SavedTrace) -> None:
     there = {(p.check, p.layer, p.scope, p.required) for p in saved.planned}
     fallen = "; ".join(p.note for p in saved.planned if FALLS_BACK in p.note)  # shown to the user
     try:
-        sizes = preparation.sizes_in(saved.case, saved.facts)
+        sizes = preparation.samples_per_rank(saved.case, saved.facts)
         needed = plan_checks(saved.case, saved.facts, sizes=sizes, calibration_failure=fallen)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"the trace in {trace.folder} is damaged: {error}") from error

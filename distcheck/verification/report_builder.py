@@ -83,7 +83,7 @@ class ReportBuilder:
 
     def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
         """Add the results of follow-ups to the reports."""
-        for report in followups.take_in(self.finished, done):
+        for report in followups.amend_report(self.finished, done):
             if report != self._reports[report.case.id]:
                 self.amend(report)
 
@@ -181,7 +181,7 @@ class ReportBuilder:
             interrupted=interrupted,
         )
         if given_up is not None:
-            report = given_up_on(report, given_up)
+            report = abandoned_report(report, given_up)
         return self._written(report) if self._keep and not self._save_error else report
 
     def _unfinished(self, run: CaseRun, given_up: DistcheckError | None) -> CaseReport:
@@ -224,7 +224,7 @@ class ReportBuilder:
         return case.command_line
 
 
-def given_up_on(report: Report, error: DistcheckError) -> Report:
+def abandoned_report(report: Report, error: DistcheckError) -> Report:
     """Return a report with the reason why the run ended before every case was judged."""
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 

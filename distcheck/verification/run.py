@@ -27,7 +27,7 @@ from distcheck.errors import (
 from distcheck.plan import source_files
 from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
-from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, show_reports_as
+from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, set_report_renderers
 from distcheck.reports import terminal
 from distcheck.store.origin import origin_here
 from distcheck.store.run_folder import Store
@@ -39,7 +39,7 @@ from distcheck.verification.report_builder import (
     GivenUpError,
     Interrupted,
     ReportBuilder,
-    given_up_on,
+    abandoned_report,
     nothing_judged,
     reported,
 )
@@ -57,10 +57,10 @@ _USES_COMPILER = (
     r"|torch\.compile|utils\.checkpoint|distributed\.optim"
 )
 
-show_reports_as(
+set_report_renderers(
     failure=terminal.render_failure,
     screen=terminal.screen,
-    page=terminal.in_a_cell,
+    page=terminal.html_for_notebook,
     document=terminal.document,
 )
 
@@ -120,14 +120,16 @@ def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -
         raise Interrupted(msgspec.structs.replace(early, interrupted=True)) from None
     except (HelperError, RankLostError) as error:
         lost = nothing_judged(cases, str(error), whole, origin, unfinished=True)
-        raise GivenUpError(given_up_on(lost, error)) from error
+        raise GivenUpError(abandoned_report(lost, error)) from error
 
 
 def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: Origin) -> Report:
     listener, keep, extras = options.listener or Silent(), options.keep, options.extras
     made = options.made
     listener.preparing("importing torch")
-    if any(source_files.mentions(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}):
+    if any(
+        source_files.is_in_sources(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}
+    ):
         pool.will_need([late_compiler.NAME])
     pool.open()
     if any(is_separate(case) for case in cases):

@@ -7,8 +7,8 @@ A case is a sequence of worlds (processes that train and record a trace in memor
   (`steps_of_judges`). The rerun of a case goes to the front of the queue of worlds.
 - The whole-run checks have one more judge; if there is no rerun to compare, and the case's last
   judge still waits, that one takes them, too.
-- A rerun in separate interpreters that differed is bisected by further worlds (`TakingApart`), each
-  compared with the first trace.
+- A rerun in separate interpreters that differed is bisected by further worlds
+  (`RerunBisection`), each compared with the first trace.
 - A failure is measured in detail (`ObserveRequest`, the closer look).
 
 Invariants:
@@ -56,7 +56,7 @@ from distcheck.judge import diagnosis
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
-from distcheck.judge.rerun_bisection import TakingApart
+from distcheck.judge.rerun_bisection import RerunBisection
 from distcheck.machine.resources import available_bytes, cores
 from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
@@ -185,7 +185,7 @@ def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
     if task.diagnoses:
         look = ObserveRequest(
             **about,
-            steps=diagnosis.steps_to_look_at(run.results),
+            steps=diagnosis.steps_to_diagnose(run.results),
             failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
             takes_loss=run.facts.takes_loss,
             update_step=diagnosis.step_of_update(run.results),
@@ -204,7 +204,7 @@ def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
     return start(JUDGE, request, fds)
 
 
-def what_was_seen(world: World, run: CaseRun) -> Measurements:
+def observed_measurements(world: World, run: CaseRun) -> Measurements:
     """Return the measurements of a closer look, or the reason for its failure as `trouble`."""
     try:
         return OBSERVE.decode(job_result(world))
@@ -346,7 +346,7 @@ class Session:
 
     def _bisect_rerun(self, run: CaseRun) -> _Stages:
         """Run the worlds that bisect a rerun in separate interpreters that differed."""
-        apart = run.taking_apart = TakingApart(run.surroundings)
+        apart = run.taking_apart = RerunBisection(run.surroundings)
         while apart.next is not None:
             world: World = yield "further"
             if not world.succeeded:
@@ -583,7 +583,7 @@ class Session:
             what = "closer look" if task.diagnoses else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
             if task.diagnoses:
-                run.seen = what_was_seen(world, run)
+                run.seen = observed_measurements(world, run)
             else:
                 self._take_results(task, judged_results(world, task))
             world.close()

@@ -9,8 +9,8 @@ from distcheck.errors import InternalError
 from distcheck.judge import acceptance, diagnosis, sensitivity
 from distcheck.judge.checks.merging import (
     earliest_failure,
-    hold_against,
     merge_results,
+    require_coverage,
     with_excuse,
 )
 from distcheck.judge.diagnosis import state
@@ -75,12 +75,12 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         checks=tuple(results),
         diagnosis=tuple(found),
         where=with_code(
-            diagnosis.culprit(found, results, run.seen) if run.seen else None,
+            diagnosis.line_of_first_wrong(found, results, run.seen) if run.seen else None,
             run.facts.strategy_file,
         ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
-        remarks=tuple(state.drew_alike(results)),
+        remarks=tuple(state.warn_of_shared_rng(results)),
         accepted=acceptance.describe(run.case),
         contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(
@@ -202,7 +202,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             if planned.check == SENSITIVITY:
                 why = run.not_run or _why_not_judged(outcomes)
                 shown = sensitivity.judge(run.case, results, if_none=why)
-                results.append(hold_against(shown, planned.required))
+                results.append(require_coverage(shown, planned.required))
             else:
                 results.append(
                     _with_note(_outcome_check(planned, outcomes, run.defect), run.not_run)
@@ -224,7 +224,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             )
         if planned.check == "rerun":
             merged = _of_rerun(run, merged)
-        held = sensitivity.of_check(hold_against(merged, planned.required))
+        held = sensitivity.of_check(require_coverage(merged, planned.required))
         held = _with_note(held, planned.note)
         results.append(_of_what_was_accepted(run.case, held))
     return results
@@ -296,7 +296,7 @@ def _outcome_check(
             "case was not judged",
             defect=defect.traceback,
         )
-    return hold_against(result, planned.required)
+    return require_coverage(result, planned.required)
 
 
 def _why_not_judged(outcomes: Sequence[Outcome]) -> str:

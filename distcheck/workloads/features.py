@@ -25,7 +25,7 @@ Loss = Callable[..., torch.Tensor]
 _OF_CROSS_ENTROPY = {"input": "features", "target": "labels"}
 
 
-class Numbers:
+class NumberSamples:
     """Sample i is the number i, and its label a class unrelated to it."""
 
     shape = (1,)
@@ -44,7 +44,7 @@ class Numbers:
 def _rows(seed: int) -> torch.Tensor:
     """Return random numbers [SAMPLES, WIDTH], larger in the column of the sample's class."""
     drawn = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
-    _, labels = Numbers().read(torch.arange(SAMPLES), train=True, dtype=drawn.dtype)
+    _, labels = NumberSamples().read(torch.arange(SAMPLES), train=True, dtype=drawn.dtype)
     return drawn + F.one_hot(labels, WIDTH)
 
 
@@ -90,11 +90,11 @@ class Workload:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05)
 
-    def samples(self) -> Numbers:
-        return Numbers()
+    def samples(self) -> NumberSamples:
+        return NumberSamples()
 
 
-class Results(nn.Module):
+class MetricResults(nn.Module):
     """A metric's result for the samples as the gradient of `compute`, which is recorded and
     compared on every rank. The loss is zero.
     """
@@ -105,7 +105,7 @@ class Results(nn.Module):
         self._metric = [make()]  # in a list, so that its parameters are not trained
         self._tables = [_rows(view) for view in range(len(given))]
         samples = torch.arange(2 * WIDTH)
-        inputs, labels = Numbers().read(samples, train=True, dtype=torch.get_default_dtype())
+        inputs, labels = NumberSamples().read(samples, train=True, dtype=torch.get_default_dtype())
         self.compute = nn.Parameter(torch.zeros(len(self._measured(inputs, labels))))
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Measuring(Workload):
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the result as a module, which is not trained."""
-        return Results(self._make, self._given)
+        return MetricResults(self._make, self._given)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return SGD with rate 0, because the result must not be trained."""

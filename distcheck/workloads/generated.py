@@ -36,7 +36,7 @@ _KERNEL = 2
 _COLUMNS = SHAPE[0] * SHAPE[1] * SHAPE[2]
 
 
-def between(keys: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def random_between(keys: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """Return pseudorandom numbers in [low, high) from int64 keys of any shape; float32."""
     return hash24(keys).to(torch.float32).div_(2**24).mul_(high - low).add_(low)
 
@@ -102,13 +102,15 @@ class Table(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.entries = nn.Parameter(torch.empty(size).uniform_(0.5, 1.5))
-        self.pattern = between(torch.arange(size), 0.5, 1.5) / size  # a constant, not a buffer
+        self.pattern = (
+            random_between(torch.arange(size), 0.5, 1.5) / size
+        )  # a constant, not a buffer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return (inputs + (self.entries * self.pattern.to(self.entries)).sum()) / 2
 
 
-class Running(nn.Module):
+class RunningMeanLayer(nn.Module):
     """A buffer that tracks the mean of the inputs, which pass unchanged."""
 
     mean: torch.Tensor
@@ -187,7 +189,7 @@ class GeneratedSamples:
         """Return inputs [n, 2, 4, 4] and labels [n]."""
         rows = ids if train else ids + 10**6
         keys = rows.unsqueeze(1) * 4099 + torch.arange(_COLUMNS)
-        return between(keys, 0.5, 1.5).to(dtype).view(-1, *SHAPE), rows
+        return random_between(keys, 0.5, 1.5).to(dtype).view(-1, *SHAPE), rows
 
 
 class Generated:
@@ -234,11 +236,11 @@ class Generated:
             return Table(layer.size)
         if layer.kind == "norm":
             return Norm(SHAPE[0])
-        return Scale() if layer.kind == "scale" else Running()
+        return Scale() if layer.kind == "scale" else RunningMeanLayer()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean over the samples of the model's output times a weight per sample."""
-        weights = between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
+        weights = random_between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
         loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
         return loss
 

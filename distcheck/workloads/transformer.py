@@ -37,7 +37,7 @@ class Attention(nn.Module):
         return outputs
 
 
-class Feed(nn.Module):
+class FeedForward(nn.Module):
     """[n, tokens, width] -> the same shape, each token independently."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.feed = Attention(), Feed()
+        self.attention, self.feed = Attention(), FeedForward()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[n, tokens, width] -> the same shape."""

@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import PostedCall
 
 _SLOTS = 32
 _SLOT_BYTES = 2048  # longer calls, such as those with hundreds of tensors, are left out
@@ -20,13 +20,13 @@ _WITHIN = _SLOTS * _SLOT_BYTES  # flag: the main thread is within a call
 _BYTES = _WITHIN + _SLOT_BYTES
 
 
-class Logged(msgspec.Struct, frozen=True, array_like=True):
+class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
     """A call that a rank was about to make, and the ranks of its group in group order. Its number
     is its position among the collectives, or among the messages of its kind with one peer and tag.
     """
 
     ranks: tuple[int, ...]
-    call: Posted
+    call: PostedCall
 
 
 class CallLog:
@@ -38,8 +38,8 @@ class CallLog:
         self._encoder = msgspec.msgpack.Encoder()
         self._count = 0
 
-    def write(self, ranks: tuple[int, ...], call: Posted) -> None:
-        data = self._encoder.encode(Logged(ranks, call))
+    def write(self, ranks: tuple[int, ...], call: PostedCall) -> None:
+        data = self._encoder.encode(LoggedCall(ranks, call))
         if len(data) <= _SLOT_BYTES - _HEADER.size:
             start = self._count % _SLOTS * _SLOT_BYTES
             self._count += 1
@@ -59,7 +59,7 @@ def is_within_call(fd: int) -> bool:
     return False
 
 
-def logged(fd: int) -> list[Logged]:
+def read_logged_calls(fd: int) -> list[LoggedCall]:
     """Return the calls in a rank's log file, oldest first. Invalid records are skipped: any code
     may run in the rank, and the rank may have died while writing.
     """
@@ -71,5 +71,5 @@ def logged(fd: int) -> list[Logged]:
                 length, count = _HEADER.unpack_from(data)
                 if length:
                     whole = data[_HEADER.size : _HEADER.size + length]
-                    found.append((count, msgspec.msgpack.decode(whole, type=Logged)))
+                    found.append((count, msgspec.msgpack.decode(whole, type=LoggedCall)))
     return [one for _, one in sorted(found, key=lambda one: one[0])]

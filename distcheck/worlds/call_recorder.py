@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import PostedCall
 from distcheck.worlds import step_calls
 from distcheck.worlds.call_log import CallLog
 from distcheck.worlds.callers import place_of_caller
@@ -75,7 +75,7 @@ class NotedCall:
     from `first` to `last`, messages included.
     """
 
-    call: Posted
+    call: PostedCall
     first: int = 0
     last: int = 0
 
@@ -259,7 +259,7 @@ def _collective(
         after = _count(group)
         if noted is not None and after > before >= 0:
             noted.last = after
-            step_calls.hear(noted.call.rank, kind, given, after - before)
+            step_calls.record_call_of_rank(noted.call.rank, kind, given, after - before)
             HERE.notes.append(noted)
             limits = [posted_calls.own_limit_s(one) for one in (*given[-1:], *named.values())]
             if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):
@@ -276,14 +276,14 @@ def _posted(
     before: int,
     given: tuple[Any, ...],
     tensors: GivenAndGot,
-) -> tuple[tuple[int, ...], Posted]:
+) -> tuple[tuple[int, ...], PostedCall]:
     """Return the ranks of a group, and the number `before` + 1 of the collective."""
     group_name = str(group.group_name)
     ranks, rank = HERE.ranks_of(group, group_name)
     sent, received = ([tuple(tensor.shape) for tensor in some] for some in tensors)
     first = next((tensor for some in tensors for tensor in some), None)
     options = given[-1] if given else None
-    call = Posted(
+    call = PostedCall(
         kind=kind,
         name=name,
         rank=rank,
@@ -326,7 +326,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         before = _count(group)
         HERE.messages[key] += 1
         HERE.of_group[group_name] += 1
-        call = Posted(
+        call = PostedCall(
             kind=kind,
             name=kind,
             rank=rank,
@@ -352,7 +352,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
             raise
         if log is not None:
             log.within_call(False)
-        step_calls.hear(rank, kind, given[:1], max(0, _count(group) - before))
+        step_calls.record_call_of_rank(rank, kind, given[:1], max(0, _count(group) - before))
         HERE.remember(work, NotedCall(call))
         return work
 

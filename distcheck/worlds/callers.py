@@ -18,15 +18,17 @@ PACKAGES = ("site-packages", "dist-packages")  # third-party folders inside Pyth
 
 
 @cache
-def is_theirs(file: str) -> bool:
+def is_tested_code(file: str) -> bool:
     """Return True if a file is code under test: not torch, distcheck or Python itself."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     folder = os.path.dirname(torch) + os.sep if torch else _PACKAGE
-    return not file.startswith((_PACKAGE, folder, "<frozen", "<string>")) and not is_pythons(file)
+    return not file.startswith(
+        (_PACKAGE, folder, "<frozen", "<string>")
+    ) and not is_standard_library(file)
 
 
 @cache
-def is_pythons(file: str) -> bool:
+def is_standard_library(file: str) -> bool:
     """Return True if a file is one of Python's own modules."""
     inner = file.removeprefix(_PYTHONS)
     return inner != file and not inner.startswith(PACKAGES)
@@ -49,7 +51,7 @@ def place_of_caller() -> str:
     """Return the innermost line of the code under test as FILE:LINE; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if is_theirs(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
+        if is_tested_code(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -62,8 +64,8 @@ def line_of_call() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith(_GROUPS) or file.endswith(ON_THE_WAY) or is_pythons(file)):
-            here = is_theirs(file) and os.sep in file
+        if not (file.startswith(_GROUPS) or file.endswith(ON_THE_WAY) or is_standard_library(file)):
+            here = is_tested_code(file) and os.sep in file
             return f"{file}:{frame.f_lineno}" if here else ""
         frame = frame.f_back
     return ""

@@ -163,7 +163,7 @@ class Owned:
                 delattr(owner, name)
 
 
-def of_each_rank(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
+def with_rank_state(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
     """Declare per-rank state on the function that runs a job; `find` is called just before its
     ranks begin.
     """

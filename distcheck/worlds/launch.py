@@ -16,14 +16,14 @@ from distcheck.errors import (
     NotSimulatedError,
     UsageError,
 )
-from distcheck.errors.defects import place_of
+from distcheck.errors.defects import innermost_own_place
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import STORE, Answer, Asked, Descriptors, Job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.pool import Pool
-from distcheck.worlds.rendezvous import Rendezvous, environment_of, meeting_place
+from distcheck.worlds.rendezvous import Rendezvous, environment_of, rendezvous_endpoint
 from distcheck.worlds.shares import LauncherJob, RankStart, Share, Shared, descriptors_of
 from distcheck.worlds.surroundings import TOGETHER, Surroundings
 from distcheck.worlds.world import World
@@ -67,7 +67,7 @@ def start_world(
     mpi: LauncherJob | None = registry.load("mpi").start_job(size) if backend == "mpi" else None
     try:
         in_memory = pool.forks_all
-        with meeting_place(pool.address, in_memory=in_memory) as (host, port, store):
+        with rendezvous_endpoint(pool.address, in_memory=in_memory) as (host, port, store):
             starts = starts_of(
                 ranks,
                 host,
@@ -227,7 +227,7 @@ def error_of(child: Child) -> DistcheckError:
 
 def internal_error(raised: messages.Raised) -> InternalError:
     """Return the error that reports a defect of distcheck itself."""
-    where = place_of(raised.defect)
+    where = innermost_own_place(raised.defect)
     return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
 
 

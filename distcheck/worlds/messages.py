@@ -2,7 +2,7 @@
 
 front end -> helper    Spawn (with the child's file descriptors), Signal
 helper -> front end    Ready; about a child Spawned and Exited, as Of
-child -> front end     Progress, UserMessage, Done, Raised, Stacks, Waits and GoesOn, over a pipe
+child -> front end     Progress, UserMessage, Done, Raised, Stacks, Waits and Unblocked, over a pipe
 
 Ranks without a pipe to the front end are reported as Of: by the child that runs a simulated world,
 which also sends Proven and Remarked for the whole world, and by another machine
@@ -14,8 +14,8 @@ import time
 import msgspec
 
 from distcheck.records import Collective
-from distcheck.records.posted_calls import Posted
-from distcheck.worlds.call_log import Logged
+from distcheck.records.posted_calls import PostedCall
+from distcheck.worlds.call_log import LoggedCall
 
 SETTING_UP = "set up"  # the phase in which an engine is built, which may compile extensions first
 LOADING = "load"  # the phase in which a rank imports strategy and workload
@@ -70,7 +70,7 @@ class Exited(msgspec.Struct, tag=True):
     code: int | None
     signal: int | None = None
     stacks: str = ""
-    called: list[Logged] = []
+    called: list[LoggedCall] = []
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -133,7 +133,7 @@ class Printed(msgspec.Struct, tag=True):
     data: bytes
 
 
-class Waits(msgspec.Struct, tag=True, kw_only=True):
+class Blocked(msgspec.Struct, tag=True, kw_only=True):
     """A rank is blocked: it waits for its calls `on` (indices into `calls`; certain if there is
     only one), or its job is `over`.
 
@@ -147,7 +147,7 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
     on: tuple[int, ...] = ()
     over: bool = False
     alone: bool = True
-    calls: list[Posted] = []
+    calls: list[PostedCall] = []
     posted: dict[str, int] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     messages: list[tuple[str, str, int, int, int]] = []
@@ -155,7 +155,7 @@ class Waits(msgspec.Struct, tag=True, kw_only=True):
     ran_ns: int = 0
 
 
-class GoesOn(msgspec.Struct, tag=True):
+class Unblocked(msgspec.Struct, tag=True):
     """A rank retracts its report that it is blocked."""
 
 
@@ -176,11 +176,20 @@ class Proven(msgspec.Struct, tag=True):
 
 
 ChildEvent = (
-    Spawned | Progress | UserMessage | Printed | Done | Raised | Stacks | Waits | GoesOn | Exited
+    Spawned
+    | Progress
+    | UserMessage
+    | Printed
+    | Done
+    | Raised
+    | Stacks
+    | Blocked
+    | Unblocked
+    | Exited
 )
 
 
-class Of(msgspec.Struct, tag=True):
+class RoutedEvent(msgspec.Struct, tag=True):
     """An event of a child or rank. `key` is a child's key or a rank's number. For a rank on another
     machine, `world` numbers its world, and the event is `age_s` old, because the clocks of two
     machines cannot be compared.
@@ -193,9 +202,20 @@ class Of(msgspec.Struct, tag=True):
 
 
 Request = Spawn | Signal
-Notice = Ready | Of
+Notice = Ready | RoutedEvent
 # Messages through a child's pipe.
-Event = Progress | UserMessage | Done | Raised | Stacks | Waits | GoesOn | Of | Proven | Remarked
+Event = (
+    Progress
+    | UserMessage
+    | Done
+    | Raised
+    | Stacks
+    | Blocked
+    | Unblocked
+    | RoutedEvent
+    | Proven
+    | Remarked
+)
 AnyEvent = Event | ChildEvent
 
 

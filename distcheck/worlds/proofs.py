@@ -9,9 +9,9 @@ reports hold at one instant.
 from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted, Wait, why_stuck
+from distcheck.records.posted_calls import PostedCall, Wait, why_stuck
 from distcheck.worlds.local.children import Child
-from distcheck.worlds.messages import Proven, Waits, printable
+from distcheck.worlds.messages import Blocked, Proven, printable
 
 # Heuristic: all reports must stay unchanged for this long, while none of the ranks runs. A
 # collective that can complete on this rank does so within milliseconds. A rank that waits in C++
@@ -19,7 +19,7 @@ from distcheck.worlds.messages import Proven, Waits, printable
 # a core.
 _UNCHANGED_S = 0.25
 
-WaitsByRank = Mapping[int, Waits]  # by rank
+WaitsByRank = Mapping[int, Blocked]  # by rank
 
 
 class ProofWatch:
@@ -85,15 +85,15 @@ def _mismatch(said: WaitsByRank) -> str:
         if not ranks or any(_has_posted(said[r], call) and r not in there for r in ranks):
             continue
         calls = list(there.values())
-        apart = any(posted_calls.are_apart(a, b) for a in calls for b in calls)
-        splits = call.kind == "all_to_all" and posted_calls.splits_are_apart(there, ranks)
+        apart = any(posted_calls.calls_differ(a, b) for a in calls for b in calls)
+        splits = call.kind == "all_to_all" and posted_calls.splits_disagree(there, ranks)
         if apart or splits:
             missing = [rank for rank in ranks if rank not in there]
             return posted_calls.meeting_in_words(call.number, calls, missing)
     return ""
 
 
-def _misfit(call: Posted, said: WaitsByRank) -> str:
+def _misfit(call: PostedCall, said: WaitsByRank) -> str:
     """Return a description of a send and a receive that match but differ in size or dtype. They
     match by number, which counts the messages between two ranks with one tag as long as no receive
     accepts any rank.
@@ -136,7 +136,7 @@ def _deadlock(said: WaitsByRank) -> tuple[str, str]:
     return why_stuck(waits, over)
 
 
-def _may_complete(call: Posted, said: WaitsByRank, stuck: set[int]) -> bool:
+def _may_complete(call: PostedCall, said: WaitsByRank, stuck: set[int]) -> bool:
     if not call.is_message and not _ranks_of(call, said):
         return True  # ranks disagree about the group, so nothing is known
     missing = list(_waited_for(call, said))
@@ -145,7 +145,7 @@ def _may_complete(call: Posted, said: WaitsByRank, stuck: set[int]) -> bool:
     return not stuck.intersection(missing)
 
 
-def _waited_for(call: Posted, said: WaitsByRank) -> Iterator[int]:
+def _waited_for(call: PostedCall, said: WaitsByRank) -> Iterator[int]:
     """Yield the ranks that a call waits for, which have not posted their part of it."""
     if not call.is_message:
         ranks = _ranks_of(call, said)
@@ -167,7 +167,7 @@ def _waited_for(call: Posted, said: WaitsByRank) -> Iterator[int]:
             yield from (rank for rank in ranks if rank != call.rank)
 
 
-def _messages(own: Waits, call: Posted, kind: str, peers: Sequence[int]) -> int:
+def _messages(own: Blocked, call: PostedCall, kind: str, peers: Sequence[int]) -> int:
     """Return how many sends or receives a rank has posted that may match a call."""
     return sum(
         count
@@ -176,11 +176,11 @@ def _messages(own: Waits, call: Posted, kind: str, peers: Sequence[int]) -> int:
     )
 
 
-def _takes_from_any(own: Waits, call: Posted) -> bool:
+def _takes_from_any(own: Blocked, call: PostedCall) -> bool:
     return _messages(own, call, "recv", (-1,)) > 0
 
 
-def _ranks_of(call: Posted, said: WaitsByRank) -> tuple[int, ...]:
+def _ranks_of(call: PostedCall, said: WaitsByRank) -> tuple[int, ...]:
     """Return the ranks of a collective's group; empty if ranks disagree about it."""
     ranks = said[call.rank].ranks.get(call.group, ())
     if not all(rank in said for rank in ranks):
@@ -189,11 +189,11 @@ def _ranks_of(call: Posted, said: WaitsByRank) -> tuple[int, ...]:
     return ranks if alike and all(call.group in said[r].posted for r in ranks) else ()
 
 
-def _has_posted(own: Waits, call: Posted) -> bool:
+def _has_posted(own: Blocked, call: PostedCall) -> bool:
     return own.posted[call.group] >= call.number
 
 
-def _call_of(own: Waits, call: Posted) -> Posted | None:
+def _call_of(own: Blocked, call: PostedCall) -> PostedCall | None:
     """Return a rank's collective of the same group and number; None if it is no longer kept."""
     for other in own.calls:
         if not other.is_message and (other.group, other.number) == (call.group, call.number):

@@ -40,7 +40,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def meeting_place(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
+def rendezvous_endpoint(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
     """Yield an address of this machine and a descriptor for the ranks' store: of a file in memory
     (`in_memory`), or of a socket that listens at the address, on which rank 0 serves the store.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from distcheck.errors.defects import is_of_a_program, place_of
+from distcheck.errors.defects import innermost_own_place, is_programming_error
 from distcheck.errors.masking import masked
 from distcheck.records import Outcome
 from distcheck.records.exit_status import MISUSES, SECONDARY_FAILURE, RankEnd
@@ -39,7 +39,7 @@ _NO_ANSWER = "did not respond to a request for its stack"
 _FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
 
 
-def finished(child: Child, *, hung: bool) -> bool:
+def has_finished(child: Child, *, hung: bool) -> bool:
     """Return True if a rank completed its job and exited with status 0 after its release; if the
     world `hung`, only if it did so without being asked for its stacks first.
     """
@@ -76,7 +76,7 @@ def _in_own_code(child: Child) -> bool:
     raised = child.raised
     if raised is None or not raised.defect or is_secondary(child) or child.proven is not None:
         return False
-    return is_of_a_program(raised.kind)
+    return is_programming_error(raised.kind)
 
 
 def _in_order(children: Sequence[Child], *, hung: bool) -> list[tuple[Outcome, Child]]:
@@ -185,7 +185,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
     outlived = _outlived_its_peers(child)
     if child.raised is not None and not outlived and not (hung and child.woken):
         return _of_raised(child, child.raised)
-    if finished(child, hung=hung):
+    if has_finished(child, hung=hung):
         return {"outcome": RankEnd.FINISHED}
     ends = RankEnd.HUNG if hung else RankEnd.ENDED
     died = child.exit_signal not in (None, signal.SIGKILL)
@@ -220,7 +220,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
 def _of_raised(child: Child, raised: messages.Raised) -> Known:
     text = raised.traceback.rstrip("\n")
     if _in_own_code(child):
-        text += f"\nraised in {place_of(raised.defect)}: {_OWN_CODE}"
+        text += f"\nraised in {innermost_own_place(raised.defect)}: {_OWN_CODE}"
     lost = is_secondary(child)
     return {
         "outcome": RankEnd.RAISED,

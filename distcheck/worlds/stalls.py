@@ -22,7 +22,7 @@ SETTING_UP_S = 600.0
 _MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, reports of other machines 0.25 s
 
 
-class Looks:
+class TimeBetweenLooks:
     """The time between looks at an object, as far as this process was running."""
 
     def __init__(self, now: float) -> None:
@@ -41,7 +41,7 @@ class StallWatch:
         self._deadline_s = deadline_s
         self._idle_s = 0.0
         self._busy_s = 0.0
-        self._looks = Looks(now)
+        self._looks = TimeBetweenLooks(now)
         self._last_count = -1
         self._last_busy: dict[Child, float] = {}
 

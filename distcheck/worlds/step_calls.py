@@ -135,7 +135,7 @@ def _of_all(
 HEARING: dict[int, StepCalls] = {}
 
 
-def listen(rank: int, *, past_python: bool) -> StepCalls:
+def start_recording_calls(rank: int, *, past_python: bool) -> StepCalls:
     """Start recording the calls of a rank; `past_python` is True if some may bypass the recorder,
     so that only torch knows their number.
     """
@@ -152,7 +152,7 @@ def _calls_counted() -> float:
         return math.nan  # unknown number
 
 
-def hear(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
+def record_call_of_rank(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
     """Record a call of a rank if its calls are being recorded; torch counts it `counts` times."""
     calls = HEARING.get(rank)
     if calls is not None:

@@ -27,7 +27,7 @@ _held: list[socket.socket] = []
 _of_thread = threading.local()  # `inside` a turn
 
 
-def share(run: str, *, processes: int) -> None:
+def take_turns(run: str, *, processes: int) -> None:
     """Make this process take turns with the others of a test run from now on."""
     global _shared
     _shared = (run, processes)

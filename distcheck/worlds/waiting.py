@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import PostedCall
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.call_recorder import HERE, NotedCall, PostedCalls
-from distcheck.worlds.callers import is_theirs
+from distcheck.worlds.callers import is_tested_code
 from distcheck.worlds.jobs import Reporter
 
 LOOK_EVERY_S = 0.1
@@ -85,7 +85,7 @@ class RankInspector:
     def _go_on(self) -> None:
         if self._reported is not None:
             self._reported = None
-            self._reporter.send(messages.GoesOn())
+            self._reporter.send(messages.Unblocked())
 
     def _in_torch(self) -> Any:
         """Return the main thread's position in C++ code that may wait, and its run time; else
@@ -102,7 +102,7 @@ class RankInspector:
         ran_ns = linux.ran_ns(os.getpid())
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
-    def _said(self, on: list[NotedCall] | None) -> messages.Waits | None:
+    def _said(self, on: list[NotedCall] | None) -> messages.Blocked | None:
         """Return the report; None if too little is known for a proof."""
         groups = _groups()
         if groups is None or self._postings.misses_messages:
@@ -122,7 +122,7 @@ class RankInspector:
         usual_s = self._postings.usual_limit_s
         if any(limits.get(calls[place].group, math.inf) < usual_s for place in found):
             return None  # the code may continue after its timeout
-        return messages.Waits(
+        return messages.Blocked(
             on=tuple(found),
             over=self.over,
             alone=_is_alone(self._main),
@@ -167,7 +167,7 @@ def _limits_s() -> dict[str, float]:
     return found
 
 
-def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> Posted:
+def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
     """Return a collective of the flight recorder, with the details that were recorded of it."""
     import torch.distributed as dist
 
@@ -181,7 +181,7 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> Posted:
     kind = name if name in _KINDS else ""
     dtypes = entry["input_dtypes"] or entry["output_dtypes"]
     given, got = entry["input_sizes"], entry["output_sizes"]
-    return Posted(
+    return PostedCall(
         kind=kind or f"{name}?",
         name=name,
         rank=dist.get_rank(),
@@ -200,7 +200,9 @@ def _is_noted_message(entry: dict[str, Any]) -> bool:
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
-def _places_of(noted: NotedCall, entries: list[dict[str, Any]], calls: list[Posted]) -> list[int]:
+def _places_of(
+    noted: NotedCall, entries: list[dict[str, Any]], calls: list[PostedCall]
+) -> list[int]:
     """Return the index of the awaited call in `calls`, to which an awaited message is appended."""
     if noted.call.is_message:
         calls.append(noted.call)
@@ -216,7 +218,7 @@ def _places_of(noted: NotedCall, entries: list[dict[str, Any]], calls: list[Post
 
 def _place(entry: dict[str, Any]) -> str:
     for frame in entry["frames"]:
-        if is_theirs(frame["filename"]):
+        if is_tested_code(frame["filename"]):
             return f"{frame['filename']}:{frame['line']}"
     return ""
 

@@ -15,15 +15,15 @@ from enum import Enum, auto
 from functools import partial
 
 from distcheck.records import posted_calls
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import PostedCall
 from distcheck.worlds import messages, root_cause
-from distcheck.worlds.call_log import Logged
+from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Proven, printable
 from distcheck.worlds.proofs import ProofWatch
 from distcheck.worlds.root_cause import SIZES_DIFFER
 from distcheck.worlds.shares import LauncherJob, Share
-from distcheck.worlds.stalls import Looks, StallWatch
+from distcheck.worlds.stalls import StallWatch, TimeBetweenLooks
 
 # Signals that end a process after an invalid memory access, or when a library aborts.
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
@@ -51,7 +51,7 @@ def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
     return Proven("mismatch", printable(what)) if what else proven
 
 
-def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
+def _logs(children: Sequence[Child]) -> dict[int, list[LoggedCall]]:
     world = len(children)
     return {
         rank: [logged for logged in child.called if _fits(logged, rank, world)]
@@ -59,7 +59,7 @@ def _logs(children: Sequence[Child]) -> dict[int, list[Logged]]:
     }
 
 
-def _fits(logged: Logged, rank: int, world: int) -> bool:
+def _fits(logged: LoggedCall, rank: int, world: int) -> bool:
     """Return True if a call names existing ranks only: any code may have written the log."""
     call, ranks = logged.call, {*logged.ranks}
     named = {other for other in (call.root, call.peer) if other is not None}
@@ -67,8 +67,8 @@ def _fits(logged: Logged, rank: int, world: int) -> bool:
     return alone and ranks <= {*range(world)} and rank == call.rank in ranks and named <= ranks
 
 
-def _collectives_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
-    meetings: defaultdict[Key, dict[int, Posted]] = defaultdict(dict)
+def _collectives_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
+    meetings: defaultdict[Key, dict[int, PostedCall]] = defaultdict(dict)
     for rank, calls_of_rank in logs.items():
         for logged in calls_of_rank:
             if not (call := logged.call).is_message:
@@ -77,14 +77,14 @@ def _collectives_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
         there = meetings[group, ranks, number]
         calls = list(there.values())
         one = next((call for call in calls if call.known), calls[0])
-        differ = any(posted_calls.are_apart(one, other) for other in calls)
-        if differ or (one.kind == "all_to_all" and posted_calls.splits_are_apart(there, ranks)):
+        differ = any(posted_calls.calls_differ(one, other) for other in calls)
+        if differ or (one.kind == "all_to_all" and posted_calls.splits_disagree(there, ranks)):
             unknown = [rank for rank in ranks if rank not in there]
             return posted_calls.meeting_in_words(number, calls, [], unknown)
     return ""
 
 
-def _messages_apart(logs: Mapping[int, Sequence[Logged]]) -> str:
+def _messages_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
     """Describe a send and its receive that do not match; ranks that receive from any are
     skipped.
     """
@@ -148,7 +148,7 @@ class World:
         self.hung = False
         self._phase_since = self._now = 0.0  # seconds during which the world was observed
         self.begun = time.monotonic()
-        self._ticks = Looks(self.begun)
+        self._ticks = TimeBetweenLooks(self.begun)
         self._share_of = {rank: share for share in shares for rank in share.children}
         self.children = [self._share_of[rank].children[rank] for rank in sorted(self._share_of)]
         if on_progress is not None:
@@ -166,7 +166,7 @@ class World:
     def succeeded(self) -> bool:
         """True if every rank finished its job and exited normally."""
         return self.over and all(
-            root_cause.finished(child, hung=self.hung) for child in self.children
+            root_cause.has_finished(child, hung=self.hung) for child in self.children
         )
 
     @property
@@ -297,7 +297,7 @@ class World:
         self._enter(Phase.ENDING, self._now)
 
     def _conclude(self) -> None:
-        if self.hung or all(root_cause.finished(child, hung=False) for child in self.children):
+        if self.hung or all(root_cause.has_finished(child, hung=False) for child in self.children):
             return
         cause = root_cause.first_cause(self.children, hung=False)
         found = mismatch_of(cause, self.children)

@@ -122,10 +122,10 @@ files = MNISTFiles()
 '''
 LAYER = '''
 """R once more, by another name."""
-from distcheck.judge.oracles.rounding_bound import mean_at
+from distcheck.judge.oracles.rounding_bound import mean_of_step
 
 def gradients(at):
-    return mean_at(at)
+    return mean_of_step(at)
 '''
 CHECK = '''
 """What the optimizer leaves is finite."""

@@ -21,13 +21,13 @@ import msgspec
 
 from distcheck import cli, registry
 from distcheck.compare import command as comparing
-from distcheck.compare.records import CompareRequest, judge
+from distcheck.compare.records import CompareRequest, verdict_on_changes
 from distcheck.compare.traces import compare_traces
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.job import judging
-from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorProjections
 from distcheck.job.options import JobOptions
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
 from distcheck.recordings.jobs import reading
@@ -58,7 +58,7 @@ _DIVERGENCE = Divergence(
     findings=(
         ReplicaFinding(kind="parameters", first="w", groups=((0,), (1,)), differing=2, compared=2),
     ),
-    sums=(TensorSums(name="w", elements=64, by_rank=((1.0,) * 64, (1.1,) * 64)),),
+    sums=(TensorProjections(name="w", elements=64, by_rank=((1.0,) * 64, (1.1,) * 64)),),
 )  # fmt: skip
 _EPOCH = TrainedEpoch(
     loss=1.0, accuracy=0.5, tested=10, mean_step_s=0.5, step_losses=(1.0, 0.5), step_s=(0.5, 0.5)
@@ -332,15 +332,15 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
     file = job / f"rank-000{draw.randint(0, 1)}" / draw.choice(names)
     _damaged_in_place(file, draw, "json" if file.suffix == ".json" else "bytes")
 
-    def judge() -> int:
+    def verdict_on_changes() -> int:
         asked = JobOptions(words=("python", "train.py"), steps=3, no_reference=True)
         found = reading.read(job)
         for rank, step in found.records:
             found.modules(rank, step)
-        report = judging.judge(asked, found, Ran(0, ()), None, "none was asked for")
+        report = judging.judge(asked, found, CommandResult(0, ()), None, "none was asked for")
         return {"pass": 0, "fail": 1, "unknown": 5}[report.verdict]
 
-    answer = answer_of(judge)
+    answer = answer_of(verdict_on_changes)
     if answer.code == 0:
         raise BrokenError("a pass, of a job that is wrong")
     return answer
@@ -378,11 +378,11 @@ def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> An
     _damaged_in_place(place / "about.json", draw, "json")
     seal_again(place)
 
-    def judge() -> int:
+    def verdict_on_changes() -> int:
         traces = saved_traces(folder)
         return int(rechecking.recheck(folder, traces, pool=pool).exit_code)
 
-    answer = answer_of(judge)
+    answer = answer_of(verdict_on_changes)
     if answer.code == 0:
         raise BrokenError("a pass, of a case that failed")
     return answer
@@ -429,7 +429,7 @@ def _compare(then: Path, now: Path, name: str) -> int:
         ]
         found = compare_traces(job, *readers)
         said = (runs[0].verdicts.get(name, "unknown"), runs[1].verdicts.get(name, "unknown"))
-        verdict, _ = judge(found, [], said, bits=False)
+        verdict, _ = verdict_on_changes(found, [], said, bits=False)
         return {"pass": 0, "fail": 1, "unknown": 5}[verdict]
     finally:
         for fd in fds:

@@ -107,7 +107,7 @@ def test_an_answer_that_cannot_be_read_makes_only_its_case_unknown(answer: bytes
     ]  # fmt: skip
     assert "the check itself raised an error: the answer of" in results[0].reason
     run: Any = SimpleNamespace(case=SimpleNamespace(world=2))
-    assert "cannot be read" in session.what_was_seen(world, run).trouble
+    assert "cannot be read" in session.observed_measurements(world, run).trouble
     for job in (JUDGE, OBSERVE):
         with pytest.raises(AnswerError):
             job.decode(answer)

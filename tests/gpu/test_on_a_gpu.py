@@ -132,10 +132,10 @@ def test_files_stand_for_an_installation(own: Any, tmp_path: Path) -> None:
 
 @needs("selftest")
 def test_the_mutants_are_there_and_one_pattern_is_one_mutant(own: Any) -> None:
-    from distcheck.addons.selftest.command import look, plan_selftest
+    from distcheck.addons.selftest.command import installed_zoo, plan_selftest
 
     _, parts = own
-    zoo = look()
+    zoo = installed_zoo()
     plan = plan_selftest(zoo, patterns=parts.MUTANTS, device="cuda")
     assert len(plan.mutants) == len(parts.MUTANTS) == 40
     families = {mutant.file for mutant in zoo.mutants} - {mutant.file for mutant in plan.mutants}

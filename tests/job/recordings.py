@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from distcheck.job import checks
-from distcheck.job.checks.reference import with_reference
+from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import TERM, Replayed, ReplayedStep
+from distcheck.job.settings import TERM, ReplayedStep, ReplayResult
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
@@ -173,13 +173,13 @@ def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
                 clips=changes.get("clips", ()),
             )
         )  # fmt: skip
-    return Reference(folder, Replayed(mode="together", why="", steps=tuple(seen)))
+    return Reference(folder, ReplayResult(mode="together", why="", steps=tuple(seen)))
 
 
 def judged(job: JobRecording, alone: Reference) -> list[CheckResult]:
     """What the checks say of a job, where it has this reference."""
-    compared, agreed = with_reference(job, alone)
-    return [*checks.without_reference(job, agreed), *compared]
+    compared, agreed = checks_with_reference(job, alone)
+    return [*checks.checks_without_reference(job, agreed), *compared]
 
 
 def replaced(value: Pass, **about: Any) -> Pass:

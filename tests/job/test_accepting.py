@@ -119,7 +119,7 @@ def test_accelerate_steps_a_schedule_once_per_rank(by: str, remark: bool, tmp_pa
     job = replace(job, ranks=tuple(structs.replace(one, schedules_by=by) for one in job.ranks))
     alone = reference(job, tmp_path, lr=lambda step: 2.0 + 2 * step)
     results = judged(job, alone)
-    kinds = accepting.remarkable(job, alone, results)
+    kinds = accepting.kinds_that_only_warn(job, alone, results)
     assert (accepting.SCHEDULE in kinds) == remark
     named = causes.diagnose(job, results, alone)
     found = accepting.accept(kinds, job, alone, results, named)
@@ -139,7 +139,7 @@ def test_warm_up_may_start_at_a_common_rate(by: float, verdict: str, tmp_path: P
     for seen in alone.replayed.steps:
         seen.groups[0]["initial_lr"] = LR
     results = judged(job, alone)
-    assert accepting.RATES in accepting.remarkable(job, alone, results)
+    assert accepting.RATES in accepting.kinds_that_only_warn(job, alone, results)
     named = causes.diagnose(job, results, alone)
     found = accepting.accept([accepting.RATES], job, alone, results, named)
     assert [
@@ -158,11 +158,11 @@ def test_a_schedule_that_cannot_be_seen_is_unknown(tmp_path: Path) -> None:
 
 def test_what_was_accepted_is_said_where_it_was_seen(tmp_path: Path) -> None:
     job = make(tmp_path, same_masks)
-    named = causes.diagnose(job, checks.without_reference(job))
-    found = accepting.allowance([accepting.RANDOMNESS, accepting.RATES], named)
+    named = causes.diagnose(job, checks.checks_without_reference(job))
+    found = accepting.allowance_of_job([accepting.RANDOMNESS, accepting.RATES], named)
     assert found is not None
     assert found.kind == accepting.RANDOMNESS
-    assert accepting.allowance([accepting.RATES], named) is None
+    assert accepting.allowance_of_job([accepting.RATES], named) is None
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from distcheck.job import causes, checks
 from distcheck.job.checks.accumulation import accumulation
-from distcheck.job.checks.reference import with_reference
+from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.inside.batch_source import ALL, BatchSource
-from distcheck.job.inside.merged_batch import MergedBatch, factor_of_mean
+from distcheck.job.inside.merged_batch import MergedBatch, factor_from_mean_to_loss
 from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.records import Clip, Factor, Term
 from distcheck.records import CheckResult
@@ -42,8 +42,8 @@ def judge(
     job = make(folder, passes_of(count, **changes.pop("about", {})))
     alone = reference(job, folder, folded=folded, **changes)
     (result,) = accumulation(job, alone)
-    others = [r for r in checks.without_reference(job) if r.compared.elements]
-    others += [r for r in with_reference(job, alone)[0] if r.check != "loss"]
+    others = [r for r in checks.checks_without_reference(job) if r.compared.elements]
+    others += [r for r in checks_with_reference(job, alone)[0] if r.check != "loss"]
     assert {r.verdict for r in others} == {"pass"}
     return result, [d.cause for d in causes.diagnose(job, [*others, result], alone)]
 
@@ -74,7 +74,7 @@ def test_passes_that_count_alike_over_unlike_numbers_of_targets_are_named(tmp_pa
 
     job = make(tmp_path, uneven)
     alone = reference(job, tmp_path, folded=lambda s: (1.0, 0.1))
-    results = [*checks.without_reference(job), *accumulation(job, alone)]
+    results = [*checks.checks_without_reference(job), *accumulation(job, alone)]
     (named,) = causes.diagnose(job, results, alone)
     assert named.cause == "unweighted-tokens"
     assert "2, 6, 2, 6 targets" in named.evidence
@@ -123,7 +123,7 @@ def test_mistakes_between_passes_named(tmp_path: Path, about: dict[str, Any], ca
             facts.raw = {name: g + gradients(8, facts.step)[name] for name, g in facts.raw.items()}
 
     job = make(tmp_path, change)
-    results = checks.without_reference(job)
+    results = checks.checks_without_reference(job)
     assert [d.cause for d in causes.diagnose(job, results)] == [cause]
 
 
@@ -135,7 +135,7 @@ def test_gradients_may_be_divided_at_the_end(tmp_path: Path, loss: float, verdic
         facts.passes = [facts.a_pass(i, loss=loss) for i in range(2)]
         facts.raw = {name: gradient / 2 for name, gradient in facts.raw.items()}
 
-    results = {r.check: r for r in checks.without_reference(make(tmp_path, change))}
+    results = {r.check: r for r in checks.checks_without_reference(make(tmp_path, change))}
     assert results["gradients"].verdict == verdict
     assert results["loss scale"].verdict == "pass"
 
@@ -158,7 +158,7 @@ def test_gradients_may_be_divided_at_the_end(tmp_path: Path, loss: float, verdic
     ],
 )
 def test_the_graph_has_a_factor(of: Callable[[torch.Tensor], torch.Tensor], factor: float) -> None:
-    assert factor_of_mean(of(torch.ones(3, requires_grad=True) ** 2)) == factor
+    assert factor_from_mean_to_loss(of(torch.ones(3, requires_grad=True) ** 2)) == factor
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def test_all_ranks_come_to_one_decision(tmp_path: Path, observed: tuple[bool, ..
         rank_folder(tmp_path, number).mkdir()
 
     def decide(number: int, step: int) -> bool:
-        return rank.all_apart(tmp_path, number, world, step, apart=observed[number])
+        return rank.all_independent(tmp_path, number, world, step, apart=observed[number])
 
     with ThreadPoolExecutor(world) as ranks:
         for step in (8, 9):  # a recording may go on several times
@@ -31,4 +31,4 @@ def test_absent_ranks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rank, "_WAIT_S", 0.0)
     for number in range(2):
         rank_folder(tmp_path, number).mkdir()
-    assert rank.all_apart(tmp_path, 0, 2, 8, apart=True)
+    assert rank.all_independent(tmp_path, 0, 2, 8, apart=True)

@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 import distcheck
 from distcheck.job.guard import exchange
-from distcheck.job.guard.exchange import Arrivals, Peers
+from distcheck.job.guard.exchange import Peers, RankProgress
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Arrivals]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RankProgress]:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(exchange, "_PATIENCE_S", 0.0)
-    return [Arrivals(store, place, 3) for place in range(3)]
+    return [RankProgress(store, place, 3) for place in range(3)]
 
 
-def test_a_rank_that_was_killed_is_the_one_behind(ranks: list[Arrivals]) -> None:
+def test_a_rank_that_was_killed_is_the_one_behind(ranks: list[RankProgress]) -> None:
     for rank in ranks:
         rank.arrive(2)
     ranks[0].arrive(100)
@@ -31,7 +31,9 @@ def test_a_rank_that_was_killed_is_the_one_behind(ranks: list[Arrivals]) -> None
     assert ranks[0].missing(2) == {}
 
 
-def test_a_rank_that_has_ended_is_named_before_those_that_are_late(ranks: list[Arrivals]) -> None:
+def test_a_rank_that_has_ended_is_named_before_those_that_are_late(
+    ranks: list[RankProgress],
+) -> None:
     ranks[0].arrive(2)
     ranks[1].made(1)
     ranks[1].end()
@@ -41,7 +43,7 @@ def test_a_rank_that_has_ended_is_named_before_those_that_are_late(ranks: list[A
     assert ranks[2].missing(2) == {1: "its guard ended after step 1"}
 
 
-def test_a_lost_store_is_silent(ranks: list[Arrivals], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_store_is_silent(ranks: list[RankProgress], monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any) -> bool:
         raise RuntimeError("the process that held it is gone")
 

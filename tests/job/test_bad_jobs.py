@@ -306,7 +306,7 @@ def test_what_ended_a_process_is_one_line(error: str, expected: Any, tmp_path: P
     program = SHOW.replace("{error}", error)
     words = [sys.executable, "-c", program, str(tmp_path / "settings.json")]
     subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
-    assert running.raised_in(tmp_path) == expected
+    assert running.noted_exceptions(tmp_path) == expected
 
 
 MODES = """

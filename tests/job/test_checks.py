@@ -11,10 +11,10 @@ import torch
 
 from distcheck.job import causes, checks, judging
 from distcheck.job.checks import averaging, exchange, ranks
-from distcheck.job.checks.reference import with_reference
-from distcheck.job.judging import culprit
+from distcheck.job.checks.reference import checks_with_reference
+from distcheck.job.judging import only_source_line
 from distcheck.job.options import JobOptions
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.judge.divergence.noise_floor import tolerance
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, LossCall
 from distcheck.records import CheckResult, Diagnosis, VerdictName
@@ -55,7 +55,7 @@ def test_losses_that_are_no_numbers_are_no_terms(tmp_path: Path) -> None:
         facts.raw = {name: 3 * gradient for name, gradient in facts.raw.items()}
         facts.passes = [replaced(facts.a_pass(n), loss=None) for n in range(2)]
 
-    results = checks.without_reference(make(tmp_path, change))
+    results = checks.checks_without_reference(make(tmp_path, change))
     assert ("gradients", "rounding") in failed(results)
 
 
@@ -66,7 +66,7 @@ def test_what_all_ranks_draw_to_take_their_parts_of_is_right(tmp_path: Path) -> 
         same_noise(facts)
         facts.passes = [replaced(one, batches=()) for one in facts.passes]
 
-    assert not failed(checks.without_reference(make(tmp_path, slices)))
+    assert not failed(checks.checks_without_reference(make(tmp_path, slices)))
 
 
 def at_step_one(facts: Facts, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -203,7 +203,7 @@ def test_one_change_fails_one_check_and_is_named(
     tmp_path: Path, change: Callable[[Facts], None], fails: set[tuple[str, str]], cause: str
 ) -> None:
     job = make(tmp_path, change)
-    results = checks.without_reference(job)
+    results = checks.checks_without_reference(job)
     assert failed(results) == fails
     found = causes.diagnose(job, results)
     assert [one.cause for one in found] == [cause]
@@ -215,7 +215,7 @@ def test_averages_of_the_model_that_differ_are_a_remark(tmp_path: Path) -> None:
     def averages(facts: Facts) -> None:
         facts.of_record = {"averages": {"ema": f"{facts.step} of rank {facts.rank * facts.step}"}}
 
-    (remark,) = causes.average_differs(make(tmp_path, averages))
+    (remark,) = causes.differing_model_averages(make(tmp_path, averages))
     assert remark.cause == "ema-differs"
     assert "(ema, " in remark.evidence
 
@@ -225,10 +225,10 @@ def test_a_sum_passes_with_a_remark(tmp_path: Path) -> None:
         facts.raw = {name: 2 * gradient for name, gradient in facts.raw.items()}
 
     job = make(tmp_path, summed)
-    result = next(r for r in checks.without_reference(job) if r.check == "gradients")
+    result = next(r for r in checks.checks_without_reference(job) if r.check == "gradients")
     assert result.verdict == "pass"
     assert "the sum of the ranks' gradients" in result.reason
-    results, _ = with_reference(job, reference(job, tmp_path))
+    results, _ = checks_with_reference(job, reference(job, tmp_path))
     assert failed(results) == {("gradients", "full batch float32")}
     named = causes.diagnose(job, results, reference(job, tmp_path))
     assert [one.cause for one in named] == ["missing-division"]
@@ -238,7 +238,7 @@ def test_gradients_of_zero_are_unknown(tmp_path: Path) -> None:
     def vanish(facts: Facts) -> None:
         facts.local = facts.raw = {n: torch.zeros(shape) for n, shape in SHAPES.items()}
 
-    results = {r.check: r for r in checks.without_reference(make(tmp_path, vanish))}
+    results = {r.check: r for r in checks.checks_without_reference(make(tmp_path, vanish))}
     assert results["gradients"].verdict == "unknown"
     assert "exactly zero" in results["gradients"].reason
 
@@ -258,10 +258,10 @@ def test_tokens_count_by_their_number(tmp_path: Path) -> None:
 
     (tmp_path / "right").mkdir()
     right = make(tmp_path / "right", weighted)
-    assert failed(checks.without_reference(right)) == set()
+    assert failed(checks.checks_without_reference(right)) == set()
     (tmp_path / "wrong").mkdir()
     wrong = make(tmp_path / "wrong", uneven)
-    results = checks.without_reference(wrong)
+    results = checks.checks_without_reference(wrong)
     assert failed(results) == {("gradients", R)}
     assert [one.cause for one in causes.diagnose(wrong, results)] == ["unweighted-tokens"]
 
@@ -274,7 +274,7 @@ def _fields(call: object) -> dict[str, object]:
 def test_sums_in_place_of_tensors_still_judge(tmp_path: Path, factor: float, verdict: str) -> None:
     job = make(tmp_path, lambda facts: at_step_one(facts, lambda g: g * factor), budget=0)
     assert not any(record.whole for record in job.records.values())
-    result = next(r for r in checks.without_reference(job) if r.check == "gradients")
+    result = next(r for r in checks.checks_without_reference(job) if r.check == "gradients")
     assert result.verdict == verdict
     assert result.compared.elements == 2 * 64 * 3 * 2
 
@@ -295,8 +295,8 @@ def test_the_reference_shows_what_ranks_have_in_common(
 ) -> None:
     job = make(tmp_path)
     alone = reference(job, tmp_path, **changes)
-    assert failed(checks.without_reference(job)) == set()
-    results, _ = with_reference(job, alone)
+    assert failed(checks.checks_without_reference(job)) == set()
+    results, _ = checks_with_reference(job, alone)
     assert {check for check, _ in failed(results)} == {fails}
     assert [one.cause for one in causes.diagnose(job, results, alone)] == [cause]
 
@@ -359,8 +359,8 @@ def test_sums_over_targets_are_judged_by_what_they_are_divided_by(tmp_path: Path
     for name, loss, verdict in (("right", 1.0, "pass"), ("wrong", 2.0, "fail")):
         (tmp_path / name).mkdir()
         job = make(tmp_path / name, summed(loss, 8.0, 4))
-        assert exchange.summed_factors(job, 0) == [2 * loss / 2] * 2
-        result = next(r for r in checks.without_reference(job) if r.check == "loss scale")
+        assert exchange.factors_of_sum_losses(job, 0) == [2 * loss / 2] * 2
+        result = next(r for r in checks.checks_without_reference(job) if r.check == "loss scale")
         assert (result.verdict, result.compared.ranks) == (verdict, 2)
 
 
@@ -394,7 +394,7 @@ def test_what_the_optimizer_gets_outranks_what_was_seen_on_the_way(tmp_path: Pat
         facts.raw = {name: 3 * one for name, one in facts.raw.items()}
 
     job = make(tmp_path, scaled)
-    assert failed(checks.without_reference(job)) == {("gradients", R)}
+    assert failed(checks.checks_without_reference(job)) == {("gradients", R)}
     alone = reference(job, tmp_path, loss=2.5)
     results = judged(job, alone)
     assert failed(results) == set()
@@ -509,7 +509,7 @@ def test_ranks_that_average_parameters_are_another_algorithm(
 
     job = make(tmp_path, own_steps, steps=2)
     asked = JobOptions(words=("python", "train.py"), steps=2)
-    case = judging.judge(asked, job, Ran(0, ()), reference(job, tmp_path), "")
+    case = judging.judge(asked, job, CommandResult(0, ()), reference(job, tmp_path), "")
     assert (case.verdict, [one.cause for one in case.diagnosis]) == (verdict, named)
 
 
@@ -562,7 +562,7 @@ def test_ranks_that_part_by_the_same_gradients_do_not_average(tmp_path: Path) ->
 
     job = make(tmp_path, parts, steps=2)
     assert averaging.averaging(job) is None
-    assert ("agreement", "-") in failed(checks.without_reference(job))
+    assert ("agreement", "-") in failed(checks.checks_without_reference(job))
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_early_exchanges_counted(tmp_path: Path, flags: tuple[bool, bool], expec
             for i in range(2)
         ]
 
-    count, size, seconds = exchange.needless(make(tmp_path, accumulates))
+    count, size, seconds = exchange.redundant_synchronization(make(tmp_path, accumulates))
     assert count == expected
     assert seconds == (None if flags == (True, False) else 0.25)
     assert size == (0 if flags == (True, False) else 16 * 4)
@@ -598,7 +598,7 @@ def test_passes_that_cancel_round_by_their_own_sizes(
         if of_passes:
             facts.sizes = {name: torch.full(shape, 2.0) for name, shape in SHAPES.items()}
 
-    results = checks.without_reference(make(tmp_path, cancel, budget=budget))
+    results = checks.checks_without_reference(make(tmp_path, cancel, budget=budget))
     found = next(r for r in results if r.check == "gradients")
     assert (found.verdict, found.compared.ranks) == (verdict, 2)
 
@@ -625,7 +625,7 @@ def test_a_division_too_many_is_of_the_loss_where_the_exchange_is_right(
     job: Any = SimpleNamespace(records={(0, 0): step})
     result = CheckResult(check="gradients", layer=ROUNDING, verdict=exchange)
     found = [Diagnosis(cause=cause, evidence="", suggestion="")]
-    site = culprit(job, "train.py", found, [result])
+    site = only_source_line(job, "train.py", found, [result])
     assert (site and site.line) == line
 
 
@@ -633,11 +633,11 @@ def test_a_clip_between_passes_explains_what_one_batch_does_not_give(tmp_path: P
     """Also where every pass was exchanged, so that ranks hold what one process holds."""
     job = make(tmp_path, not_scaled)
     step = job.records[0, 1]
-    assert causes.clipped_between(job, 1) is None
+    assert causes.clipping_between_passes(job, 1) is None
     clips = (Clip(kind="norm", most=1.0, norm=2.0, passes=1),)
     passes = (*step.passes, *step.passes)
     job.records[0, 1] = msgspec.structs.replace(step, clips=clips, passes=passes)
-    found = causes.clipped_between(job, 1)
+    found = causes.clipping_between_passes(job, 1)
     assert found is not None
     assert found.cause == "clip-in-accumulation"
     assert f"after 1 of {len(passes)} backward passes" in found.evidence
@@ -655,9 +655,9 @@ def test_an_average_within_the_model_is_a_remark(tmp_path: Path, moves: bool) ->
         facts.before["bias"] = torch.full((4,), float(facts.rank + moves * facts.step))
 
     job = make(tmp_path, holds_an_average)
-    fails = failed(checks.without_reference(job))
+    fails = failed(checks.checks_without_reference(job))
     assert (("initial state", "-") in fails) == (not moves)
-    assert [one.cause for one in causes.average_differs(job)] == ["ema-differs"] * moves
+    assert [one.cause for one in causes.differing_model_averages(job)] == ["ema-differs"] * moves
 
 
 def test_a_rate_that_was_sent_in_float32_is_that_of_one_process(tmp_path: Path) -> None:
@@ -669,7 +669,7 @@ def test_a_rate_that_was_sent_in_float32_is_that_of_one_process(tmp_path: Path) 
 
     job = make(tmp_path, rounded)
     for other, verdict in ((1e-3, "pass"), (1.000001e-3, "fail")):
-        results, _ = with_reference(job, reference(job, tmp_path, lr=lambda _: other))  # noqa: B023
+        results, _ = checks_with_reference(job, reference(job, tmp_path, lr=lambda _: other))  # noqa: B023
         assert next(r.verdict for r in results if r.check == "learning rate") == verdict
 
 
@@ -681,4 +681,4 @@ def test_an_average_may_move_on_the_rank_alone_that_it_does_not_begin_with(tmp_p
         own |= {"before/ema.bias": str(rank)}
         held = {**record.digests, **own}
         job.records[rank, step] = msgspec.structs.replace(record, digests=held)
-    assert ranks.averages(job) == ["ema.weight", "ema.bias"]
+    assert ranks.averaged_parameters(job) == ["ema.weight", "ema.bias"]

@@ -175,7 +175,7 @@ def measured(folder: Path, share: float = 1e-6) -> Path:
         found = {"loss": Perturbation(2 * share, 2.0)}
         for kind, stem in noise_floor.STEM_OF.items():
             for name in job.names(kind):
-                size = noise_floor.norm_of(noise_floor.held(job, kind, 0, step, name))  # type: ignore[arg-type]
+                size = noise_floor.norm_of(noise_floor.recorded_tensor(job, kind, 0, step, name))  # type: ignore[arg-type]
                 found[f"{stem}/{name}"] = Perturbation(share * size, size)
         steps.append(found)
     noise_floor.write(NoiseFloor(steps=tuple(steps)), folder)

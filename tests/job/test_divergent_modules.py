@@ -10,7 +10,7 @@ import pytest
 
 from distcheck.errors import UsageError
 from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings
-from distcheck.judge.divergence.modules import OF_REFERENCE, OF_TWO, Both, first_wrong
+from distcheck.judge.divergence.modules import OF_REFERENCE, OF_TWO, StepInBothRuns, first_wrong
 from distcheck.judge.divergence.noise_floor import measure
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
@@ -93,7 +93,7 @@ def test_no_module_is_named_where_the_loss_is_another(tmp_path: Path) -> None:
 def compared(
     one: WatchedStep, two: WatchedStep, *, fits: bool = False, spread: float = 1e-6
 ) -> ByModule:
-    both = Both(one, two, lambda name, gradient: spread, 2**-24, fits=fits)
+    both = StepInBothRuns(one, two, lambda name, gradient: spread, 2**-24, fits=fits)
     found = first_wrong([(0, 0, both)], OF_REFERENCE if fits else OF_TWO)
     assert found is not None
     return found

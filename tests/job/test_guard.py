@@ -20,7 +20,7 @@ import distcheck
 from distcheck.errors import UsageError
 from distcheck.job.guard import comparing, digests, explaining, records
 from distcheck.job.guard.guarding import DivergenceError, Guard, GuardWarning
-from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorSums
+from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorProjections
 from distcheck.job.guard.state import FIELDS, ReplicaState
 
 LATE = 7  # the step in which a mistake is made, long after a start that was right
@@ -386,11 +386,11 @@ def rows(**changes: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_numbers_that_agree_are_no_finding() -> None:
-    assert comparing.differing(rows(), first=True) == []
+    assert comparing.differing_kinds(rows(), first=True) == []
     nothing_seen: dict[str, list[Any]] = {"rows": [set()] * 3, "cpu_random": [0, 0, 0]}
-    assert comparing.differing(rows(**nothing_seen), first=True) == []
+    assert comparing.differing_kinds(rows(**nothing_seen), first=True) == []
     one_in_common: list[Any] = [{1, 2, 3}, {3, 4, 5}, {6, 7, 8}]
-    assert comparing.differing(rows(rows=one_in_common), first=True) == []
+    assert comparing.differing_kinds(rows(rows=one_in_common), first=True) == []
 
 
 @pytest.mark.parametrize(
@@ -403,24 +403,26 @@ def test_numbers_that_agree_are_no_finding() -> None:
     ],
 )  # fmt: skip
 def test_every_number_that_differs_is_one_finding(field_: str, kind: str) -> None:
-    assert comparing.differing(rows(**{field_: [5, 5, 6]}), first=True) == [kind]
+    assert comparing.differing_kinds(rows(**{field_: [5, 5, 6]}), first=True) == [kind]
 
 
 @pytest.mark.parametrize("name", ["cpu_random", "device_random"])
 def test_numbers_that_must_not_be_alike(name: str) -> None:
-    assert comparing.differing(rows(**{name: [7, 8, 7]}), first=True) == [comparing.RANDOMNESS]
+    assert comparing.differing_kinds(rows(**{name: [7, 8, 7]}), first=True) == [
+        comparing.RANDOMNESS
+    ]
 
 
 @pytest.mark.parametrize("second", [{1, 2, 3}, {2, 3, 4}], ids=["all", "most"])
 def test_samples_that_two_ranks_have(second: set[int]) -> None:
-    found = comparing.differing(rows(rows=[{1, 2, 3}, {7, 8, 9}, second]), first=True)
+    found = comparing.differing_kinds(rows(rows=[{1, 2, 3}, {7, 8, 9}, second]), first=True)
     assert found == [comparing.SAMPLES]
 
 
 def test_parts_are_compared_among_ranks_that_hold_the_same_one() -> None:
-    assert comparing.differing(rows(part=[1, 2, 1], divided=[5, 6, 5]), first=True) == []
+    assert comparing.differing_kinds(rows(part=[1, 2, 1], divided=[5, 6, 5]), first=True) == []
     wrong = rows(part=[1, 2, 1], divided=[5, 6, 7])
-    assert comparing.differing(wrong, first=True) == [comparing.PARAMETERS]
+    assert comparing.differing_kinds(wrong, first=True) == [comparing.PARAMETERS]
     assert comparing.divided_groups(wrong) == [[0, 2]]
 
 
@@ -436,7 +438,9 @@ def test_parts_are_compared_among_ranks_that_hold_the_same_one() -> None:
 def test_digests_see_one_bit_anywhere(tensor: torch.Tensor) -> None:
     def both(one: torch.Tensor) -> tuple[int, int]:
         plain = torch.view_as_real(one) if one.is_complex() else one
-        apart = int(digests.on_device(plain.contiguous().reshape(-1))) if one.numel() else 0
+        apart = (
+            int(digests.sum_tree_on_device(plain.contiguous().reshape(-1))) if one.numel() else 0
+        )
         return digests.digests([one])[0], apart
 
     seen = {both(tensor)}
@@ -453,7 +457,7 @@ def test_digests_see_the_order() -> None:
     one = torch.arange(150_000, dtype=torch.float32)
     other = one.clone()
     other[[3, 140_000]] = one[[140_000, 3]]
-    assert int(digests.on_device(one)) != int(digests.on_device(other))
+    assert int(digests.sum_tree_on_device(one)) != int(digests.sum_tree_on_device(other))
     assert digests.digests([one]) != digests.digests([other])
 
 
@@ -463,8 +467,8 @@ def bundle(**about: Any) -> Divergence:
     return Divergence(**{**given, **about})
 
 
-def sums(apart: float) -> tuple[TensorSums, ...]:
-    return (TensorSums(name="w", elements=64, by_rank=((1.0,) * 64, (1.0 + apart,) * 64)),)
+def sums(apart: float) -> tuple[TensorProjections, ...]:
+    return (TensorProjections(name="w", elements=64, by_rank=((1.0,) * 64, (1.0 + apart,) * 64)),)
 
 
 STATE = ReplicaFinding(kind="optimizer state", first="exp_avg of w", groups=((0,), (1,)))
@@ -529,7 +533,7 @@ def test_what_is_new_in_the_table_is_found_by_its_names(monkeypatch: pytest.Monk
 
     made._peers = SimpleNamespace(ranks=(0, 1), gather_bytes=gather)
     rows = [{**dict.fromkeys(FIELDS, 0), "rows": set(), "statistics": n} for n in (7, 9)]
-    kinds = comparing.differing(rows, first=False)
+    kinds = comparing.differing_kinds(rows, first=False)
     assert kinds == ["statistics"]
     ((found,), _) = made._look_closer(kinds, own, rows)
     assert (found.first, found.groups) == ("norm.running_mean", ((0,), (1,)))

@@ -10,9 +10,9 @@ import pytest
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import guard_command, running
 from distcheck.job.guard import records
-from distcheck.job.guard.records import Checked, Divergence, ReplicaFinding
+from distcheck.job.guard.records import Divergence, GuardProgress, ReplicaFinding
 from distcheck.job.guard_command import GuardOptions, guard_job
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings, read
 from tests.world import warm
 
@@ -51,18 +51,18 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
     assert "cause   parameters-modified-outside-step" in said.stdout
 
 
-def checked(rank: int, **about: Any) -> Checked:
+def checked(rank: int, **about: Any) -> GuardProgress:
     given = {"rank": rank, "world": 2, "optimizer": "SGD", "steps": 9, "checks": 3,
              "checked_at": 9, "compared": 4}  # fmt: skip
-    return Checked(**{**given, **about})
+    return GuardProgress(**{**given, **about})
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, found: list[Checked], code: int = 0, defect: str = ""
+    monkeypatch: pytest.MonkeyPatch, found: list[GuardProgress], code: int = 0, defect: str = ""
 ) -> tuple[str, int]:
     """The verdict of the check, and the exit code, where ranks left these files."""
 
-    def run(command: Any, settings: Path, **_: Any) -> Ran:
+    def run(command: Any, settings: Path, **_: Any) -> CommandResult:
         for one in found:
             file = settings.parent / f"guard-{one.rank:04d}-{one.rank}-0.json"
             file.write_bytes(msgspec.json.encode(one))
@@ -70,7 +70,7 @@ def judged(
             (settings.parent / "defect").write_text(defect)
         (settings.parent / "python-1").touch()
         (settings.parent / "torch-1").touch()
-        return Ran(code, ())
+        return CommandResult(code, ())
 
     monkeypatch.setattr(running, "run", run)
     report, exit_code = guard_job(GuardOptions(words=(sys.executable, "train.py")))
@@ -102,12 +102,12 @@ def test_one_seed_can_be_meant(monkeypatch: pytest.MonkeyPatch, accept: tuple[st
     """Ranks are not asked to draw different numbers, and the report does not say that they did."""
     asked: list[JobSettings] = []
 
-    def run(command: Any, settings: Path, **_: Any) -> Ran:
+    def run(command: Any, settings: Path, **_: Any) -> CommandResult:
         asked.append(read(settings))
         for rank in range(2):
             file = settings.parent / f"guard-{rank:04d}-{rank}-0.json"
             file.write_bytes(msgspec.json.encode(checked(rank)))
-        return Ran(0, ())
+        return CommandResult(0, ())
 
     monkeypatch.setattr(running, "run", run)
     report, _ = guard_job(GuardOptions(words=(sys.executable, "train.py"), accept=accept))

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from distcheck.cli.commands import replay
 from distcheck.errors import UsageError
-from distcheck.job.judging import case_of_words
+from distcheck.job.judging import case_of_command
 from distcheck.job.options import JobOptions
 from distcheck.store.bundle import make_bundle
 
@@ -17,7 +17,7 @@ def written(folder: Path, *words: str) -> Path:
     """The case of a job as it is kept."""
     file = folder / "cases" / "job.json"
     file.parent.mkdir()
-    case = case_of_words(JobOptions(words=words), script="train.py", world=2)
+    case = case_of_command(JobOptions(words=words), script="train.py", world=2)
     file.write_bytes(msgspec.json.encode(case))
     return file
 

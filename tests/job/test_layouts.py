@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from distcheck.errors import UsageError
 from distcheck.job import judging, perturbed_runs
 from distcheck.job.causes import diagnose
-from distcheck.job.checks import exchange, without_reference
+from distcheck.job.checks import checks_without_reference, exchange
 from distcheck.job.checks.ranks import agreement, initial_state, random_streams
-from distcheck.job.checks.reference import with_reference
-from distcheck.job.checks.samples import disjoint
+from distcheck.job.checks.reference import checks_with_reference
+from distcheck.job.checks.samples import disjoint_samples
 from distcheck.job.inside import arrangement
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.recorder import give_loss
+from distcheck.job.inside.recorder import move_loss_to_visited_pass
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import Axis, Pass, Shard
@@ -175,8 +175,8 @@ def test_ranks_of_one_model_are_one_rank(tmp_path: Path) -> None:
     folder = tmp_path / "reference"
     folder.mkdir()
     found = reference(job, folder)
-    results, _ = with_reference(job, replayed(found, job))
-    assert {r.verdict for r in (*results, *without_reference(job))} == {"pass"}
+    results, _ = checks_with_reference(job, replayed(found, job))
+    assert {r.verdict for r in (*results, *checks_without_reference(job))} == {"pass"}
 
 
 def replayed(found: Any, job: JobRecording) -> Any:
@@ -197,16 +197,16 @@ def test_the_same_samples_without_an_axis_are_a_failure(tmp_path: Path) -> None:
     make(folder, alike)
     on_axes(folder, DATA)
     job = perturbed_runs.read_whole(folder, tmp_path / "whole")
-    assert (job.world, disjoint(job).verdict) == (2, "fail")
+    assert (job.world, disjoint_samples(job).verdict) == (2, "fail")
     by_hand = perturbed_runs.read_whole(folder, tmp_path / "given", "tensor=2")
-    assert (by_hand.world, disjoint(by_hand).verdict) == (1, "pass")
+    assert (by_hand.world, disjoint_samples(by_hand).verdict) == (1, "pass")
     with pytest.raises(UsageError, match="needs 3 ranks, and the world has 2"):
         perturbed_runs.read_whole(folder, tmp_path / "other", "tensor=3")
 
 
 def test_other_samples_on_a_rank_of_one_model_are_named(tmp_path: Path) -> None:
     job = shared(tmp_path, lambda facts: None)
-    result = disjoint(job)
+    result = disjoint_samples(job)
     assert "ranks 0 and 1 share a model, but read different samples" in result.reason
     assert [found.cause for found in diagnose(job, [result])] == ["sample-content-differs"]
 
@@ -231,7 +231,7 @@ def test_unlike_tensors_without_a_reference_are_not_judged(tmp_path: Path) -> No
     job = shared(tmp_path, change)
     result = initial_state(job)
     assert result.verdict == "fail"
-    shown = judging.if_parts(job, result)
+    shown = judging.unknown_if_sharded(job, result)
     assert (shown.verdict, "without a DTensor or a reference" in shown.reason) == ("unknown", True)
 
 
@@ -262,7 +262,7 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
     folder = tmp_path / "reference"
     folder.mkdir()
     found = replayed(reference(job, folder), job)
-    results, _ = with_reference(job, found)
+    results, _ = checks_with_reference(job, found)
     return [one.cause for one in diagnose(job, results, found)]
 
 
@@ -285,7 +285,7 @@ def test_ranks_of_one_model(axes: tuple[Axis, ...], replicas: tuple[tuple[int, .
      ("ep", "expert"), ("replicate", "data"), ("x", "")],
 )  # fmt: skip
 def test_an_axis_is_known_by_its_name(name: str, kind: str) -> None:
-    assert arrangement.kind_of(name) == kind
+    assert arrangement.kind_of_axis(name) == kind
 
 
 def test_a_mesh_is_read_from_text() -> None:
@@ -307,21 +307,21 @@ def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> N
         folder.mkdir()
         job = make(folder, about, steps=1)
         failed = CheckResult(check="gradients", layer="full batch float32", verdict="fail")
-        assert judging.if_interacts(job, failed, [failed]).verdict == verdict
+        assert judging.unknown_if_samples_interact(job, failed, [failed]).verdict == verdict
         # The same loss as of one batch: the term is over all samples on the ranks, too.
         loss = CheckResult(
             check="loss", layer="full batch float32", verdict="pass",
             compared=Compared(elements=1, ranks=2),
         )  # fmt: skip
-        assert judging.if_interacts(job, failed, [failed, loss]).verdict == "fail"
+        assert judging.unknown_if_samples_interact(job, failed, [failed, loss]).verdict == "fail"
 
 
 def test_a_loss_belongs_to_the_pass_that_backward_went_through() -> None:
     first, last = (Pass(inputs=(), rows=(str(n),), random={}) for n in range(2))
     several = [first, replace(last, loss=0.5)]
-    give_loss(several, last, [0])
+    move_loss_to_visited_pass(several, last, [0])
     assert [one.loss for one in several] == [0.5, None]
-    give_loss(several, last, [0, 1])
+    move_loss_to_visited_pass(several, last, [0, 1])
     assert [one.loss for one in several] == [0.5, None]
 
 

@@ -74,7 +74,7 @@ def test_the_next_job_removes_what_a_killed_one_left() -> None:
 
 def marked(folder: Path) -> Path:
     folder.mkdir(mode=0o700)
-    (folder / in_use.NAME).write_bytes(in_use.machine())
+    (folder / in_use.NAME).write_bytes(in_use.machine_boot_id())
     return folder
 
 

@@ -14,7 +14,7 @@ from distcheck.job import machines
 from distcheck.job.inside import ending
 from distcheck.job.inside.ending import RankStatuses
 from distcheck.job.machines import AllSent, FileChunk, JudgedThereError
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from tests.job.planted import FOLDER
@@ -46,7 +46,7 @@ def recorded(folder: Path, ranks: tuple[int, ...], port: int) -> Path:
 class Other(threading.Thread):
     """The other machine, with what it came to."""
 
-    def __init__(self, folder: Path, ran: Ran, patience_s: float = 20.0) -> None:
+    def __init__(self, folder: Path, ran: CommandResult, patience_s: float = 20.0) -> None:
         super().__init__(daemon=True)
         self.folder, self.ran, self.patience_s = folder, ran, patience_s
         self.came_to: Exception | None = None
@@ -54,7 +54,7 @@ class Other(threading.Thread):
 
     def run(self) -> None:
         try:
-            with machines.gathered(self.folder, self.ran, patience_s=self.patience_s):
+            with machines.gather_recording(self.folder, self.ran, patience_s=self.patience_s):
                 pass
         except Exception as error:
             self.came_to = error
@@ -72,8 +72,8 @@ def a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> None:
     port = free_port()
     here, there = recorded(tmp_path / "a", HERE, port), recorded(tmp_path / "b", THERE, port)
-    other = Other(there, Ran(7, ()))
-    with machines.gathered(here, Ran(0, ()), patience_s=20.0) as whole:
+    other = Other(there, CommandResult(7, ()))
+    with machines.gather_recording(here, CommandResult(0, ()), patience_s=20.0) as whole:
         for rank in THERE:
             mine, theirs = rank_folder(here, rank), rank_folder(there, rank)
             for name in ("rank.json", "step-000000.safetensors"):
@@ -90,8 +90,11 @@ def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> N
 def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
     port = free_port()
     here, there = recorded(tmp_path / "a", HERE, port), recorded(tmp_path / "b", THERE, port)
-    other = Other(there, Ran(0, ()))
-    with pytest.raises(CannotRunError), machines.gathered(here, Ran(0, ()), patience_s=20.0):
+    other = Other(there, CommandResult(0, ()))
+    with (
+        pytest.raises(CannotRunError),
+        machines.gather_recording(here, CommandResult(0, ()), patience_s=20.0),
+    ):
         raise CannotRunError("the recording is damaged")
     said = other.result()
     assert isinstance(said, JudgedThereError)
@@ -101,16 +104,19 @@ def test_why_nothing_was_judged_goes_back_as_well(tmp_path: Path) -> None:
 def test_one_machine_is_asked_nothing(tmp_path: Path) -> None:
     """All ranks are here, or no master was named, or a rank that is missing may have failed."""
     folder = recorded(tmp_path / "a", (0, 1, 2, 3), 1)
-    with machines.gathered(folder, Ran(0, ())) as whole:
+    with machines.gather_recording(folder, CommandResult(0, ())) as whole:
         assert whole.hosts == ()
     one = recorded(tmp_path / "b", (0,), 1)
-    for ran, variables in ((Ran(0, ()), {}), (Ran(1, ()), {"MASTER_PORT": "1"})):
+    for ran, variables in (
+        (CommandResult(0, ()), {}),
+        (CommandResult(1, ()), {"MASTER_PORT": "1"}),
+    ):
         record = RankRecord(
             rank=0, world=4, arguments=(), folder="", backend="", device="", torch="",
             variables=variables,
         )  # fmt: skip
         write_json(rank_folder(one, 0) / "rank.json", record)
-        with machines.gathered(one, ran) as whole:
+        with machines.gather_recording(one, ran) as whole:
             assert whole.hosts == ()
 
 
@@ -120,7 +126,7 @@ def test_a_machine_that_does_not_come_is_named_by_its_ranks(tmp_path: Path) -> N
         pytest.raises(
             CannotRunError, match="ranks 2, 3 were recorded on machines that sent nothing"
         ),
-        machines.gathered(here, Ran(0, ()), patience_s=0.5),
+        machines.gather_recording(here, CommandResult(0, ()), patience_s=0.5),
     ):
         pass
 
@@ -142,7 +148,7 @@ def test_a_wrong_secret_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     coming.set()
     with (
         pytest.raises(CannotRunError, match="did not have this run's secret"),
-        machines.gathered(here, Ran(0, ()), patience_s=2.5),
+        machines.gather_recording(here, CommandResult(0, ()), patience_s=2.5),
     ):
         pass
     thread.join()
@@ -175,7 +181,7 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
             match=r"evil did not arrive completely \(it sent a file "
             r"that no",
         ),
-        machines.gathered(here, Ran(0, ()), patience_s=10.0),
+        machines.gather_recording(here, CommandResult(0, ()), patience_s=10.0),
     ):
         pass
     thread.join()

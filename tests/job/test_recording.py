@@ -22,9 +22,9 @@ from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.rank import _backend_for
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.inside.single_process_group import SingleProcessGroup
-from distcheck.job.inside.step_file import After, StepFile
+from distcheck.job.inside.step_file import ParameterAfterStep, StepFile
 from distcheck.job.options import JobOptions
-from distcheck.job.running import Ran
+from distcheck.job.running import CommandResult
 from distcheck.recordings.jobs import reading, records, sketches
 from distcheck.recordings.jobs.records import RankRecord
 from tests.job.recordings import make
@@ -89,13 +89,13 @@ def test_a_rank_that_made_fewer_steps_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("4GB", 4 * 10**9), ("512 kb", 512_000), ("7", 7)])
 def test_sizes(text: str, size: int) -> None:
-    assert settings.bytes_of(text) == size
+    assert settings.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "nanGB", "1e999GB", "4 apples", "0"])
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
-        settings.bytes_of(text)
+        settings.parse_size(text)
 
 
 def test_commands() -> None:
@@ -123,7 +123,7 @@ def test_numbers_out_of_range_are_refused(asked: dict[str, int], said: str) -> N
         JobOptions(words=("python",), **asked)  # type: ignore[arg-type]
 
 
-GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
+GOOD, BAD = CommandResult(0, ()), CommandResult(1, ((0, "ValueError: no"),))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ GOOD, BAD = Ran(0, ()), Ran(1, ((0, "ValueError: no"),))
     ],
 )  # fmt: skip
 def test_why_nothing_was_recorded(
-    tmp_path: Path, notes: dict[str, str], ran: Ran, kind: type[DistcheckError], code: ExitCode,
-    said: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, notes: dict[str, str], ran: CommandResult, kind: type[DistcheckError],
+    code: ExitCode, said: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # a traceback is saved there
     for name, text in notes.items():
@@ -196,14 +196,14 @@ def test_leaves_are_found_in_their_order_and_get_other_data() -> None:
     assert [t.numel() for t in leaves] == [2, 1, 3]
     data = torch.zeros(4, 2)
     view = data[:2]
-    tensors.put(view, torch.ones(3, 2))
+    tensors.replace_data(view, torch.ones(3, 2))
     assert view.shape == (3, 2)
     assert not data.any()  # what it was a view of stays
     computed = torch.ones(2, requires_grad=True)
     assert tensors.inputs_of([computed, computed * 2, torch.nn.Parameter(computed)]) == [computed]
     assert (
-        tensors.rows_of([torch.zeros(3, 2), torch.arange(3)])[0]
-        != tensors.rows_of([torch.zeros(3, 2), torch.arange(1, 4)])[0]
+        tensors.digests_of_samples([torch.zeros(3, 2), torch.arange(3)])[0]
+        != tensors.digests_of_samples([torch.zeros(3, 2), torch.arange(1, 4)])[0]
     )
 
 
@@ -252,7 +252,7 @@ def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
 ) -> None:
     """Gradients of 1 and -0.5 leave half, and have been rounded twice where both were sent."""
-    monkeypatch.setattr("distcheck.job.inside.rank.exchanges", lambda model: exchanging)
+    monkeypatch.setattr("distcheck.job.inside.rank.ddp_synchronizes", lambda model: exchanging)
     recorder = Recorder(settings.JobSettings(steps=1, keep_going=True), tmp_path)
     monkeypatch.setattr(hooks, "_listener", recorder)
     monkeypatch.setattr("distcheck.job.inside.rank.ddp_in", lambda model: model)
@@ -288,7 +288,7 @@ def two_steps(folder: Path, between: Callable[[torch.Tensor], Any], budget: int)
     records.write_json(mine / "rank.json", about)
     weight = torch.arange(500.0)
     other = torch.nn.Parameter(weight.data)  # the same memory, which a file cannot hold twice
-    last: dict[str, After] = {}
+    last: dict[str, ParameterAfterStep] = {}
     for step in range(2):
         file = StepFile(mine, step, last)
         file.add_state("before/weight", weight, keep=True)

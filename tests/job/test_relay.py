@@ -9,10 +9,10 @@ import pytest
 # The printing process stands for a rank; its exit code is what `distcheck job` would see.
 PROGRAM = """
 import subprocess, sys
-from distcheck.job.running import relayed
+from distcheck.job.running import relay_output
 rank = "import sys\\nfor n in range(20000):\\n"
 rank += "    print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)"
-with relayed() as streams:
+with relay_output() as streams:
     ran = subprocess.run([sys.executable, "-c", rank], **streams)
 open("code", "w").write(str(ran.returncode))
 """

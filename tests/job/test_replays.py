@@ -24,7 +24,7 @@ from distcheck.job.inside.batch_source import (
     padding_value,
 )
 from distcheck.job.inside.forks import Forks
-from distcheck.job.inside.joining import can_join, joined
+from distcheck.job.inside.joining import can_join_passes, joined
 from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
@@ -74,11 +74,11 @@ def test_micro_batches_become_one_pass(job: JobRecording) -> None:
     def of(record: StepRecord) -> JobRecording:
         return dataclasses.replace(job, records=dict.fromkeys(job.records, record))
 
-    assert can_join(of(several))
-    assert not can_join(of(record)), "there is one pass"
-    assert not can_join(of(msgspec.structs.replace(several, batchnorm=True)))
+    assert can_join_passes(of(several))
+    assert not can_join_passes(of(record)), "there is one pass"
+    assert not can_join_passes(of(msgspec.structs.replace(several, batchnorm=True)))
     other = msgspec.structs.replace(one, batches=((0, 1, 6),))
-    assert not can_join(of(msgspec.structs.replace(several, passes=(one, other))))
+    assert not can_join_passes(of(msgspec.structs.replace(several, passes=(one, other))))
     found = joined(dataclasses.replace(job, records={**job.records, (1, 0): several}))
     (single,) = found.records[1, 0].passes
     assert (single.rows, single.loss, single.losses[0].counted) == (("a", "a"), 2.0, 6)
@@ -159,12 +159,12 @@ def test_state_is_loaded_and_moved_by_one_ulp() -> None:
     kept = {f"before/{n}": torch.randn_like(p) for n, p in parameters.items()}
     kept["buffer/1.running_mean"] = torch.tensor([5.0, 6.0])
     graph = (parameters["0.weight"] ** 2).sum()
-    state.load(parameters, kept, "before/")
-    state.load(dict(model.named_buffers()), kept, "buffer/")
+    state.load_recorded_tensors(parameters, kept, "before/")
+    state.load_recorded_tensors(dict(model.named_buffers()), kept, "buffer/")
     graph.backward()  # what has the tensor is not in its way
     assert torch.equal(model[0].weight, kept["before/0.weight"])
     assert model[1].running_mean.tolist() == [5, 6]
-    state.load(parameters, kept, "before/", torch.Generator().manual_seed(1))
+    state.load_recorded_tensors(parameters, kept, "before/", torch.Generator().manual_seed(1))
     changed, before = parameters["0.weight"].detach(), kept["before/0.weight"]
     assert bool((changed != before).all())
     assert torch.equal(torch.nextafter(changed, before), before)

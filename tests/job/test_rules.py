@@ -20,7 +20,7 @@ from distcheck.job.checks.ranks import finite
 from distcheck.job.inside import choosing, single_process_group
 from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.options import JobOptions
-from distcheck.job.running import Ran, Watch
+from distcheck.job.running import CommandResult, Watch
 from distcheck.job.settings import JobSettings, ReplayTask, write
 from distcheck.recordings.jobs.records import Clip, CollectiveCall, Term
 from distcheck.records.exit_status import RankEnd
@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_named_and_nothing_after_it(tmp_path: Path) -> Non
     assert result.first is not None
     assert (result.first.step, result.first.rank) == (1, 1)
     asked = JobOptions(words=("python", "train.py"), no_reference=True, steps=3)
-    case = judging.judge(asked, job, Ran(0, ()), None, "")
+    case = judging.judge(asked, job, CommandResult(0, ()), None, "")
     assert case.verdict == "fail"
     assert [one.cause for one in case.diagnosis] == ["nonfinite"]
     assert all(check.verdict != "fail" for check in case.checks if check.check == "gradients")
@@ -165,7 +165,7 @@ def test_large_values_stay(project: Path, tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_options_that_count_ranks_say_one(words: str, expected: str) -> None:
-    found, replaced_ones = replaying.of_one(words.split(), 2)
+    found, replaced_ones = replaying.with_one_rank(words.split(), 2)
     assert found == expected.split()
     assert bool(replaced_ones) == (words != expected)
 
@@ -232,9 +232,9 @@ def test_a_cpu_script_sees_a_gpu_per_rank(
 
 def test_what_starts_ranks_gives_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(world_size=2, batch=2, gpus=4)
-    (found,) = single_process_group.of_one((given,), 2)
+    (found,) = single_process_group.with_one_rank((given,), 2)
     assert vars(found) == {"world_size": 1, "batch": 2, "gpus": 4}
-    assert single_process_group.of_one((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
+    assert single_process_group.with_one_rank((2, True, "2", {"nprocs": 2, "lr": 2}), 2) == (
         1, True, "2", {"nprocs": 1, "lr": 2},
     )  # fmt: skip
 
@@ -348,7 +348,7 @@ def test_the_mean_of_the_ranks_sums_is_a_remark(
     replayed = msgspec.structs.replace(single_process_group.replayed, scales=scales, scale=scale)
     single_process_group = dataclasses.replace(single_process_group, replayed=replayed)
     asked = JobOptions(words=("python", "train.py"), steps=3, strict=strict)
-    case = judging.judge(asked, job, Ran(0, ()), single_process_group, "")
+    case = judging.judge(asked, job, CommandResult(0, ()), single_process_group, "")
     assert case.verdict == verdict
     said = [*case.remarks, *case.diagnosis]
     assert [one.cause for one in said] == ["double-division"] * (scale != max(scales))
@@ -395,7 +395,7 @@ def test_weights_come_from_what_the_losses_counted(
 def test_rates_scaled_by_ranks_are_a_remark(by: float, rates_too: bool, tmp_path: Path) -> None:
     job = make(tmp_path)
     single_process_group = reference(job, tmp_path, lr=lambda step: LR / by)
-    kinds = accepting.remarkable(job, single_process_group, [])
+    kinds = accepting.kinds_that_only_warn(job, single_process_group, [])
     assert (accepting.RATES in kinds) == rates_too
     assert accepting.RANDOMNESS in kinds
 
@@ -406,7 +406,7 @@ def test_one_seed_for_all_masks_is_a_remark(strict: bool, verdict: str, tmp_path
         facts.passes = [replaced(facts.a_pass(0), draws=True, random={"torch": str(facts.step)})]
 
     asked = JobOptions(words=("python", "train.py"), no_reference=True, steps=3, strict=strict)
-    case = judging.judge(asked, make(tmp_path, masks), Ran(0, ()), None, "")
+    case = judging.judge(asked, make(tmp_path, masks), CommandResult(0, ()), None, "")
     assert case.verdict == verdict
     named = case.diagnosis if strict else case.remarks
     assert [one.cause for one in named] == ["shared-rng-seed"]
@@ -426,7 +426,7 @@ def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_b
     job = make(tmp_path, sums)
     single_process_group = reference(job, tmp_path, clipped=1 / divides / (4 + 1e-6), loss=4.0)
     asked = JobOptions(words=("python", "train.py"), steps=3)
-    case = judging.judge(asked, job, Ran(0, ()), single_process_group, "")
+    case = judging.judge(asked, job, CommandResult(0, ()), single_process_group, "")
     assert [one.cause for one in case.diagnosis if one.cause != "clip-by-local-norm"] == (
         [cause] if cause else []
     )
@@ -589,7 +589,7 @@ def test_a_cause_is_named_by_its_own_setting(tmp_path: Path) -> None:
         facts.groups = ({"lr": LR, "weight_decay": 0.1 * facts.rank},)
 
     job = make(tmp_path, decays)
-    found = causes.diagnose(job, checks.without_reference(job))
+    found = causes.diagnose(job, checks.checks_without_reference(job))
     assert [one.cause for one in found] == ["optimizer-settings-differ"]
 
 
@@ -645,5 +645,5 @@ def test_a_loss_that_a_replay_cannot_compute_fails_nothing(tmp_path: Path, is_se
     job = make(tmp_path, of_rewards)
     noise = reference(job, tmp_path, weights=[0.9, -0.3])
     asked = JobOptions(words=("python", "train.py"), steps=3)
-    case = judging.judge(asked, job, Ran(0, ()), noise, "")
+    case = judging.judge(asked, job, CommandResult(0, ()), noise, "")
     assert case.verdict == ("fail" if is_seen else "unknown")

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from distcheck.job import causes
 from distcheck.job.checks import reference as against
 from distcheck.job.checks import samples
-from distcheck.job.inside.contents import read_alike
+from distcheck.job.inside.contents import read_with_equal_rng
 from distcheck.job.inside.loaders import Loaders
-from distcheck.job.settings import Read
+from distcheck.job.settings import SampleComparison
 from tests.job.recordings import Facts, make, reference
 from tests.job.scripts import recorded
 
@@ -101,7 +101,7 @@ def test_a_sample_is_what_the_sampler_gave(
     change: Callable[[Facts], None], verdict: str, named: list[str], tmp_path: Path
 ) -> None:
     job = make(tmp_path, change)
-    result = samples.disjoint(job)
+    result = samples.disjoint_samples(job)
     assert result.verdict == verdict
     assert [one.cause for one in causes.diagnose(job, [result])] == named
 
@@ -112,7 +112,7 @@ def test_advice_names_a_loader_only_if_there_is_one(loads: bool, tmp_path: Path)
     if not loads:
         own = {at: msgspec.structs.replace(r, batches=()) for at, r in job.records.items()}
         job = dataclasses.replace(job, records=own)
-    (found,) = causes.diagnose(job, [samples.disjoint(job)])
+    (found,) = causes.diagnose(job, [samples.disjoint_samples(job)])
     assert (found.cause, "DataLoader" in found.suggestion) == ("same-data", loads)
 
 
@@ -128,7 +128,7 @@ def test_the_last_batch_may_be_filled(number: int, verdict: str, tmp_path: Path)
             facts.rows = tuple(f"0-0-{i}" for i in range(4))
         facts.passes = [facts.a_pass(0)]
 
-    assert samples.disjoint(make(tmp_path, fills, steps=4)).verdict == verdict
+    assert samples.disjoint_samples(make(tmp_path, fills, steps=4)).verdict == verdict
 
 
 SHARDS = [
@@ -146,7 +146,7 @@ def test_labels_that_ranks_have_in_common_do_not_make_their_samples_the_same(
     for rank, index in product(range(2), range(4)):
         image = f"{index} of {rank if data == 'own' else 0}"
         job.alike[rank, 0, index] = (image, str(index % 2))
-    result = samples.disjoint(job)
+    result = samples.disjoint_samples(job)
     assert result.verdict == verdict
     assert [one.cause for one in causes.diagnose(job, [result])] == named
 
@@ -158,7 +158,7 @@ def test_shards_that_are_augmented_alike_are_named(tmp_path: Path) -> None:
 
     job = make(tmp_path, seeded_alike)
     job.alike.update({(rank, 0, 0): (f"of {rank}", "label") for rank in range(2)})
-    found = causes.diagnose(job, [samples.disjoint(job)])
+    found = causes.diagnose(job, [samples.disjoint_samples(job)])
     assert [one.cause for one in found] == ["shared-rng-seed"]
 
 
@@ -177,7 +177,10 @@ def test_ranks_read_samples_with_the_same_random_numbers() -> None:
     def read(data: Noisy) -> list[tuple[int, tuple[str, ...]]]:
         torch.manual_seed(int(data.images[0, 0]))
         before = torch.get_rng_state()
-        found = [(one.index, one.parts) for one in read_alike({2: DataLoader(data, batch_size=4)})]
+        found = [
+            (one.index, one.parts)
+            for one in read_with_equal_rng({2: DataLoader(data, batch_size=4)})
+        ]
         assert torch.equal(torch.get_rng_state(), before)
         return found
 
@@ -204,7 +207,7 @@ def test_an_evaluation_gives_no_samples(tmp_path: Path) -> None:
         other = msgspec.structs.replace(facts.a_pass(0), rows=("x", "y"), live=False, batches=())
         facts.passes = [other, facts.a_pass(1)]
 
-    assert samples.disjoint(make(tmp_path, evaluates)).verdict == "pass"
+    assert samples.disjoint_samples(make(tmp_path, evaluates)).verdict == "pass"
 
 
 AHEAD = """
@@ -263,7 +266,7 @@ def test_the_files_that_samples_are_from_are_noted(tmp_path: Path) -> None:
 def test_workers_that_draw_alike_are_named(tmp_path: Path) -> None:
     job = make(tmp_path, apart)
     job.drawn.update({0: {"torch-1", "numpy-5"}, 1: {"torch-2", "numpy-5"}})
-    result = samples.disjoint(job)
+    result = samples.disjoint_samples(job)
     assert result.verdict == "fail"
     assert "(numpy, in the processes of their loaders)" in result.reason
 
@@ -281,7 +284,9 @@ def test_samples_are_read_as_recorded(parts: tuple[str, ...], fails: bool, tmp_p
     job = make(tmp_path, apart)
     alone = reference(job, tmp_path)
     of_ranks = (("same", "same"), parts)
-    reads = tuple(Read(rank=r, parts=found, sizes=(40, 4)) for r, found in enumerate(of_ranks))
+    reads = tuple(
+        SampleComparison(rank=r, parts=found, sizes=(40, 4)) for r, found in enumerate(of_ranks)
+    )
     replayed = msgspec.structs.replace(alone.replayed, reads=reads)
     (result,) = against.contents(dataclasses.replace(alone, replayed=replayed))
     assert result.verdict == ("fail" if fails else "pass")

@@ -350,7 +350,7 @@ def test_what_stands_in_for_a_parameter_is_none(tmp_path: Path) -> None:
 
 ALONE = """
 import distcheck.job.inside.rank
-distcheck.job.inside.rank.world_of = lambda: (0, 2)
+distcheck.job.inside.rank.rank_and_world_size = lambda: (0, 2)
 model = torch.nn.Linear(3, 2)
 optimizer = optimizer_of(model)
 for number in range(20):

@@ -13,7 +13,7 @@ from distcheck.job.checks import exchange, terms
 from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.merged_batch import MergedBatch
-from distcheck.job.inside.terms import count_of, terms_of
+from distcheck.job.inside.terms import divisor_of_loss, terms_of
 from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.records import Factor, LossCall, Term
 from tests.job.recordings import Facts, make, reference
@@ -98,7 +98,7 @@ def test_a_mean_times_its_samples_is_a_sum(of: Losses, expected: tuple[float, st
     ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     mse = F.mse_loss(logits, torch.zeros(4, 3))
     heard = [("ce", "mean", ce, 4), ("mse", "mean", mse, 12)]
-    assert count_of(of(ce, mse, logits), heard, 4) == expected
+    assert divisor_of_loss(of(ce, mse, logits), heard, 4) == expected
 
 
 def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:
@@ -193,7 +193,7 @@ def test_a_weight_equal_to_the_pass_count_is_no_mistake(number: float, tmp_path:
 )  # fmt: skip
 def test_undivided_terms(found: tuple[Term, ...], cause: str, said: str, tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(*found))
-    results = [r for r in checks.without_reference(job) if r.compared.elements]
+    results = [r for r in checks.checks_without_reference(job) if r.compared.elements]
     assert [r.check for r in results if r.verdict == "fail"] == ["loss scale"]
     (named,) = causes.diagnose(job, results)
     assert named.cause == cause
@@ -227,7 +227,7 @@ def test_terms_that_change_from_pass_to_pass_are_not_judged(tmp_path: Path) -> N
 
     job = make(tmp_path, change)
     assert (
-        terms.counted(job, 0, 0).why
+        terms.judge_loss_weight(job, 0, 0).why
         == "the weights of its terms change from one backward pass to the next"
     )
 
@@ -237,7 +237,7 @@ def test_the_scale_of_a_scaler_is_left_out(tmp_path: Path) -> None:
         passes_with(term("ce", -64.0, -1 / 4), term("aux", -64.0, -1 / 4, 0.1))(facts)
         facts.scale = 64.0
 
-    assert terms.counted(make(tmp_path, change), 0, 0) == terms.Counted()
+    assert terms.judge_loss_weight(make(tmp_path, change), 0, 0) == terms.LossWeight()
 
 
 def test_a_last_step_with_fewer_passes_is_divided_as_the_others(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_terms_may_be_divided_at_the_end(divides: bool, verdict: str, tmp_path: 
         if divides:
             facts.raw = {name: gradient / 4 for name, gradient in facts.raw.items()}
 
-    results = {r.check: r for r in checks.without_reference(make(tmp_path, change))}
+    results = {r.check: r for r in checks.checks_without_reference(make(tmp_path, change))}
     assert results["loss scale"].verdict == verdict
     assert results["gradients"].verdict == "pass"
 

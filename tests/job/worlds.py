@@ -14,13 +14,13 @@ import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
 from distcheck.job import command, replaying, settings
-from distcheck.job.copying import Copy
+from distcheck.job.copying import ProjectCopy
 from distcheck.job.inside.install import install
 from distcheck.job.judging import judge
 from distcheck.job.options import JobOptions
 from distcheck.job.replaying import NoReferenceError, Reference
-from distcheck.job.running import Ran
-from distcheck.job.settings import JobSettings, Replayed
+from distcheck.job.running import CommandResult
+from distcheck.job.settings import JobSettings, ReplayResult
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CaseReport
@@ -88,7 +88,7 @@ def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: 
                     joins=bool(job.joined)), folder,
     )  # fmt: skip
     _ended([_forked(script, words, file, replaying._ONE_RANK)], folder)
-    said = decode_json((folder / "replayed.json").read_bytes(), Replayed)
+    said = decode_json((folder / "replayed.json").read_bytes(), ReplayResult)
     if not said.steps:
         raise NoReferenceError(said.failure, said.retry)
     return Reference(folder, said)
@@ -102,10 +102,10 @@ def judged(
     job = record(script, folder / "job", *words, modules=modules, steps=steps)
     asked = change(JobOptions(words=("python", str(script)), steps=steps, modules=modules))
 
-    def replayed(job: JobRecording, copy: Copy, there: Path, **_: object) -> Reference:
+    def replayed(job: JobRecording, copy: ProjectCopy, there: Path, **_: object) -> Reference:
         return replay(job, script, there, *words, modules=modules)
 
-    copy = Copy(script.parent, folder)  # which is not looked at
+    copy = ProjectCopy(script.parent, folder)  # which is not looked at
     with patch.object(replaying, "replay", replayed):
         job, reference, missing = command._replay(asked, job, copy, folder / "reference")
-    return judge(asked, job, Ran(0, ()), reference, missing)
+    return judge(asked, job, CommandResult(0, ()), reference, missing)

@@ -16,7 +16,7 @@ from hypothesis.vendor.pretty import pretty
 
 from distcheck.records import Outcome
 from distcheck.testing import examples, failures
-from distcheck.testing.failures import Ended
+from distcheck.testing.failures import WorldEnd
 from distcheck.testing.fixtures import Deferred
 from distcheck.testing.messages import RankReport
 from tests.plugin.running import run_warm
@@ -221,14 +221,14 @@ def test_ranks_that_do_not_agree(ends: str, sentence: str) -> None:
         for rank, end in enumerate(ends.split())
     }
     outcomes = [Outcome(rank=rank, outcome="finished") for rank in reports]
-    ended = Ended(size=2, outcomes=outcomes, reports=reports, outputs={})
-    assert sentence in failures.divided(ended)
+    ended = WorldEnd(size=2, outcomes=outcomes, reports=reports, outputs={})
+    assert sentence in failures.why_ranks_disagree(ended)
 
 
 def test_a_failure_beside_a_rejection_tells_both(pytestconfig: pytest.Config) -> None:
     reports = {1: RankReport(end="rejected", reason="assume()")}
     killed = [Outcome(rank=0, outcome="killed"), Outcome(rank=1, outcome="finished")]
-    ended = Ended(size=2, outcomes=killed, reports=reports, outputs={})
+    ended = WorldEnd(size=2, outcomes=killed, reports=reports, outputs={})
     assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
         "rank 0 of 2 was killed:",
         "rank 1 of 2 had rejected the example (assume())",
@@ -242,12 +242,12 @@ def test_the_deadline_is_for_the_body_on_its_ranks() -> None:
         demand = settings(deadline=milliseconds, max_examples=1, database=None)
         return demand(given(st.none())(lambda _: time.sleep(0.02)))
 
-    with examples.own_deadline(strict(200)) as deadline:
+    with examples.without_hypothesis_deadline(strict(200)) as deadline:
         assert deadline is None
-    with examples.own_deadline(test := strict(10)) as deadline:
+    with examples.without_hypothesis_deadline(test := strict(10)) as deadline:
         test()
     assert deadline == timedelta(milliseconds=10)
-    with examples.own_deadline(functools.wraps(test)(lambda: test())):
+    with examples.without_hypothesis_deadline(functools.wraps(test)(lambda: test())):
         test()
     with pytest.raises(DeadlineExceeded):
         test()
@@ -257,11 +257,13 @@ def test_the_deadline_is_for_the_body_on_its_ranks() -> None:
 @given(limit=st.just(100))
 def test_the_slowest_rank_is_held_to_the_deadline(limit: int) -> None:
     demand = timedelta(milliseconds=limit)
-    examples.hold_to(None, [9.0])
-    examples.hold_to(demand, [])
-    examples.hold_to(demand, [0.01, 0.12])  # as hypothesis: strict about what it shows alone
+    examples.enforce_deadline(None, [9.0])
+    examples.enforce_deadline(demand, [])
+    examples.enforce_deadline(
+        demand, [0.01, 0.12]
+    )  # as hypothesis: strict about what it shows alone
     with pytest.raises(DeadlineExceeded, match=r"took 130\.00ms.* deadline of 100\.00ms"):
-        examples.hold_to(demand, [0.01, 0.13])
+        examples.enforce_deadline(demand, [0.01, 0.13])
 
 
 def test_a_flaky_deadline_is_told_where_hypothesis_observes() -> None:
@@ -271,11 +273,11 @@ def test_a_flaky_deadline_is_told_where_hypothesis_observes() -> None:
     @settings(deadline=10, max_examples=1, database=None, phases=[Phase.generate])
     @given(st.none())
     def test(_: None) -> None:
-        examples.hold_to(deadline, body_s)
+        examples.enforce_deadline(deadline, body_s)
 
     with (
         with_observability_callback(lambda _: None),
-        examples.own_deadline(test) as deadline,
+        examples.without_hypothesis_deadline(test) as deadline,
         pytest.raises(FlakyFailure, match="did not on a subsequent one"),
     ):
         test()
@@ -437,7 +439,7 @@ def test_a_failure_reports_all_ranks(pytestconfig: pytest.Config, kind: type[Exc
         end="failed", exception=f"{kind.__module__}:{kind.__qualname__}", message="told"
     )
     raised = [Outcome(rank=0, outcome="raised", text="told")]
-    ended = Ended(size=1, outcomes=raised, reports={0: report}, outputs={})
+    ended = WorldEnd(size=1, outcomes=raised, reports={0: report}, outputs={})
     failure = failures.failure_of(ended, pytestconfig)
     assert isinstance(failure, kind)
     assert str(failure).splitlines()[0] == "rank 0 of 1: told"

@@ -13,7 +13,7 @@ import pytest
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.testing import failures, front, waiting
-from distcheck.testing.failures import Ended
+from distcheck.testing.failures import WorldEnd
 from distcheck.testing.messages import RankReport
 from distcheck.worlds import root_cause
 from distcheck.worlds.local.children import Child
@@ -213,7 +213,7 @@ def test_what_is_said(ran: str, name: str, phrases: list[str]) -> None:
 
 def test_ranks_that_hung_and_ranks_that_had_ended(pytestconfig: pytest.Config) -> None:
     passed, skipped = RankReport(end="passed"), RankReport(end="skipped", reason="not here")
-    ended = Ended(
+    ended = WorldEnd(
         size=5,
         outcomes=[Outcome(rank=0, outcome="hung"), Outcome(rank=2, outcome="hung")]
         + [Outcome(rank=rank, outcome="finished") for rank in (1, 3, 4)],
@@ -231,7 +231,7 @@ def test_what_ranks_were_in_when_they_lost_a_peer(pytestconfig: pytest.Config) -
     test: Any = {"step": 0, "phase": "test"}
     lost: Any = {**test, "outcome": RankEnd.RAISED, "lost_peer": True, "text": "long"}
     at = " at mine.py:3 (last collective: barrier of [], number 2)"
-    ended = Ended(
+    ended = WorldEnd(
         size=5,
         outcomes=[Outcome(rank=1, outcome=RankEnd.KILLED, ended_by="killed by SIGKILL", **test)]
         + [Outcome(rank=rank, lost_at=at, **lost) for rank in (2, 0)]
@@ -254,7 +254,7 @@ def test_ranks_that_were_ended_with_one_that_was_killed(pytestconfig: pytest.Con
     """And one that lost a peer: what became of each is told once."""
     test: Any = {"step": 0, "phase": "test"}
     there = Collective(number=1, name="barrier", shapes="")
-    ended = Ended(
+    ended = WorldEnd(
         size=4,
         outcomes=[
             Outcome(rank=3, outcome=RankEnd.KILLED, ended_by="killed by SIGKILL", **test),
@@ -278,7 +278,7 @@ def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
     """Being asked ends a sleep; a kept rank that had told its end before only waits."""
     outcomes = [Outcome(rank=rank, outcome="hung", text="there") for rank in range(3)]
     reports = {0: RankReport(end="passed"), 1: RankReport(end="passed")}
-    heard = waiting.Heard(reports=reports, in_time={0})
+    heard = waiting.RankMessages(reports=reports, in_time={0})
     ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, heard)}
     assert ends == {0: "finished", 1: "hung", 2: "hung"}
 
@@ -286,7 +286,7 @@ def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
 @pytest.mark.parametrize(("size", "words"), [(1, "rank 0 of 1 was"), (2, "all 2 ranks were")])
 def test_killed_in_the_plural(pytestconfig: pytest.Config, size: int, words: str) -> None:
     killed = [Outcome(rank=rank, outcome="killed") for rank in range(size)]
-    ended = Ended(size=size, outcomes=killed, reports={}, outputs={})
+    ended = WorldEnd(size=size, outcomes=killed, reports={}, outputs={})
     assert str(failures.longrepr_of(ended, pytestconfig)) == f"{words} killed:"
 
 
@@ -315,7 +315,7 @@ def test_fewer_reports_than_ranks_are_no_pass() -> None:
     """Every rank finished, and one of them has said nothing."""
     reports = {0: RankReport(end="passed")}
     finished = [Outcome(rank=rank, outcome="finished") for rank in range(2)]
-    ended = Ended(size=2, outcomes=finished, reports=reports, outputs={})
+    ended = WorldEnd(size=2, outcomes=finished, reports=reports, outputs={})
     with pytest.raises(AssertionError, match="1 of 2 ranks reported"):
         front._decide(SimpleNamespace(config=None), ended)  # type: ignore[arg-type]
     reports[1] = RankReport(end="passed")

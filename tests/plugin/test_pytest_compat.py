@@ -25,7 +25,7 @@ def made() -> Iterator[list[str]]:
 @pytest.mark.parametrize("number", [7])
 def test_fixtures_and_parameters_of_a_test(item: pytest.Function, number: int) -> None:
     assert set(pytest_compat.argument_names(item)) == {"item", "number"}
-    assert pytest_compat.definitions(item)["item"][-1].argnames == ("request",)
+    assert pytest_compat.definitions_of_fixtures(item)["item"][-1].argnames == ("request",)
     assert pytest_compat.is_parameter(item, "number")
     assert not pytest_compat.is_parameter(item, "item")
 
@@ -38,7 +38,7 @@ def test_every_fixture_is_listed(item: pytest.Function) -> None:
 
 
 def test_what_was_set_up_is_known_until_it_is_taken_back(item: pytest.Function) -> None:
-    definition = pytest_compat.definitions(item)["item"][-1]
+    definition = pytest_compat.definitions_of_fixtures(item)["item"][-1]
     known = item._request._fixture_defs  # type: ignore[attr-defined]
     assert known["item"] is definition
     pytest_compat.note_not_set_up(item, "item")
@@ -48,8 +48,8 @@ def test_what_was_set_up_is_known_until_it_is_taken_back(item: pytest.Function) 
 
 
 def test_a_fixture_with_the_scope_of_the_session(item: pytest.Function) -> None:
-    definition = pytest_compat.definitions(item)["item"][-1]
-    assert pytest_compat.of_session(definition).scope == "session"
+    definition = pytest_compat.definitions_of_fixtures(item)["item"][-1]
+    assert pytest_compat.with_session_scope(definition).scope == "session"
     assert definition.scope == "function"
 
 
@@ -72,7 +72,7 @@ class Test:
 
 
 def test_finalizers_of_a_fixture_are_dropped(item: pytest.Function, made: list[str]) -> None:
-    definition = pytest_compat.definitions(item)["made"][-1]
+    definition = pytest_compat.definitions_of_fixtures(item)["made"][-1]
     held: list[Any] = getattr(definition, pytest_compat.FINALIZERS)
     kept = list(held)
     assert kept

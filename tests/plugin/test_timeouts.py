@@ -20,34 +20,34 @@ def limit(seconds: float, *, method: str = "thread", despite_debugger: bool = Fa
 
 def test_a_world_keeps_the_limit_of_the_method_thread(item: pytest.Item) -> None:
     """Once: it is asked on while the ranks answer."""
-    timeouts.note(item, limit(1000))
-    timeouts.check(item)
-    timeouts.note(item, limit(0, method="signal"))
-    timeouts.check(item)
-    timeouts.note(item, limit(0))
+    timeouts.record_time_limit(item, limit(1000))
+    timeouts.fail_if_time_is_up(item)
+    timeouts.record_time_limit(item, limit(0, method="signal"))
+    timeouts.fail_if_time_is_up(item)
+    timeouts.record_time_limit(item, limit(0))
     with pytest.raises(pytest.fail.Exception, match=r"^Timeout \(>0s\) from pytest-timeout\.$"):
-        timeouts.check(item)
-    timeouts.check(item)
+        timeouts.fail_if_time_is_up(item)
+    timeouts.fail_if_time_is_up(item)
 
 
 def test_a_debugger_holds_a_world_back(item: pytest.Item, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does so with pytest-timeout."""
     monkeypatch.setattr(pytest_timeout, "SUPPRESS_TIMEOUT", True)
-    timeouts.note(item, limit(0))
-    timeouts.check(item)
-    timeouts.note(item, limit(0, despite_debugger=True))
+    timeouts.record_time_limit(item, limit(0))
+    timeouts.fail_if_time_is_up(item)
+    timeouts.record_time_limit(item, limit(0, despite_debugger=True))
     with pytest.raises(pytest.fail.Exception):
-        timeouts.check(item)
+        timeouts.fail_if_time_is_up(item)
 
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -> None:
     """What has failed before is told. A second run of the test is not refused for it."""
     search = timeouts.ExampleSearch(item)
-    timeouts.note(item, limit(1000, method=method))
+    timeouts.record_time_limit(item, limit(1000, method=method))
     with pytest.raises(AssertionError), search.example({"n": 7}):
         raise AssertionError("unlike")
-    timeouts.note(item, limit(0, method=method))
+    timeouts.record_time_limit(item, limit(0, method=method))
     for n in (8, 9):
         with pytest.raises(BaseException, match=r"^$") as raised, search.example({"n": n}):
             pytest.fail("it started")
@@ -62,7 +62,7 @@ def test_no_example_starts_when_the_time_is_up(item: pytest.Item, method: str) -
 def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
     """By itself, before anybody looked at the clock: it is not the smallest one."""
     search, failure = timeouts.ExampleSearch(item), AssertionError("unlike")
-    timeouts.note(item, limit(1000))
+    timeouts.record_time_limit(item, limit(1000))
 
     def fail_late() -> None:
         noted = item.stash[timeouts._KEY]
@@ -81,7 +81,7 @@ def test_an_example_that_ends_after_the_time_says_so(item: pytest.Item) -> None:
 
 def test_a_timeout_between_examples_reports_the_failures(item: pytest.Item) -> None:
     search = timeouts.ExampleSearch(item)
-    timeouts.note(item, limit(1000, method="signal"))
+    timeouts.record_time_limit(item, limit(1000, method="signal"))
     with pytest.raises(AssertionError), search.example({"n": 7}):
         raise AssertionError("unlike")
     with pytest.raises(pytest.fail.Exception) as raised, search.whole():

@@ -37,7 +37,7 @@ def turns_here() -> int:
 def crowd(monkeypatch: pytest.MonkeyPatch) -> int:
     """One process more than there are turns, in a test run of its own."""
     monkeypatch.setattr(turns, "_shared", None)
-    turns.share(uuid.uuid4().hex, processes=turns_here() + 1)
+    turns.take_turns(uuid.uuid4().hex, processes=turns_here() + 1)
     return turns_here() + 1
 
 
@@ -49,7 +49,7 @@ def test_no_more_at_once_than_there_are_turns() -> None:
     for _ in range(crowd):
         child = os.fork()
         if child == 0:
-            turns.share(run, processes=crowd)
+            turns.take_turns(run, processes=crowd)
             os.write(enter, b"?")
             with turn():
                 os.write(enter, b"+")
@@ -74,7 +74,7 @@ def test_no_more_at_once_than_there_are_turns() -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_enough_turns_need_no_waiting(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setattr(turns, "_shared", None)
-    turns.share("run", processes=processes)
+    turns.take_turns("run", processes=processes)
     with turn():
         assert not turns._held
 

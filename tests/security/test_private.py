@@ -24,9 +24,9 @@ ANOTHER = 4242
 
 def _start_on_slurm() -> None:
     from distcheck.addons.engines import on_slurm
-    from distcheck.addons.engines.running import Work
+    from distcheck.addons.engines.running import MatrixTask
 
-    on_slurm.start("local", [Work(1, "part", ("--world", "2"), 2, 0)])
+    on_slurm.start("local", [MatrixTask(1, "part", ("--world", "2"), 2, 0)])
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from distcheck.errors.masking import MASK, is_secret, masked_command, masked_forms, masked_json
+from distcheck.errors.masking import (
+    MASK,
+    is_secret,
+    mask_secret_patterns,
+    masked_command,
+    masked_json,
+)
 
 A40 = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF3hJ6kL9n"
 PEM = f"-----BEGIN RSA PRIVATE KEY-----\n{A40}\n{A40}\n-----END RSA PRIVATE KEY-----"
@@ -111,11 +117,11 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_secret_is_masked(name: str) -> None:
     text, secret = FORMS[name]
-    masked = masked_forms(f"it said: {text}")
+    masked = mask_secret_patterns(f"it said: {text}")
     assert secret not in masked
     assert MASK in masked
     assert masked.startswith("it said: ")
-    assert masked_forms(masked) == masked
+    assert mask_secret_patterns(masked) == masked
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_a_secret_is_masked(name: str) -> None:
     ],
 )  # fmt: skip
 def test_an_innocent_text_stays(text: str) -> None:
-    assert masked_forms(text) == text
+    assert mask_secret_patterns(text) == text
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -15,7 +15,7 @@ import pytest
 
 from distcheck import private
 from distcheck.errors.masking import masked, secrets_of
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.job import command as job_command
 from distcheck.job import machines
 from distcheck.job.inside import parameters, rank
@@ -94,7 +94,7 @@ def test_a_secret_is_found_as_it_is_quoted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_masks_what_it_raises() -> None:
-    event = child.as_event(RuntimeError(f"login with {VALUE} failed"))
+    event = child.message_of_exception(RuntimeError(f"login with {VALUE} failed"))
     assert event.message == "login with <$MY_API_KEY> failed"
     assert VALUE not in event.traceback
 
@@ -145,7 +145,7 @@ def test_the_screen_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MY_API_KEY" in said
     assert "hunter2" not in said
     assert TOKEN not in said
-    say(f"distcheck: {VALUE}", err=True)
+    print_displayable(f"distcheck: {VALUE}", err=True)
     assert capsys.readouterr().err == "distcheck: <$MY_API_KEY>\n"
 
 
@@ -175,7 +175,7 @@ def test_recorded_variables_are_listed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(rank, "mark_rank", lambda: None)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     for number in range(2):
-        rank.introduce(tmp_path, number, 2, parameters.Parameters())
+        rank.write_rank_record(tmp_path, number, 2, parameters.Parameters())
     first, second = (read_own(tmp_path / f"rank-000{n}/rank.json", RankRecord) for n in range(2))
     assert {*first.variables} & {"LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "TORCHELASTIC_Y",
                                  "ACCELERATE_HUB_TOKEN", "OMPI_COMM_WORLD_Z"} == set()  # fmt: skip

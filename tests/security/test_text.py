@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from distcheck.errors import UsageError
-from distcheck.errors.shown_text import MOST_CHARACTERS, MOST_REPORTED, say, shown, without_commands
+from distcheck.errors.shown_text import (
+    MOST_CHARACTERS,
+    MOST_REPORTED,
+    displayable,
+    print_displayable,
+    without_workflow_commands,
+)
 from distcheck.records import Case, Report
 from distcheck.reports import github, html_report, json_report, junit
 from distcheck.reports.files import write_document
@@ -75,14 +81,14 @@ def test_what_does_not_print_is_shown_as_an_escape_everywhere() -> None:
 
 @given(st.text(st.characters(codec=None), max_size=200))
 def test_any_text_is_shown_so_that_it_prints(text: str) -> None:
-    found = shown(text)
+    found = displayable(text)
     assert all(line.replace("\t", "").isprintable() for line in found.split("\n"))
-    assert shown(found) == found
-    assert not GITHUB_COMMAND.search(without_commands(found))
+    assert displayable(found) == found
+    assert not GITHUB_COMMAND.search(without_workflow_commands(found))
 
 
 def test_names_in_records_are_shown_as_well() -> None:
-    found = shown({"a\x1b": [("b\x1b", hostile())], "n": 3, "f": 1.5, "none": None})
+    found = displayable({"a\x1b": [("b\x1b", hostile())], "n": 3, "f": 1.5, "none": None})
     assert next(iter(found)) == "a\\x1b"
     assert found["a\\x1b"][0][0] == "b\\x1b"  # type: ignore[index]
     assert found["a\\x1b"][0][1].case.strategy == HOSTILE, "which prints"  # type: ignore[index]
@@ -102,7 +108,7 @@ def test_nothing_printed_is_a_github_command(capsys: pytest.CaptureFixture[str])
         render(report, console_for(stream, width=width), verbose=True)
         assert not GITHUB_COMMAND.search(stream.getvalue())
         assert not GITHUB_COMMAND.search(render_text(report, width=width))
-    say(COMMANDS)
+    print_displayable(COMMANDS)
     assert not GITHUB_COMMAND.search(capsys.readouterr().out)
 
 
@@ -147,15 +153,15 @@ def test_a_long_text_is_cut_before_it_is_wrapped(characters: int, unit: str) -> 
 
 
 def test_what_is_left_out_is_counted() -> None:
-    text = shown("a" * MOST_CHARACTERS + "b" * 10)
+    text = displayable("a" * MOST_CHARACTERS + "b" * 10)
     assert "... 10 characters are omitted here; the JSON report has them ..." in text
     assert text.endswith("b" * 10)
-    assert shown("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
+    assert displayable("a" * MOST_CHARACTERS) == "a" * MOST_CHARACTERS
 
 
 def test_a_rank_sends_the_ends_of_a_text_that_is_too_long() -> None:
     for text in ("the beginning" + "x" * (MOST_REPORTED + 1) + "the reason", "x" * MOST_REPORTED):
-        event = child.as_event(RuntimeError(text))
+        event = child.message_of_exception(RuntimeError(text))
         assert len(event.message) < MOST_REPORTED + 200
         assert event.message.startswith(text[:10])
         assert event.message.endswith(text[-10:])

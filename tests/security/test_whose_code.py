@@ -591,8 +591,8 @@ def test_a_text_for_an_object_of_this_checkout_is_asked_about_for_every_strategy
     """A class of the checkout may be filled with it, whichever strategy is judged."""
     said = Adaptation(variables=(("dist", "@mine.py:Mine"),), arguments=(("command", "'ls'"),))
     case = Case(id="c", strategy="ddp", world=2, workload="mlp", adaptation=said)
-    assert trust.texts_given([case]) == ["command='ls' for ddp"]
-    assert trust.texts_given([msgspec.structs.replace(case, adaptation=Adaptation())]) == []
+    assert trust.text_arguments_of([case]) == ["command='ls' for ddp"]
+    assert trust.text_arguments_of([msgspec.structs.replace(case, adaptation=Adaptation())]) == []
 
 
 @pytest.mark.parametrize("name", ["xxhash", "distcheck_strategies", "distcheck_mutants"])

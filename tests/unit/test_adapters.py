@@ -18,13 +18,13 @@ from distcheck.plan import cases as plan
 from distcheck.plan.settings import Request
 from distcheck.records import Adaptation, Case
 from distcheck.training.adapters import forms
-from distcheck.training.adapters.answers import Stillness
+from distcheck.training.adapters.answers import NoStepCheck
 from distcheck.training.adapters.forms import comm_hook
 from distcheck.training.adapters.options import adaptation_of
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
-from distcheck.training.loading import check_spelling, load_strategy, load_trained, look_at
-from distcheck.training.scripts import trains_at
+from distcheck.training.loading import check_spelling, inspect_strategy, load_strategy, load_trained
+from distcheck.training.scripts import line_of_training
 
 STEP = Step(index=0, rank=0, world_size=1, samples=1, total_samples=1)
 
@@ -179,7 +179,7 @@ def test_a_closure_that_is_required_is_exercised(tmp_path: Path, default: str, k
         f"class f:\n  def __init__(self, opt): pass\n  def step(self, closure{default}): closure()"
     )
     (tmp_path / "code.py").write_text(source)
-    uses = look_at(f"{tmp_path / 'code.py'}:f", Adaptation()).uses
+    uses = inspect_strategy(f"{tmp_path / 'code.py'}:f", Adaptation()).uses
     assert ("closure" in [use.feature for use in uses]) is known
 
 
@@ -298,7 +298,7 @@ def test_a_hook_without_a_future_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse-gradient"])
 def test_who_descends_is_told_from_who_only_moves(sparse: bool) -> None:
     table = nn.Embedding(20, 4, sparse=sparse)
-    still = Stillness(table)
+    still = NoStepCheck(table)
     table(torch.tensor([1, 1, 7])).square().sum().backward()
     gradient = table.weight.grad
     assert gradient is not None
@@ -317,7 +317,7 @@ def test_who_descends_is_told_from_who_only_moves(sparse: bool) -> None:
 def test_parameters_without_strides_are_looked_at_as_well() -> None:
     """A sparse one has no torch.equal."""
     rows = nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())])
-    still = Stillness(rows)
+    still = NoStepCheck(rows)
     rows[0].grad = torch.eye(3).to_sparse()
     still.check("it")
     with torch.no_grad():
@@ -413,7 +413,7 @@ def test_a_script_without_a_function_is_a_job(tmp_path: Path) -> None:
 )
 def test_where_a_file_trains_when_it_is_imported(source: str, line: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(source)
-    assert trains_at(tmp_path / "train.py") == line
+    assert line_of_training(tmp_path / "train.py") == line
 
 
 def test_a_guarded_process_group_leaves_the_file_as_it_is(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from distcheck.cli.options import given_options
 from distcheck.cli.verify_options import plan_from_options
 from distcheck.records import RunPlan
 from distcheck.reports.documents import not_in_plan
-from distcheck.reports.files import taken_from
+from distcheck.reports.files import pop_output_files
 
 TWO = "--strategy allreduce --strategy ring --world 2 --world 3"
 
@@ -20,7 +20,7 @@ def plan_of(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunPla
     monkeypatch.chdir(folder)
     with verify.make_context("verify", words.split()) as context:
         asked, given = dict(context.params), given_options()
-        taken_from(asked)
+        pop_output_files(asked)
         for name in ("save", "digests", "verbose", "quiet"):
             asked.pop(name)
         _, plan = plan_from_options(asked, given)

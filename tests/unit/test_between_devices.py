@@ -14,7 +14,7 @@ from distcheck.errors import CannotRunError
 from distcheck.judge.diagnosis import observation
 from distcheck.judge.oracles import between_devices, kinks
 from distcheck.judge.oracles.full_batch_bound import FullBatchBound, _Sides
-from distcheck.judge.oracles.kinks import OtherSides
+from distcheck.judge.oracles.kinks import UnitsOnOtherSides
 from distcheck.machine import devices, resources, seeds
 from distcheck.records import Case
 
@@ -50,7 +50,7 @@ def test_near_is_what_the_usual_size_rounds_to() -> None:
 
 def test_a_masked_maximum_is_near_nothing() -> None:
     scores = torch.tensor([[[[5.0, -1e9, -1e9, 4.0]]]], requires_grad=True)
-    with OtherSides(None):
+    with UnitsOnOtherSides(None):
         F.max_pool2d(scores, (1, 2)).sum().backward()
     assert scores.grad is not None
     assert scores.grad.flatten().tolist() == [1.0, 0.0, 0.0, 1.0]
@@ -58,12 +58,12 @@ def test_a_masked_maximum_is_near_nothing() -> None:
 
 def test_units_near_a_kink_are_on_its_other_side_and_no_others() -> None:
     inputs = torch.tensor([1.0, -1.0, 1e-7, -1e-7, 0.5, 0.9], requires_grad=True)
-    with OtherSides(None):
+    with UnitsOnOtherSides(None):
         F.relu(inputs).sum().backward()
     assert inputs.grad is not None
     assert inputs.grad.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     inputs = (torch.ones(1000) * 1e-7).index_fill(0, torch.arange(600), 1.0).requires_grad_()
-    with OtherSides(0):
+    with UnitsOnOtherSides(0):
         F.relu(inputs).sum().backward()
     assert inputs.grad is not None
     assert inputs.grad[:600].sum() == 600
@@ -85,7 +85,7 @@ def test_units_near_a_kink_are_on_its_other_side_and_no_others() -> None:
     ],
 )
 def test_other_functions_with_kinks_are_met(function: Any, others: set[str]) -> None:
-    with OtherSides(None) as met:
+    with UnitsOnOtherSides(None) as met:
         function(torch.ones(3, 3, requires_grad=True) * 2).sum().backward()
     assert met.others == others
 
@@ -138,18 +138,18 @@ def test_as_many_copies_as_the_gpu_has_room_for(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: reserved << 30)
-    assert devices.copies_beside(taken << 30) == beside
+    assert devices.count_of_further_processes(taken << 30) == beside
     assert devices.gpu_bytes_taken() == reserved << 30
 
 
 def test_without_a_gpu_copies_fill_the_cores() -> None:
-    assert devices.copies_beside(1 << 40) == min(resources.cores(), 8)
+    assert devices.count_of_further_processes(1 << 40) == min(resources.cores(), 8)
     assert devices.gpu_bytes_taken() == 0
 
 
 @pytest.mark.parametrize("moved", [{None: 1.0, 0: 3.0}, {None: 3.0, 0: 1.0}], ids=str)
 def test_the_larger_of_both_passes_counts_twice(moved: dict[int | None, float]) -> None:
-    def run(step: int, *, within: OtherSides) -> Any:
+    def run(step: int, *, within: UnitsOnOtherSides) -> Any:
         by = moved[None if within._half is None else 0]
         return SimpleNamespace(gradients=[torch.tensor([by]), None])
 
@@ -180,7 +180,9 @@ def test_what_is_further_off_decides_nothing_where_it_may_be_rounding(
     in_double = SimpleNamespace(gradients=[] if exact is None else [torch.tensor([exact]).double()])
     at: Any = SimpleNamespace(own_rounding=own, in_double=SimpleNamespace(full_batch=in_double))
     right, wrong = torch.tensor([4.0]), torch.tensor([9.0])
-    further, undecided, said = between_devices.allowed(at, (right,), (1.0,), {0: [wrong]})
+    further, undecided, said = between_devices.tolerances_between_devices(
+        at, (right,), (1.0,), {0: [wrong]}
+    )
     assert undecided == rounding
     asked = exact is not None and moved < 4.0  # float64, where it is needed
     assert further == {0: moved + 2 * (4.0 - exact if asked and exact is not None else 0.0)}

@@ -9,23 +9,23 @@ import msgspec
 import pytest
 
 from distcheck.judge.diagnosis.outcomes import explain
-from distcheck.records.posted_calls import Posted
+from distcheck.records.posted_calls import PostedCall
 from distcheck.worlds import messages, root_cause
 from distcheck.worlds.call_log import (
     _OFFSET,
     _SLOT_BYTES,
     _SLOTS,
     CallLog,
-    Logged,
+    LoggedCall,
     is_within_call,
-    logged,
+    read_logged_calls,
 )
 from distcheck.worlds.messages import Proven
 from distcheck.worlds.remote.coordinator import RemoteChild
 from distcheck.worlds.world import mismatch_of, or_earlier
 
 
-def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> Logged:
+def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> LoggedCall:
     """A collective of three elements in a world of three."""
     given: dict[str, Any] = {
         "rank": 0, "kind": kind, "name": kind, "group": "0", "number": number, "counts": (3,),
@@ -35,11 +35,11 @@ def call(number: int = 1, kind: str = "all_reduce", **about: Any) -> Logged:
     ranks = about.pop("ranks", (0, 1, 2))
     if "count" in about:
         about |= {"counts": (about["count"],), "sizes": ((about.pop("count"),),)}
-    return Logged(ranks, Posted(**{**given, **about}))
+    return LoggedCall(ranks, PostedCall(**{**given, **about}))
 
 
-def of_rank(rank: int, one: Logged) -> Logged:
-    return Logged(one.ranks, dataclasses.replace(one.call, rank=rank))
+def of_rank(rank: int, one: LoggedCall) -> LoggedCall:
+    return LoggedCall(one.ranks, dataclasses.replace(one.call, rank=rank))
 
 
 class Within(RemoteChild):
@@ -48,7 +48,7 @@ class Within(RemoteChild):
     was_within_call = True  # type: ignore[assignment]
 
 
-def failed(*logs: list[Logged], within_call: bool = True) -> list[RemoteChild]:
+def failed(*logs: list[LoggedCall], within_call: bool = True) -> list[RemoteChild]:
     """Ranks of which all raised, the first one first."""
     children = []
     for rank, calls in enumerate(logs):
@@ -60,7 +60,7 @@ def failed(*logs: list[Logged], within_call: bool = True) -> list[RemoteChild]:
     return children
 
 
-def said_of(*logs: list[Logged], within_call: bool = True) -> str:
+def said_of(*logs: list[LoggedCall], within_call: bool = True) -> str:
     children = failed(*logs, within_call=within_call)
     found = mismatch_of(children[0], children)
     return "" if found is None else found.what
@@ -93,7 +93,7 @@ def test_ranks_of_other_groups_are_not_compared() -> None:
 
 
 def test_splits_are_what_the_others_expect() -> None:
-    def of(sent: tuple[int, ...], received: tuple[int, ...]) -> list[Logged]:
+    def of(sent: tuple[int, ...], received: tuple[int, ...]) -> list[LoggedCall]:
         about = {"name": "all_to_all_single", "counts": (), "in_splits": sent}
         return [call(kind="all_to_all", out_splits=received, **about)]
 
@@ -171,17 +171,17 @@ def test_what_no_rank_can_have_called_is_left_out(strange: dict[str, Any]) -> No
 
 def test_a_log_keeps_the_latest_calls() -> None:
     fd = os.memfd_create("log")
-    assert logged(fd) == []
+    assert read_logged_calls(fd) == []
     log = CallLog(fd)
     for number in range(_SLOTS + 3):
         log.write(*msgspec.structs.astuple(call(number)))
     log.write((0,), call(1000, place="x" * _SLOT_BYTES).call)  # does not fit
-    assert [one.call.number for one in logged(fd)] == list(range(3, _SLOTS + 3))
+    assert [one.call.number for one in read_logged_calls(fd)] == list(range(3, _SLOTS + 3))
     for yes in (True, False):
         log.within_call(yes)
         assert is_within_call(fd) is yes
     os.pwrite(fd, b"\xff" * 40, _OFFSET)
     os.pwrite(fd, b"\x05" + bytes(11) + b"hello", _OFFSET + _SLOT_BYTES)
-    assert len(logged(fd)) == _SLOTS - 2
+    assert len(read_logged_calls(fd)) == _SLOTS - 2
     os.close(fd)
-    assert logged(fd) == []
+    assert read_logged_calls(fd) == []

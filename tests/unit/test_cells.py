@@ -12,7 +12,7 @@ from distcheck.errors import UsageError
 from distcheck.judge.checks.comparison import by_norm, within
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.judge.oracles.rounding import interval
-from distcheck.judge.oracles.shards import scale_after
+from distcheck.judge.oracles.shards import loss_scale_after
 from distcheck.plan.case_remarks import why_left_out
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.training.building import open_ingredients
@@ -274,7 +274,7 @@ def test_a_loss_scale_is_halved_and_doubled_as_torch_does() -> None:
         torch._amp_update_scale_(scale, in_a_row, overflows, *factors, interval)
         seen.append(float(scale))
     for step in (0, 1, 2, 701, 702, 2701, 2702, 2703, 4702, 4703, 4704, 4900, 4901, 5000):
-        assert scale_after(2.0**10, finite[:step]) == seen[step], step
+        assert loss_scale_after(2.0**10, finite[:step]) == seen[step], step
     assert set(seen) == {2.0**power for power in (10, 9, 8, 7)}
 
 

@@ -244,7 +244,7 @@ def test_data_loaders_take_indices_and_samples_by_these_names() -> None:
     assert isinstance(iterator, compat.LoaderIterator)
     assert {"__next__", "__init__", "_reset"} <= vars(compat.LoaderIterator).keys()
     seen: list[list[int]] = []
-    compat.note_samples(iterator, lambda given: (seen.append(one) or one for one in given))
+    compat.wrap_index_iterator(iterator, lambda given: (seen.append(one) or one for one in given))
     assert [batch.tolist() for batch in iterator] == [[10, 11], [12, 13]]
     assert seen == [[0, 1], [2, 3]]
     fetcher = compat.MapFetcher(loader.dataset, True, loader.collate_fn, drop_last=False)

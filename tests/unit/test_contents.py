@@ -19,11 +19,11 @@ from distcheck.records import (
     VerdictName,
 )
 from distcheck.records.expected_events import PURPOSE, EvalMode, NotFinite, StartsApart, Unfrozen
-from distcheck.records.mistakes import NOTHING, Shown, both
-from distcheck.records.schedules import ScheduleRun, Searched
+from distcheck.records.mistakes import NOTHING, Shown, merge_two_shown
+from distcheck.records.schedules import ScheduleRun, ScheduleSearchResult
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import followups
-from distcheck.verification.contents import _FEATURES, contents_of, not_shown, of_document
+from distcheck.verification.contents import _FEATURES, contents_of, features_of_report, not_shown
 from distcheck.verification.preparation import Data
 from distcheck.verification.session import Session, Silent
 from distcheck.worlds.pool import Pool
@@ -169,7 +169,7 @@ def test_one_world_is_not_two() -> None:
 def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case of `--schedules 200` of which two did not end; the others show nothing of it."""
     usual = ScheduleRun("", "finished", results=(b"a",))
-    found = Searched(usual, usual, ran=200, distinct=150, late=("7", "9"))
+    found = ScheduleSearchResult(usual, usual, ran=200, distinct=150, late=("7", "9"))
     monkeypatch.setattr(followups, "_search", lambda *_: found)
     monkeypatch.setattr(followups, "_digests", lambda _: ("a",))
     report = CaseReport(
@@ -191,7 +191,9 @@ def test_gradients_are_named_by_their_sizes() -> None:
     assert "gradient magnitudes outside 0.0003 to 5.2e+02" in not_shown(runs)
     assert "gradient magnitudes outside 0.0003 to 1" in not_shown(runs[1:])
     assert "huge or denormal gradients" in not_shown(runs[2:])
-    merged = both(also(sizes=(2.0, 3.0)), both(also(), also(sizes=(1.0, 1.0))))
+    merged = merge_two_shown(
+        also(sizes=(2.0, 3.0)), merge_two_shown(also(), also(sizes=(1.0, 1.0)))
+    )
     assert merged.sizes == (1.0, 3.0)
 
 
@@ -203,7 +205,7 @@ def test_many_kinds_are_cut_short() -> None:
 def test_a_document_holds_what_it_is_made_from() -> None:
     contents = Run().contents
     document = [{"contents": msgspec.to_builtins(contents)}, {"contents": None}, {}]
-    assert of_document(document) == [contents]
+    assert features_of_report(document) == [contents]
     assert not_shown([]) == ()
 
 

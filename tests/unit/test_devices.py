@@ -58,10 +58,10 @@ def test_generators_of_libraries_come_back() -> None:
         return [*normal, random.random(), numpy.random.random()]
 
     for _ in range(2):  # with and without such a half
-        states = seeds.library_states()
+        states = seeds.library_rng_states()
         assert len(states) == seeds.LIBRARY_STATES_BYTES
         before = drawn()
-        assert not seeds.library_states().startswith(states)
+        assert not seeds.library_rng_states().startswith(states)
         seeds.set_library_states(states)
         assert drawn() == before
 
@@ -70,7 +70,7 @@ def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> N
     import random
 
     monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
-    states = seeds.library_states()
+    states = seeds.library_rng_states()
     assert len(states) < seeds.LIBRARY_STATES_BYTES
     before = random.random()
     seeds.set_library_states(states)

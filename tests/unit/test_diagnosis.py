@@ -19,7 +19,7 @@ from distcheck.judge.diagnosis.measurements import (
     ParameterFacts,
     StepFacts,
 )
-from distcheck.judge.diagnosis.measuring import permuted
+from distcheck.judge.diagnosis.measuring import permuted_matches
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.machine.numerics import gamma
 from distcheck.records import CheckResult, Difference, Outcome
@@ -411,7 +411,7 @@ def test_elements_in_their_place_are_no_permutation(moves: bool, matches: int) -
     held = mean.flip(0) if moves else mean.clone()
     held[0] += 2e-6  # one element is out of its own bound, and within that of all together
     one = _Held("p0", Interval(mean, bound), held)
-    assert len(list(permuted([one]))) == matches  # type: ignore[list-item]
+    assert len(list(permuted_matches([one]))) == matches  # type: ignore[list-item]
 
 
 def test_noise_on_many_small_elements_is_no_permutation() -> None:
@@ -425,4 +425,4 @@ def test_noise_on_many_small_elements_is_no_permutation() -> None:
     assert float((held - mean).norm()) > float(bound.norm())
     assert float((held.sort().values - mean.sort().values).norm()) < float(bound.norm())
     one = _Held("p0", Interval(mean, bound), held)
-    assert list(permuted([one])) == []  # type: ignore[list-item]
+    assert list(permuted_matches([one])) == []  # type: ignore[list-item]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
-from distcheck.verification.followups import follow_ups, leave_out, stands, take_in
+from distcheck.verification.followups import amend_report, follow_ups, leave_out, stands
 from tests.optional import needs
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
@@ -146,7 +146,7 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
         msgspec.structs.replace(report("cnn", **end), case=f.case)
         for f, end in zip(found, ends, strict=True)
     ]
-    taken = take_in(reports, list(zip(found, done, strict=True)))
+    taken = amend_report(reports, list(zip(found, done, strict=True)))
     assert [r.case.workload for r in taken] == [
         "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
     ]  # fmt: skip
@@ -161,16 +161,16 @@ def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
     reports = [report("lattice", **CRASHES), report("cnn")]
     (follow_up,) = follow_ups(reports)
     done = msgspec.structs.replace(report("lattice"), case=follow_up.case)
-    first, second = take_in(reports, [(follow_up, done)])
+    first, second = amend_report(reports, [(follow_up, done)])
     assert (first.verdict, first.case.workload) == ("pass", "lattice:no-scalar")
     (note,) = first.notes
     assert "(IndexError: slice() of a 0-dim tensor.)" in note
     assert "pass --workload lattice to judge it" in note
     assert second == reports[1]
     wrong = msgspec.structs.replace(done, verdict="fail")
-    assert take_in(reports, [(follow_up, wrong)])[0].verdict == "fail"
+    assert amend_report(reports, [(follow_up, wrong)])[0].verdict == "fail"
     crashed = msgspec.structs.replace(done, **CRASHES)
-    assert take_in(reports, [(follow_up, crashed)]) == reports
+    assert amend_report(reports, [(follow_up, crashed)]) == reports
 
 
 def test_a_lattice_that_was_asked_for_alone_counts() -> None:
@@ -207,7 +207,7 @@ def test_a_suggestion_says_what_passes_with_equal_shards(done: dict[str, Any], s
     causes = caused("unweighted-mean", "missing-division")
     reports = [report("cnn", verdict="fail", diagnosis=causes, batch=256)]
     (follow_up,) = follow_ups(reports)
-    (found,) = take_in(reports, [(follow_up, report("cnn", **done))])
+    (found,) = amend_report(reports, [(follow_up, report("cnn", **done))])
     assert found.verdict == "fail", "it stays wrong"
     unweighted = found.diagnosis[0]
     if said:
@@ -228,10 +228,10 @@ def test_what_equal_shards_explain_is_named_where_nothing_else_is() -> None:
     reports = [report("cnn", verdict="fail", diagnosis=caused("unexplained"), batch=256)]
     (follow_up,) = [one for one in follow_ups(reports) if one.kind == "equal shards"]
     done = report("cnn", verdict="fail", diagnosis=caused("single-rank-gradient"))
-    (found,) = take_in(reports, [(follow_up, done)])
+    (found,) = amend_report(reports, [(follow_up, done)])
     assert [one.cause for one in found.diagnosis] == ["single-rank-gradient"]
     assert found.diagnosis[0].evidence == "with --batch 255, which makes all shards equal: seen"
-    (found,) = take_in(reports, [(follow_up, report("cnn"))])
+    (found,) = amend_report(reports, [(follow_up, report("cnn"))])
     assert [one.cause for one in found.diagnosis] == ["unexplained"]
 
 
@@ -262,7 +262,7 @@ def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
         case=follow_up.case, verdict="fail", diagnosis=done, outcomes=(), checks=(),
         strategy_file="s.py",
     )  # fmt: skip
-    found, other = take_in([failed, also], [(follow_up, stopped)])
+    found, other = amend_report([failed, also], [(follow_up, stopped)])
     assert [one.cause for one in found.diagnosis] == expected
     named = expected != [*causes]
     assert any("gradients may be the result of a race" in n for n in found.notes) is named

@@ -29,8 +29,8 @@ def test_private_memory_of_no_file_is_what_a_fork_copies() -> None:
 
 def test_memory_is_gathered_whenever_forks_double(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[bool] = []
-    monkeypatch.setattr(forks, "gather_memory", lambda: gathered.append(True))
-    many = forks.ManyForks(first=4)
+    monkeypatch.setattr(forks, "move_to_huge_pages", lambda: gathered.append(True))
+    many = forks.HugePagesForForks(first=4)
     counts = []
     for _ in range(40):
         many.about_to()
@@ -47,7 +47,7 @@ def test_gathered_memory_holds_what_it_held_here_and_in_a_fork() -> None:
             memory[at : at + 8] = at.to_bytes(8, "little")
         memory.madvise(mmap.MADV_HUGEPAGE)
         before = large_bytes(os.getpid())
-        forks.gather_memory()
+        forks.move_to_huge_pages()
         assert large_bytes(os.getpid()) - before > SIZE // 2
         assert all(
             int.from_bytes(memory[at : at + 8], "little") == at for at in range(0, SIZE, 4096)

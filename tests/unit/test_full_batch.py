@@ -19,7 +19,7 @@ from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
 from distcheck.training.building import Ingredients, describe_model, open_ingredients
-from distcheck.verification.inspection import look_at
+from distcheck.verification.inspection import inspect_workload
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 
 SHARDS = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
@@ -226,15 +226,15 @@ class Some(Sequences):
     ("workload", "apart"), [(Plain, False), (Sequences, False), (TimeMajor, True), (Some, True)]
 )
 def test_rows_that_are_not_sample_after_sample_are_seen(workload: type, apart: bool) -> None:
-    facts = look_at(opened(workload))
+    facts = inspect_workload(opened(workload))
     assert facts.normalizes_batches
     assert facts.rows_apart is apart
 
 
 def test_batchnorm_in_eval_mode_normalizes_nothing_by_the_batch() -> None:
-    assert not look_at(opened(Frozen)).normalizes_batches
-    assert look_at(opened(FrozenByTheScript)).normalizes_batches  # at some step it may
-    assert look_at(opened(WithoutStatistics)).normalizes_batches
+    assert not inspect_workload(opened(Frozen)).normalizes_batches
+    assert inspect_workload(opened(FrozenByTheScript)).normalizes_batches  # at some step it may
+    assert inspect_workload(opened(WithoutStatistics)).normalizes_batches
 
 
 def test_rows_of_nobody_are_not_guessed() -> None:
@@ -251,7 +251,7 @@ class Exchanging(CellWorkload):
 
 def test_a_batchnorm_over_all_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match="norm is a SyncBatchNorm, which synchronizes statistics"):
-        look_at(opened(Exchanging))
+        inspect_workload(opened(Exchanging))
 
 
 class Rounding(CellWorkload):
@@ -300,7 +300,7 @@ class Constants(Plain):
     ],
 )
 def test_what_a_workload_rounds_to_is_seen(workload: type, dtype: str, found: set[str]) -> None:
-    assert set(look_at(opened(workload, dtype)).rounds_to) == found
+    assert set(inspect_workload(opened(workload, dtype)).rounds_to) == found
 
 
 def _first_logit(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from distcheck.records import Adaptation, Case, CaseReport, Contents, Report
-from distcheck.records.run_facts import Use
-from distcheck.reports.brief import gaps_of, next_step, option_of
-from distcheck.training.loading import look_at
+from distcheck.records.run_facts import UsedFeature
+from distcheck.reports.brief import next_step, options_that_exercise, unexercised_features
+from distcheck.training.loading import inspect_strategy
 from distcheck.verification.contents import remarks_on, with_remarks
 
 
@@ -38,7 +38,7 @@ def test_what_code_uses(tmp_path: Path, body: str, uses: list[tuple[str, int]]) 
         "import torch\nimport torch.distributed as dist\nWARM_UP, SCALE = 7, 2.0**100\n"
         f"def f(model, g, step, rank, world_size, me, ps):\n    {body}\n"
     )
-    *_, found = look_at(f"{file}:f", Adaptation())
+    *_, found = inspect_strategy(f"{file}:f", Adaptation())
     assert [(use.feature, use.number) for use in found] == uses
     assert {use.line for use in found} <= {5}
 
@@ -53,25 +53,25 @@ CONTENTS = Contents(
 @pytest.mark.parametrize(
     ("use", "option"),
     [
-        (Use(feature="late", line=3, number=100), "--workload twelve_steps --steps 101"),
-        (Use(feature="late", line=3, number=11), ""),
-        (Use(feature="size", line=3, number=2000), "--workload over_25_mib"),
-        (Use(feature="size", line=3, number=50), ""),
-        (Use(feature="several_dtypes", line=3), ""),
-        (Use(feature="denormal", line=3), ""),
-        (Use(feature="huge", line=3), "--workload huge_gradients"),
-        (Use(feature="world", line=3), "--world 2 --world 3 --world 5"),
-        (Use(feature="unheard", line=3), ""),
+        (UsedFeature(feature="late", line=3, number=100), "--workload twelve_steps --steps 101"),
+        (UsedFeature(feature="late", line=3, number=11), ""),
+        (UsedFeature(feature="size", line=3, number=2000), "--workload over_25_mib"),
+        (UsedFeature(feature="size", line=3, number=50), ""),
+        (UsedFeature(feature="several_dtypes", line=3), ""),
+        (UsedFeature(feature="denormal", line=3), ""),
+        (UsedFeature(feature="huge", line=3), "--workload huge_gradients"),
+        (UsedFeature(feature="world", line=3), "--world 2 --world 3 --world 5"),
+        (UsedFeature(feature="unheard", line=3), ""),
     ],
 )
-def test_what_no_case_has_exercised(use: Use, option: str) -> None:
+def test_what_no_case_has_exercised(use: UsedFeature, option: str) -> None:
     found = list(remarks_on([msgspec.structs.replace(CONTENTS, uses=(use,))]))
-    assert [option_of(one) for one in found] == [option] * bool(option)
+    assert [options_that_exercise(one) for one in found] == [option] * bool(option)
     assert all("line 3" in one.evidence for one in found)
 
 
 def test_a_pass_says_so_once_and_names_the_next_run() -> None:
-    contents = msgspec.structs.replace(CONTENTS, uses=(Use(feature="huge", line=3),) * 2)
+    contents = msgspec.structs.replace(CONTENTS, uses=(UsedFeature(feature="huge", line=3),) * 2)
     case = CaseReport(
         case=Case(id="a", strategy="f.py:f", world=4), strategy_file="", verdict="pass",
         outcomes=(), checks=(), contents=contents,
@@ -82,5 +82,5 @@ def test_a_pass_says_so_once_and_names_the_next_run() -> None:
     failed = msgspec.structs.replace(case, verdict="fail")
     assert not any(one.remarks for one in with_remarks([case, failed]))
     report = Report(environment={}, cases=(first, second))
-    assert len(gaps_of(report)) == 1
+    assert len(unexercised_features(report)) == 1
     assert "--workload huge_gradients    # gradients of 1e30 (line 3)" in next_step(report)

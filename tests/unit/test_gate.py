@@ -13,9 +13,9 @@ from distcheck.cli.commands.plan import command as plan_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.configuration import Configuration, read_configuration
 from distcheck.plan.costs import rough_s
-from distcheck.plan.matrix import Planned, digest_of, part_of, plan_run, split
+from distcheck.plan.matrix import Planned, digest_of, parse_shard, plan_run, split
 from distcheck.records import Case
-from distcheck.records.case import name_apart
+from distcheck.records.case import with_unique_ids
 from distcheck.worlds.launchers import Launch
 
 SYNC = "def sync(model):\n    pass\n"
@@ -250,7 +250,7 @@ def test_a_backend_that_is_not_here_is_no_slip(folder: Path) -> None:
                                    "1/99999999", "٢/٤"])  # fmt: skip
 def test_parts_that_are_none(shard: str) -> None:
     with pytest.raises(UsageError, match="expected I/N with I from 1 to N, for example 2/4"):
-        part_of(shard)
+        parse_shard(shard)
 
 
 def test_a_part_without_a_case_is_refused(folder: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_part_without_a_case_is_refused(folder: Path) -> None:
 
 
 def some_cases(cells: list[tuple[str, int, str, int]]) -> list[Case]:
-    return name_apart(
+    return with_unique_ids(
         [
             Case(id=f"{s}-w{w}-{m}-float32", strategy=s, world=w, workload=m, seed=seed)
             for s, w, m, seed in cells

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distcheck.compare.records import CompareRequest
-from distcheck.compare.records import judge as _judge
+from distcheck.compare.records import verdict_on_changes as _judge
 from distcheck.compare.traces import compare_traces
 from distcheck.contract import Contract, Training
 from distcheck.recordings.differing import TraceComparison

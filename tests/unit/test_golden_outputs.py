@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distcheck.compare.records import CaseComparison, RunsComparison
-from distcheck.compare.screen import KnownCase, as_report, headline, render, render_page
+from distcheck.compare.screen import KnownCase, comparison_document, headline, render, render_page
 from distcheck.errors import UsageError
-from distcheck.recordings.differing import Moment, TraceComparison
+from distcheck.recordings.differing import DifferenceCount, TraceComparison
 from distcheck.records import Case, Change, Difference, Origin
 from distcheck.reports import github, html_report, junit
 from distcheck.training.building import load_initial
@@ -31,7 +31,7 @@ TORCH = Change(kind="software", name="torch", then="2.11.0", now="2.15.0")
 def document() -> dict[str, Any]:
     found = TraceComparison(
         first=BEYOND, kind="gradients", beyond=BEYOND,
-        moments=(Moment(kind="gradients", tensors=8, changed=1),),
+        moments=(DifferenceCount(kind="gradients", tensors=8, changed=1),),
     )  # fmt: skip
     cases = (
         CaseComparison(id="a", verdict="fail", bits="changed", reason="beyond what is right",
@@ -48,7 +48,7 @@ def document() -> dict[str, Any]:
     }  # fmt: skip
     made = Origin(date="2026-01-31T12:00:00+00:00", command="distcheck compare golden")
     comparison = RunsComparison(then="golden", now="here and now", cases=cases)
-    return as_report(comparison, known, made=made, command="distcheck compare golden")
+    return comparison_document(comparison, known, made=made, command="distcheck compare golden")
 
 
 def compared(*cases: tuple[str, str, int]) -> RunsComparison:
@@ -132,7 +132,7 @@ def test_the_page_has_old_and_new_side_by_side() -> None:
     near = msgspec.structs.replace(BEYOND, expected=0.1, actual=0.1 + 2**-56, ulp=1)
     found = TraceComparison(
         first=near, kind="gradients", drift=(1e-9,),
-        moments=(Moment(kind="gradients", tensors=8, changed=1),),
+        moments=(DifferenceCount(kind="gradients", tensors=8, changed=1),),
     )  # fmt: skip
     same, changed = (
         CaseComparison(id=f"<b>{bits}</b>", verdict="pass", bits=bits, reason="so", found=of,

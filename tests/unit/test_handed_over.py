@@ -12,7 +12,7 @@ from torch import nn
 
 from distcheck.contract import Step
 from distcheck.errors import UsageError
-from distcheck.training.adapters.forms.wrapper import Carrier
+from distcheck.training.adapters.forms.wrapper import ModuleAroundWrapper
 from distcheck.training.adapters.options import adaptation_of
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import load_strategy
@@ -242,7 +242,7 @@ def test_a_wrapper_that_is_no_module_keeps_what_the_loop_asks_for() -> None:
 
     model = nn.Linear(2, 3)
     made = Plain(model)
-    carrier = Carrier(model, made, made)
+    carrier = ModuleAroundWrapper(model, made, made)
     once, twice = carrier(torch.ones(2)), carrier(torch.ones(2), twice=True)
     assert torch.equal(2 * once, twice)
     with carrier.no_sync():  # type: ignore[operator]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from distcheck.testing import reused_worlds
-from distcheck.verification.inspection import look_at
+from distcheck.verification.inspection import inspect_workload
 from distcheck.workloads.cells.samples import FEATURES, CellWorkload
 from tests.unit.test_full_batch import opened
 
@@ -45,11 +45,11 @@ class Compiled(CellWorkload):
 
 
 def test_operators_that_take_functions_are_looked_through() -> None:
-    assert look_at(opened(Branching, "float32")).rounds_to == ("bfloat16", "float32")
+    assert inspect_workload(opened(Branching, "float32")).rounds_to == ("bfloat16", "float32")
 
 
 def test_what_cannot_be_looked_at_while_it_runs_runs_all_the_same() -> None:
-    facts = look_at(opened(Compiled, "float32"))
+    facts = inspect_workload(opened(Compiled, "float32"))
     assert facts.rounds_to == ("float32",)
     assert facts.saved_bytes_per_sample > 0
 

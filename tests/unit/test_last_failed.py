@@ -33,18 +33,18 @@ def test_the_last_verdict_counts_and_an_unknown_is_none(tmp_path: Path) -> None:
     keep(tmp_path, "2", (A[0], "pass"), (A[1], "unknown"), (B[0], "fail"))
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "report.json").write_text('{"cases": [{"verdict": 3')
-    found = earlier_runs.of_cases(tmp_path, [*A, *B])
+    found = earlier_runs.ids_of_failed_cases(tmp_path, [*A, *B])
     assert found == {A[1].id, B[0].id, B[1].id}
-    assert not earlier_runs.of_cases(tmp_path, [case("b", "mlp", world=2)])
-    assert not earlier_runs.of_cases(tmp_path / "none", A)
+    assert not earlier_runs.ids_of_failed_cases(tmp_path, [case("b", "mlp", world=2)])
+    assert not earlier_runs.ids_of_failed_cases(tmp_path / "none", A)
 
 
 def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:
     failed = {B[1].id}
-    assert earlier_runs.first([*A, *B], failed) == [B[1], B[0], *A]
-    assert earlier_runs.first([*A, *B], failed | {A[1].id}) == [A[1], A[0], B[1], B[0]]
+    assert earlier_runs.with_failed_first([*A, *B], failed) == [B[1], B[0], *A]
+    assert earlier_runs.with_failed_first([*A, *B], failed | {A[1].id}) == [A[1], A[0], B[1], B[0]]
 
 
 def test_the_others_are_left_out_with_the_reason() -> None:
     why = "you passed --last-failed, and it did not fail in its last run"
-    assert earlier_runs.the_others(A, {A[0].id}) == {A[1].id: why}
+    assert earlier_runs.reasons_for_not_failed(A, {A[0].id}) == {A[1].id: why}

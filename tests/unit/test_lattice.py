@@ -15,7 +15,7 @@ from distcheck.judge.oracles.lattice import (
     LatticeOracle,
     expand,
     initial,
-    mixed,
+    lattice_value,
     reciprocal_is_exact,
     why_not_exact,
 )
@@ -73,7 +73,9 @@ def test_most_gradients_are_not_zero() -> None:
 
 @given(row=st.integers(0, 10**6), column=st.integers(0, 100), span=st.sampled_from([3, 5, 7]))
 def test_both_sides_agree_on_the_data(row: int, column: int, span: int) -> None:
-    assert int(mix(torch.tensor(row), torch.tensor(column), span)) == mixed(row, column, span)
+    assert int(mix(torch.tensor(row), torch.tensor(column), span)) == lattice_value(
+        row, column, span
+    )
 
 
 def test_initial_weights_agree() -> None:

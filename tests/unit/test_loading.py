@@ -10,7 +10,7 @@ import torch
 from distcheck.cli.commands.list import catalog, summary_of
 from distcheck.contract import BackendAllReduce, Batch, Contract, Step
 from distcheck.errors import UsageError
-from distcheck.judge.oracles.shards import stretch_sizes
+from distcheck.judge.oracles.shards import micro_batch_sizes
 from distcheck.plan.cases import check_request
 from distcheck.plan.settings import Request
 from distcheck.training import loading
@@ -137,7 +137,7 @@ def test_a_shard_in_parts(samples: int, parts: int, sizes: list[int]) -> None:
     ids = torch.arange(samples)
     batch = Batch(inputs=ids.unsqueeze(1).float(), labels=ids % 10, ids=ids, total=100)
     found = batch.split(parts)
-    assert [len(part.ids) for part in found] == sizes == stretch_sizes(samples, parts)
+    assert [len(part.ids) for part in found] == sizes == micro_batch_sizes(samples, parts)
     assert torch.equal(torch.cat([part.inputs for part in found]), batch.inputs)
     assert torch.equal(torch.cat([part.labels for part in found]), batch.labels)
     assert {part.total for part in found} == {100}

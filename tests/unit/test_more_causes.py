@@ -6,7 +6,7 @@ import pytest
 from distcheck.judge.diagnosis import diagnose, gradients
 from distcheck.judge.diagnosis.gradients import explain_step
 from distcheck.judge.diagnosis.measurements import (
-    LeftFacts,
+    LocalGradientFacts,
     Match,
     Measurements,
     ParameterFacts,
@@ -122,7 +122,7 @@ def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
     step = measured([[1.0, 0.0, 0.0, 0.0]] * 4, equal(4))
     assert causes(step) == {"single-rank-gradient"}
     left = tuple(
-        LeftFacts(rank=rank, parameters=("p0", "p1", "p2"), distance=1.4, source=0)
+        LocalGradientFacts(rank=rank, parameters=("p0", "p1", "p2"), distance=1.4, source=0)
         for rank in (1, 2, 3)
     )
     seen = msgspec.structs.replace(
@@ -143,7 +143,8 @@ def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
 def test_a_loss_that_all_ranks_scale_alike_stays_a_matter_of_scale() -> None:
     step = measured([[1.0] * 4] * 4, equal(4))
     left = tuple(
-        LeftFacts(rank=rank, parameters=("p0", "p1", "p2"), distance=3.0) for rank in range(4)
+        LocalGradientFacts(rank=rank, parameters=("p0", "p1", "p2"), distance=3.0)
+        for rank in range(4)
     )
     scaled = msgspec.structs.replace(step, left=left, left_factors=(4.0,) * 4, mean_of_left=True)
     assert causes(scaled) == {"missing-division"}

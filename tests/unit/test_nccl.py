@@ -13,7 +13,7 @@ from distcheck.backends import missing_for, nccl, variables
 from distcheck.errors import CannotRunError
 from distcheck.machine import devices
 from distcheck.plan.settings import Request
-from distcheck.plan.thorough import widened
+from distcheck.plan.thorough import with_thorough_worlds
 from distcheck.testing.messages import RUN
 from distcheck.training.jobs import INSPECT, InspectionRequest
 from distcheck.verification.inspection import inspect_cases
@@ -168,6 +168,6 @@ def test_ranks_get_them_before_they_begin(backend: str, size: int, extra: dict[s
 def test_a_thorough_run_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 3)
     asked = Request(strategies=("allreduce",), backend="nccl", device="cuda", thorough=True)
-    assert widened(asked, world_given=False).worlds == (2, 3)
+    assert with_thorough_worlds(asked, world_given=False).worlds == (2, 3)
     on_gloo = Request(strategies=("allreduce",), device="cuda", thorough=True)
-    assert widened(on_gloo, world_given=False).worlds == (2, 3, 4, 5, 6)
+    assert with_thorough_worlds(on_gloo, world_given=False).worlds == (2, 3, 4, 5, 6)

@@ -9,7 +9,7 @@ import pytest
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.odd_ranks import outside_the_majority, usual
+from distcheck.records.odd_ranks import majority_call, outside_the_majority
 from distcheck.reports.document import DigestsEntry
 from distcheck.reports.pictures import agreement, timeline
 
@@ -142,9 +142,9 @@ def test_majorities() -> None:
     assert outside_the_majority({"a": [0, 2], "b": [1]}) == [1]
     assert outside_the_majority({"a": [0], "b": [1]}) == []
     assert outside_the_majority({"a": [0, 1]}) == []
-    assert usual({"a": [0, 2], "b": [1]}) == "a"
-    assert usual({"a": [0, 2], "b": [1]}, unknown=1) == ""
-    assert usual({"a": [0]}, unknown=3) == "a"
+    assert majority_call({"a": [0, 2], "b": [1]}) == "a"
+    assert majority_call({"a": [0, 2], "b": [1]}, unknown=1) == ""
+    assert majority_call({"a": [0]}, unknown=3) == "a"
 
 
 def test_agreement_of_two_ranks_is_a_tie() -> None:

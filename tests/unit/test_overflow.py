@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from distcheck.judge.checks.comparison import bitwise, by_norm, within
-from distcheck.judge.checks.sensitivity import Parts, shown_by
+from distcheck.judge.checks.sensitivity import MeanSummands, shown_by
 from distcheck.judge.oracles.full_batch import norm, underflow
 from distcheck.judge.oracles.rounding import interval
 
@@ -54,7 +54,7 @@ def test_nothing_is_claimed_of_what_is_not_finite() -> None:
     gradients = torch.full((2, 3), NAN, dtype=torch.float64)
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     bound = torch.zeros(3, dtype=torch.float64)
-    parts = Parts(gradients=gradients, shares=half, own=half * 2, weights=half, bound=bound)
+    parts = MeanSummands(gradients=gradients, shares=half, own=half * 2, weights=half, bound=bound)
     found = shown_by(lambda stride: parts, elements=3, ranks=(0, 1))
     assert not found.counts
     assert found.scale == "inf"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from distcheck.training.epoch_positions import shard_sizes, steps_per_epoch, stretch_of
+from distcheck.training.epoch_positions import epoch_segment_of_step, shard_sizes, steps_per_epoch
 from distcheck.training.loading import load_workload
 from distcheck.training.loop import Shards
 
@@ -59,5 +59,5 @@ def test_ranks_walk_torchs_sampler() -> None:
 
 
 def test_epochs_differ() -> None:
-    assert stretch_of(4, size=512, batch=128, world=2).epoch == 1
+    assert epoch_segment_of_step(4, size=512, batch=128, world=2).epoch == 1
     assert read(512, 128, 2, 0) != read(512, 128, 2, 4)

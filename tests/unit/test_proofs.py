@@ -5,43 +5,43 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.records.posted_calls import Posted, counts_of, splits_of
+from distcheck.records.posted_calls import PostedCall, counts_of, splits_of
 from distcheck.worlds.local.children import Child
-from distcheck.worlds.messages import GoesOn, Waits
+from distcheck.worlds.messages import Blocked, Unblocked
 from distcheck.worlds.proofs import ProofWatch, proof
 
 
-def call(rank: int, number: int = 1, kind: str = "all_reduce", **about: Any) -> Posted:
+def call(rank: int, number: int = 1, kind: str = "all_reduce", **about: Any) -> PostedCall:
     """A collective of three elements in the default group."""
     given: dict[str, Any] = {
         "op": "SUM" if kind == "all_reduce" else "", "counts": (3,), "dtype": "float32",
         "sizes": ((3,),), "place": f"sync.py:{10 * number}", "group": "0",
     }  # fmt: skip
-    return Posted(kind=kind, name=kind, rank=rank, number=number, **{**given, **about})
+    return PostedCall(kind=kind, name=kind, rank=rank, number=number, **{**given, **about})
 
 
-def message(rank: int, kind: str, peer: int | None, number: int = 1, tag: int = 0) -> Posted:
-    return Posted(
+def message(rank: int, kind: str, peer: int | None, number: int = 1, tag: int = 0) -> PostedCall:
+    return PostedCall(
         kind=kind, name=kind, rank=rank, group="0", number=number, peer=peer, tag=tag,
         counts=(3,), dtype="float32", sizes=((3,),), place=f"sync.py:{rank}",
     )  # fmt: skip
 
 
-def waits(*calls: Posted, world: int = 3, **about: Any) -> Waits:
+def waits(*calls: PostedCall, world: int = 3, **about: Any) -> Blocked:
     """Waits for the last of its calls."""
     given: dict[str, Any] = {
         "on": (len(calls) - 1,) if calls else (),
         "posted": {"0": max((c.number for c in calls if not c.is_message), default=0)},
         "ranks": {"0": tuple(range(world))},
     }  # fmt: skip
-    return Waits(calls=list(calls), **{**given, **about})
+    return Blocked(calls=list(calls), **{**given, **about})
 
 
-def over(posted: int = 0) -> Waits:
-    return Waits(over=True, posted={"0": posted}, ranks={"0": (0, 1, 2)})
+def over(posted: int = 0) -> Blocked:
+    return Blocked(over=True, posted={"0": posted}, ranks={"0": (0, 1, 2)})
 
 
-def said_of(*said: Waits) -> tuple[str, str]:
+def said_of(*said: Blocked) -> tuple[str, str]:
     found = proof(dict(enumerate(said)))
     return ("", "") if found is None else (found.how, found.what)
 
@@ -102,7 +102,7 @@ def test_groups_in_another_order_are_a_deadlock() -> None:
     ranks = {"0": (0, 1, 2), "a": (0, 1), "b": (1, 2), "c": (0, 2)}
     pairs = {0: "a", 1: "b", 2: "c"}  # each waits for one who waits in another group
 
-    def of(rank: int, **about: Any) -> Waits:
+    def of(rank: int, **about: Any) -> Blocked:
         own = {name: ranks[name] for name in ranks if rank in ranks[name]}
         posted = {name: int(name == pairs[rank]) for name in own}
         return waits(call(rank, group=pairs[rank]), posted=posted, ranks=own, **about)
@@ -127,7 +127,7 @@ def messages_of(*posted: tuple[str, int, int]) -> list[tuple[str, str, int, int,
 
 
 def test_receives_in_a_circle_are_a_deadlock_until_one_rank_sends() -> None:
-    def of(rank: int, *more: tuple[str, int, int]) -> Waits:
+    def of(rank: int, *more: tuple[str, int, int]) -> Blocked:
         behind = (rank - 1) % 3
         sent = messages_of(("recv", behind, 1), *more)
         return waits(message(rank, "recv", behind), messages=sent)
@@ -155,7 +155,7 @@ def test_receives_from_any_wait_for_messages_that_have_not_come() -> None:
     receives = waits(
         message(0, "recv", None), messages=messages_of(("recv", -1, 2)), received=[("0", 0, 1)]
     )
-    one = Waits(over=True, posted={"0": 0}, ranks={"0": (0, 1, 2)})
+    one = Blocked(over=True, posted={"0": 0}, ranks={"0": (0, 1, 2)})
     one.messages = messages_of(("send", 0, 1))
     assert said_of(receives, one, over())[0] == "unmatched", "the one that came was received"
     one.messages = messages_of(("send", 0, 2))
@@ -174,7 +174,7 @@ def test_a_message_of_another_size_is_a_mismatch() -> None:
 
 
 def test_splits_must_be_what_the_others_send() -> None:
-    def of(rank: int, splits: tuple[int, ...]) -> Waits:
+    def of(rank: int, splits: tuple[int, ...]) -> Blocked:
         about = {"op": "", "counts": (), "in_splits": (1, 1, 1), "out_splits": splits}
         return waits(call(rank, kind="all_to_all", **about))
 
@@ -216,7 +216,7 @@ def test_a_proof_must_hold_for_a_moment_in_which_no_rank_runs() -> None:
     children[0].runs = False
     assert not look(1.5)
     assert look(1.6)
-    children[1].take(GoesOn())
+    children[1].take(Unblocked())
     assert not look(3.0)
     children[1].take(waits(call(1)))
     assert not look(3.1)
@@ -248,7 +248,7 @@ def test_what_must_be_alike_is_counted_in_elements() -> None:
         waits(call(1, kind="all_to_all", op="", in_splits=(1, 1, 1), out_splits=(1,))),
     ],
 )
-def test_what_no_rank_can_say_proves_nothing(strange: Waits) -> None:
+def test_what_no_rank_can_say_proves_nothing(strange: Blocked) -> None:
     """A process of the code under test may send anything."""
     others = waits(call(0)), waits(call(2, kind=strange.calls[0].kind, op=""))
     proof({0: others[0], 1: strange, 2: others[1]})  # and raises nothing

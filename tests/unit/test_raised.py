@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from distcheck.worlds.local.child import as_event
+from distcheck.worlds.local.child import message_of_exception
 
 
 class TextlessError(Exception):
@@ -21,7 +21,7 @@ class TextlessError(Exception):
 )
 def test_an_exception_is_told_whatever_its_text(error: Exception, message: str) -> None:
     """One that could not be sent would end its rank as if nothing had been."""
-    event = as_event(error)
+    event = message_of_exception(error)
     assert (event.kind, event.message) == (type(error).__name__, message)
     assert type(error).__name__ in event.traceback
     assert msgspec.msgpack.encode(event)

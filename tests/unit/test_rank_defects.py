@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from distcheck.errors import InternalError
-from distcheck.errors.defects import is_of_a_program
+from distcheck.errors.defects import is_programming_error
 from distcheck.records import Adaptation, Case
 from distcheck.training import loop
 from distcheck.verification import own_code
@@ -94,7 +94,7 @@ def test_others_frames_make_it_theirs_and_so_does_an_earlier_rank() -> None:
 
 @pytest.mark.parametrize("workload", ["lattice", "cnn", "tied_weights", "generated:scale"])
 def test_built_in_cases(workload: str) -> None:
-    assert own_code.is_own_alone(changed(workload=workload))
+    assert own_code.runs_only_distcheck_code(changed(workload=workload))
 
 
 def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:
@@ -106,5 +106,7 @@ def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:
 
 
 def test_which_classes_programs_raise() -> None:
-    assert all(map(is_of_a_program, ("KeyError", "UnboundLocalError", "ValidationError")))
-    assert not any(map(is_of_a_program, ("RuntimeError", "OSError", "Exception", "MyError", "")))
+    assert all(map(is_programming_error, ("KeyError", "UnboundLocalError", "ValidationError")))
+    assert not any(
+        map(is_programming_error, ("RuntimeError", "OSError", "Exception", "MyError", ""))
+    )

@@ -58,7 +58,7 @@ def test_what_lies_outside_is_refused_whole(trace: int, rank: int, offset: int) 
 
 @pytest.mark.parametrize(
     "message",
-    [protocol.Written(1, 7, 0, b"abc"), protocol.Signs(1, {0: 1.0, 7: 1.0}, ())],
+    [protocol.Written(1, 7, 0, b"abc"), protocol.RankHeartbeat(1, {0: 1.0, 7: 1.0}, ())],
     ids=["written", "signs"],
 )
 def test_a_host_speaks_of_its_own_ranks(trace: int, message: protocol.FromHost) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from distcheck.errors import ExitCode, VerdictError
-from distcheck.judge.checks.merging import earliest_failure, hold_against, merge_results
+from distcheck.judge.checks.merging import earliest_failure, merge_results, require_coverage
 from distcheck.records import (
     CaseReport,
     CheckResult,
@@ -29,14 +29,14 @@ FULL = Compared(tensors=1, elements=120, ranks=4, steps=3)
 @pytest.mark.parametrize("field", ["tensors", "elements", "ranks", "steps"])
 def test_less_than_owed_is_unknown(field: str) -> None:
     less = msgspec.structs.replace(FULL, **{field: getattr(FULL, field) - 1})
-    held = hold_against(result(compared=msgspec.to_builtins(less)), FULL)
+    held = require_coverage(result(compared=msgspec.to_builtins(less)), FULL)
     assert held.verdict == "unknown"
     assert field in held.reason
 
 
 def test_all_that_is_owed_passes_and_a_failure_stays_one() -> None:
-    assert hold_against(result(compared=msgspec.to_builtins(FULL)), FULL).verdict == "pass"
-    assert hold_against(result("fail"), FULL).verdict == "fail"
+    assert require_coverage(result(compared=msgspec.to_builtins(FULL)), FULL).verdict == "pass"
+    assert require_coverage(result("fail"), FULL).verdict == "fail"
 
 
 def failing(check: str, step: int | None) -> CheckResult:

@@ -26,7 +26,7 @@ from distcheck.records.causes import APART
 from distcheck.reports import brief, training_report
 from distcheck.reports.brief import next_step
 from distcheck.reports.failures import ends_of_ranks
-from distcheck.reports.findings import screen_of
+from distcheck.reports.findings import summary_lines
 from distcheck.reports.json_report import document_of, render_json
 from distcheck.reports.terminal import render, render_text, summarize
 from distcheck.reports.wrapping import wrap
@@ -278,7 +278,7 @@ def test_screens(name: str, width: int) -> None:
 @pytest.mark.parametrize("name", ["two-causes", "job", "several"])
 def test_screens_of_documents(name: str, width: int) -> None:
     """What `merge` and `report` print."""
-    lines = screen_of(document_of(REPORTS[name]), width=width)
+    lines = summary_lines(document_of(REPORTS[name]), width=width)
     assert all(len(line) <= width or "replay" in line for line in lines)
     compare(f"document-{name}-{width}.txt", "\n".join(lines))
 
@@ -330,7 +330,7 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
     more = 'distcheck explain missing-sync, distcheck open, -v    # "..." in full: distcheck open'
     assert screen.splitlines()[-1] == f"more   {more} or -v"
     assert "..." not in render_text(report, width=80, verbose=True)
-    *_, whole = screen_of(document_of(report), width=80)
+    *_, whole = summary_lines(document_of(report), width=80)
     assert whole == 'more    "..." in full: --html FILE'
     assert "in full" not in render_text(REPORTS["mismatch"], width=80)
 

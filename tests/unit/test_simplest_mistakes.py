@@ -7,13 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distcheck.judge.checks.comparison import by_norm, within
-from distcheck.judge.checks.sensitivity import Parts, shown_by
-from distcheck.records.mistakes import MISTAKES, NOTHING, Shown, both, merge_shown, scales
+from distcheck.judge.checks.sensitivity import MeanSummands, shown_by
+from distcheck.records.mistakes import (
+    MISTAKES,
+    NOTHING,
+    Shown,
+    merge_shown,
+    merge_two_shown,
+    scales,
+)
 
 
-def parts_of(gradients: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor | float) -> Parts:
+def parts_of(
+    gradients: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor | float
+) -> MeanSummands:
     """Mean losses, weighted by samples."""
-    return Parts(
+    return MeanSummands(
         gradients=gradients, shares=weights, own=torch.ones(len(gradients), dtype=torch.float64),
         weights=weights, bound=bound,
     )  # fmt: skip
@@ -23,7 +32,7 @@ def shown(gradients: torch.Tensor, bound: torch.Tensor | float, **more: object) 
     world, elements = gradients.shape
     even = torch.full((world,), 1 / world, dtype=torch.float64)
 
-    def at(stride: int) -> Parts:
+    def at(stride: int) -> MeanSummands:
         wide = bound[::stride] if isinstance(bound, torch.Tensor) else bound
         return parts_of(gradients[:, ::stride], even, wide)
 
@@ -139,7 +148,7 @@ def test_steps_add_up_and_mistakes_are_united() -> None:
         shown={"missing-sync": (0,), "stale": ()}, scale=0.5, zero=True, alike=True, steps=1
     )
     two = Shown(shown={"missing-sync": (1,)}, scale="inf", zero=False, alike=True, steps=2)
-    merged = both(one, two)
+    merged = merge_two_shown(one, two)
     assert merged.shown == {"missing-sync": (0, 1), "stale": ()}
     assert (merged.scale, merged.zero, merged.alike, merged.steps) == (0.5, False, True, 3)
     assert merge_shown([{"a": one}, {"a": two, "b": two}]) == {"a": merged, "b": two}
@@ -152,7 +161,7 @@ def test_where_bits_are_compared_a_wide_bound_hides_nothing_recorded() -> None:
     even = torch.full((2,), 0.5, dtype=torch.float64)
 
     def found(bits: torch.Tensor | None, before: torch.Tensor) -> Shown:
-        def at(stride: int) -> Parts:
+        def at(stride: int) -> MeanSummands:
             parts = parts_of(gradients, even, wide)
             return dataclasses.replace(parts, expected=bits)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.plan.source_files import files_of, mentions
+from distcheck.plan.source_files import files_of, is_in_sources
 from distcheck.verification.run import _USES_COMPILER
 
 
@@ -23,16 +23,16 @@ from distcheck.verification.run import _USES_COMPILER
     ],
 )
 def test_what_uses_the_compiler(spec: str, uses: bool) -> None:
-    assert mentions(_USES_COMPILER, spec) == uses
+    assert is_in_sources(_USES_COMPILER, spec) == uses
 
 
 def test_modules_beside_a_file_count(tmp_path: Path) -> None:
     (tmp_path / "sync.py").write_text("raise SystemExit('imported')\nfrom beside import wrap\n")
     (tmp_path / "beside.py").write_text("x = 1\n")
     spec = f"{tmp_path / 'sync.py'}:wrap"
-    assert not mentions(_USES_COMPILER, spec)
+    assert not is_in_sources(_USES_COMPILER, spec)
     (tmp_path / "beside.py").write_text("from torch.nn.parallel import DistributedDataParallel\n")
-    assert mentions(_USES_COMPILER, spec)
+    assert is_in_sources(_USES_COMPILER, spec)
 
 
 def written(folder: Path, texts: dict[str, str]) -> None:

@@ -214,7 +214,7 @@ def test_a_rank_that_has_run_since_it_said_that_it_waits_is_awake() -> None:
                 ran_ns = linux.ran_ns(process.pid)
                 time.sleep(0.05)
             for said, awake in ((ran_ns, False), (ran_ns - 1, True), (0, False)):
-                child.take(messages.Waits(ran_ns=said))
+                child.take(messages.Blocked(ran_ns=said))
                 assert child.is_awake is awake
         finally:
             process.kill()
@@ -228,10 +228,10 @@ def test_a_rank_that_has_said_that_it_waits_only_looks_whether_that_has_come() -
             process.stdout.readline()
             child = Child(pid=process.pid)
             for said, looks in (
-                (messages.Waits(on=(0,)), True),
-                (messages.GoesOn(), False),
-                (messages.Waits(over=True), False),
-                (messages.Waits(on=(0,), ran_ns=1), False),
+                (messages.Blocked(on=(0,)), True),
+                (messages.Unblocked(), False),
+                (messages.Blocked(over=True), False),
+                (messages.Blocked(on=(0,), ran_ns=1), False),
             ):
                 child.take(said)
                 found = [child.is_awake for _ in range(20)]
@@ -246,7 +246,7 @@ def test_what_a_thread_of_the_clock_waits_for_is_not_work(other: str) -> None:
     core = min(os.sched_getaffinity(0))
     pair = [subprocess.Popen([sys.executable, "-c", p], stdout=-1) for p in (SPINS, other)]
     children = [Child(pid=one.pid) for one in pair]
-    children[1].take(messages.Waits(on=(0,)))
+    children[1].take(messages.Blocked(on=(0,)))
     try:
         for one in pair:
             assert one.stdout is not None

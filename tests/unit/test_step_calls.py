@@ -12,7 +12,7 @@ from distcheck.judge.diagnosis.measurements import (
     NonFiniteGradient,
     StepFacts,
 )
-from distcheck.judge.diagnosis.source_lines import culprit
+from distcheck.judge.diagnosis.source_lines import line_of_first_wrong
 from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
 from distcheck.worlds import step_calls
 from distcheck.worlds.step_calls import CallLines, StepCalls, memory_of
@@ -22,19 +22,19 @@ HERE = __file__
 
 @pytest.fixture
 def calls() -> Iterator[StepCalls]:
-    yield step_calls.listen(0, past_python=False)
+    yield step_calls.start_recording_calls(0, past_python=False)
     step_calls.HEARING.clear()
 
 
 def call(kind: str, *tensors: torch.Tensor) -> str:
     """Makes a call of this line of the code under test, and says which."""
-    step_calls.hear(0, kind, (list(tensors),), 0)
+    step_calls.record_call_of_rank(0, kind, (list(tensors),), 0)
     return f"{HERE}:{call.__code__.co_firstlineno + 2}"
 
 
 def other(kind: str, *tensors: torch.Tensor) -> str:
     """The same of another line."""
-    step_calls.hear(0, kind, (list(tensors),), 0)
+    step_calls.record_call_of_rank(0, kind, (list(tensors),), 0)
     return f"{HERE}:{other.__code__.co_firstlineno + 2}"
 
 
@@ -132,7 +132,7 @@ def site(
     )
     result = CheckResult(check="gradients", layer="rounding", verdict="fail", first=place)
     named = [Diagnosis(cause=cause, evidence="", suggestion="") for cause in causes]
-    return culprit(named, [result], Measurements(world=2, steps=(step,), ways=(found,)))
+    return line_of_first_wrong(named, [result], Measurements(world=2, steps=(step,), ways=(found,)))
 
 
 A = CallSite(file="/a.py", line=3)
@@ -188,5 +188,5 @@ def test_a_call_that_torch_makes_itself_has_no_line(calls: StepCalls) -> None:
     """As DistributedDataParallel makes some: a line of its files is no line of the code."""
     gradient = torch.ones(3)
     made = compile("hear(0, 'all_reduce', ([gradient],), 0)", torch.__file__, "exec")
-    exec(made, {"hear": step_calls.hear, "gradient": gradient})
+    exec(made, {"hear": step_calls.record_call_of_rank, "gradient": gradient})
     assert ways(calls, a=gradient).given == {"a": {""}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.cli.streams import Output
+from distcheck.cli.streams import FaultTolerantStream
 
 COMMAND = f"{sys.executable} -m distcheck"
 
@@ -36,7 +36,7 @@ def without_reader() -> int:
 @pytest.mark.parametrize("buffered", [True, False])
 def test_unwritable_text_is_dropped(opened: Callable[[], int], lost: str, buffered: bool) -> None:
     with os.fdopen(opened(), "w", buffering=-1 if buffered else 1) as stream:
-        output = Output(stream)
+        output = FaultTolerantStream(stream)
         for _ in range(3):
             assert output.write("a line\n") == 7
             output.flush()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from distcheck.machine.seeds import derive
-from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.local.helper_process import shuffled_variables
 from distcheck.worlds.rendezvous import Rendezvous, environment_of
 from distcheck.worlds.surroundings import (
     FACTORS,
@@ -108,12 +108,12 @@ def test_a_persons_own_delays_leave_the_rerun_without() -> None:
 
 def test_an_order_of_the_environment_is_drawn_and_loses_nothing() -> None:
     variables = {f"NAME_{n}": str(n) for n in range(30)}
-    assert list(in_order(variables, None)) == list(variables)
+    assert list(shuffled_variables(variables, None)) == list(variables)
     seeds = [ALL.order_seed(rank) for rank in range(4)]
-    drawn = [in_order(variables, seed) for seed in seeds]
+    drawn = [shuffled_variables(variables, seed) for seed in seeds]
     assert all(one == variables for one in drawn)
     assert len({tuple(one) for one in drawn}) == 4
-    assert list(drawn[0]) == list(in_order(variables, derive(7, "environment", 0)))
+    assert list(drawn[0]) == list(shuffled_variables(variables, derive(7, "environment", 0)))
 
 
 def test_the_line_says_what_differs_and_no_more() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distcheck.judge.rerun_bisection import Separation, TakingApart
+from distcheck.judge.rerun_bisection import RerunBisection, Separation
 from distcheck.worlds.surroundings import FACTORS, TOGETHER, Surroundings, separate
 
 ALL = separate(3, delayed=True)
@@ -13,7 +13,7 @@ ALL = separate(3, delayed=True)
 def taken_apart(
     differs: Callable[[Surroundings, int], bool], given: Surroundings = ALL
 ) -> tuple[Separation, list[Surroundings]]:
-    apart, asked = TakingApart(given), []
+    apart, asked = RerunBisection(given), []
     while apart.next is not None:
         assert apart.conclusion is None
         asked.append(apart.next)

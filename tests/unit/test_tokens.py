@@ -155,7 +155,7 @@ def test_right_weights_and_other_workloads_have_none_of_these_names() -> None:
     plain = measured([[1 / 3] * 3] * 3, PLENTY)
     assert causes(plain) == ["unweighted-mean"]
     assert tokens.other_weights(plain) == {} == dict.fromkeys(tokens.named_factors(plain))
-    assert tokens.of_factor(plain, 0.5, "") == []
+    assert tokens.causes_of_token_factor(plain, 0.5, "") == []
     assert [way.kind for way in readings(plain, plain.parameters, 0)][:1] == ["plain mean"]
 
 

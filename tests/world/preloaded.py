@@ -16,7 +16,7 @@ import torch.utils.data
 
 import distcheck.cli
 import tests.world.warm
-from distcheck.worlds.local.forks import gather_memory
+from distcheck.worlds.local.forks import move_to_huge_pages
 
 # What a verification imports by and by, in its front and again in each rank and judge.
 for name in ("cli", "judge", "plan", "recordings", "reports", "store", "training", "verification"):
@@ -27,6 +27,6 @@ for name in ("cli", "judge", "plan", "recordings", "reports", "store", "training
 # As the helper does it: what is forked neither collects what it inherited nor copies its tables.
 gc.collect()
 gc.freeze()
-gather_memory()
+move_to_huge_pages()
 
 __all__ = ["distcheck", "tests", "torch"]

@@ -12,7 +12,7 @@ import pytest
 
 from distcheck.compare.records import COMPARE
 from distcheck.errors import ExitCode, InternalError, UsageError
-from distcheck.errors.defects import is_defect, place_of, save_traceback
+from distcheck.errors.defects import innermost_own_place, is_defect, save_traceback
 from distcheck.judge import checks, job
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
@@ -68,7 +68,7 @@ def divides(payload: bytes, fds: Descriptors, reporter: object) -> bytes:
 )
 def test_whose_it_is(kind: str, more: str, defect: bool) -> None:
     assert is_defect(kind, f"{OWN}    x\n{more}{kind}: 'x'\n") == defect
-    assert place_of(OWN + more) == "distcheck/judge/job.py:61 in judge"
+    assert innermost_own_place(OWN + more) == "distcheck/judge/job.py:61 in judge"
 
 
 def test_no_frame_at_all_is_nobodys() -> None:

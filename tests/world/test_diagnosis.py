@@ -32,7 +32,7 @@ def test_right_code_is_named(strategy: str, world: int, monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(diagnosis, "needs_diagnosis", lambda results: True)
-    monkeypatch.setattr(diagnosis, "steps_to_look_at", lambda results: (0, 1, 2))
+    monkeypatch.setattr(diagnosis, "steps_to_diagnose", lambda results: (0, 1, 2))
     monkeypatch.setattr(diagnosis, "diagnose", note)
     report = distcheck.verify(strategy, world=world, workload="tests.mutants.small:Small", steps=3)
     report.raise_for_verdict()

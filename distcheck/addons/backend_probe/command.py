@@ -15,7 +15,7 @@ from distcheck.addons.backend_probe.records import (
     LOOK,
     PROBE,
     Availability,
-    LookRequest,
+    AvailabilityRequest,
     Probe,
     ProbedCell,
     ProbeRequest,
@@ -46,12 +46,12 @@ _MOST_ENDS = 3  # worlds that an operation may end; the rest of it is not tried
 OnCell = Callable[[int], None]
 
 
-def look_at(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
+def check_availability(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
     """Return the availability of a backend here. Raises UsageError for an unknown one."""
-    return run_job(pool, LOOK, LookRequest(backend=backend, device=device, world=world))
+    return run_job(pool, LOOK, AvailabilityRequest(backend=backend, device=device, world=world))
 
 
-def sweep(
+def run_probes(
     pool: Pool,
     probes: Sequence[Probe],
     *,
@@ -383,7 +383,7 @@ def command(
 def _sweep(
     pool: Pool, name: str, probes: list[Probe], *, device: str, world: int, deadline_s: float
 ) -> Sweep:
-    look = look_at(pool, backend=name, device=device, world=world)
+    look = check_availability(pool, backend=name, device=device, world=world)
     found = Sweep(
         backend=name,
         device=look.device,
@@ -398,7 +398,7 @@ def _sweep(
     with LiveProgress(Console(stderr=True)) as live:
         what = f"{name} on {look.device}"
         live.counted(0, len(probes), what)
-        cells, failure = sweep(
+        cells, failure = run_probes(
             pool,
             probes,
             backend=name,

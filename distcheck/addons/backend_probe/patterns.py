@@ -70,7 +70,7 @@ def is_meaningful(reduction: str, dtype: str) -> bool:
     return reduction != "AVG" or DTYPES[dtype].floating
 
 
-def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
+def contribution_of_rank(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
     """Return the contribution of `rank` at `position`.
 
     Neighboring magnitudes at one position differ by `step`; their order rotates with the position:
@@ -89,7 +89,7 @@ def value(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Val
     return sign * number * about.scale
 
 
-def factor(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
+def product_contribution(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
     """Return the contribution of `rank` at `position` to a product: 3, 2 or 1 in turn."""
     if dtype == "bool":
         return _bit(rank, position, salt, world)

@@ -23,7 +23,7 @@ from distcheck.addons.backend_probe.records import (
     NOT_CALLED,
     PROBE,
     Availability,
-    LookRequest,
+    AvailabilityRequest,
     Probe,
     ProbeRequest,
     RankResult,
@@ -36,9 +36,9 @@ from distcheck.addons.backend_probe.scene import (
     ProbedCall,
     ProbeScene,
     WrongAnswerError,
-    lay_out,
-    surroundings,
-    untouched,
+    buffer_layout,
+    initial_output_values,
+    unchangeable_values,
 )
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
@@ -47,19 +47,19 @@ from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join, wait_for
 
 
-def before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
+def storage_before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
     """Return the storage before the call; an output holds values that are wrong afterwards."""
     values = buffer.before
     if values is None:
-        values = untouched(buffer.after or (), dtype)
-    return layout.place(values, surroundings(dtype, layout.size))
+        values = initial_output_values(buffer.after or (), dtype)
+    return layout.place(values, unchangeable_values(dtype, layout.size))
 
 
 def find_difference(
     *, actual: list[Any], buffer: Buffer, layout: Layout, scene: ProbeScene, before: list[Value]
 ) -> str:
     """Describe the first error in a storage after the call; empty if there is none."""
-    around = surroundings(scene.dtype, layout.size)
+    around = unchangeable_values(scene.dtype, layout.size)
     required: list[Any] = buffer.after if buffer.after is not None else _taken(actual, layout)
     expected = layout.place(required, around)
     if actual == expected:
@@ -298,8 +298,8 @@ class _Memory:
         for name, some in buffers.items():
             self.tensors[name] = []
             for number, buffer in enumerate(some):
-                layout = lay_out(form, buffer.rows, scene.cols)
-                before = before_call(buffer, layout, scene.dtype)
+                layout = buffer_layout(form, buffer.rows, scene.cols)
+                before = storage_before_call(buffer, layout, scene.dtype)
                 storage = torch.tensor(before, dtype=getattr(torch, scene.dtype), device=device)
                 view = storage.as_strided(layout.shape, layout.strides, layout.offset)
                 self.tensors[name].append(view)
@@ -336,7 +336,7 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type 
 
 
 @LOOK.does
-def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability:
+def look(job: AvailabilityRequest, fds: Descriptors, reporter: Reporter) -> Availability:
     """Return the availability of a backend, in a separate process. Raises UsageError."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
@@ -345,7 +345,7 @@ def look(job: LookRequest, fds: Descriptors, reporter: Reporter) -> Availability
     return Availability(device=device, missing=missing, environment=environment)
 
 
-def _missing(job: LookRequest, device: str) -> str:
+def _missing(job: AvailabilityRequest, device: str) -> str:
     name = job.backend
     if ":" in name:
         load_backend(name)

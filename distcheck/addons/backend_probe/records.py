@@ -175,7 +175,7 @@ class Baseline:
         return found
 
 
-class LookRequest(msgspec.Struct, frozen=True, kw_only=True):
+class AvailabilityRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for the availability of a backend, by name or place, with `world` ranks here."""
 
     backend: str
@@ -206,5 +206,5 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str]
 
 
-LOOK = Job("distcheck.addons.backend_probe.rank:look", LookRequest, Availability)
+LOOK = Job("distcheck.addons.backend_probe.rank:look", AvailabilityRequest, Availability)
 PROBE = Job("distcheck.addons.backend_probe.rank:probe", ProbeRequest, type(None), (STORE,))

@@ -40,7 +40,11 @@ class ProbeScene:
 
     def part(self, rank: int, part: int = 0, *, rows: int | None = None) -> list[Value]:
         count = self.count if rows is None else rows * self.cols
-        source = patterns.factor if self.reduction == "PRODUCT" else patterns.value
+        source = (
+            patterns.product_contribution
+            if self.reduction == "PRODUCT"
+            else patterns.contribution_of_rank
+        )
         begin = part * (min(self.count, _PERIOD) + _SHIFT)
         short = [
             source(self.dtype, rank=rank, position=begin + i, salt=self.salt, world=self.world)
@@ -143,7 +147,7 @@ class Layout:
         return around
 
 
-def lay_out(form: str, rows: int, cols: int) -> Layout:
+def buffer_layout(form: str, rows: int, cols: int) -> Layout:
     """Return the layout of a form: `strided` has gaps in both directions, `transposed` has none."""
     if form == "strided":
         width = 2 * cols + 1
@@ -152,14 +156,14 @@ def lay_out(form: str, rows: int, cols: int) -> Layout:
     return Layout(rows * cols + 2 * GUARD, GUARD, (rows, cols), strides)
 
 
-def surroundings(dtype: str, size: int) -> list[Value]:
+def unchangeable_values(dtype: str, size: int) -> list[Value]:
     """Return a storage [size] of values that no call may change."""
     if dtype == "bool":
         return [index % 2 == 0 for index in range(size)]
     return [patterns.AROUND] * size
 
 
-def untouched(expected: Sequence[Value], dtype: str) -> list[Value]:
+def initial_output_values(expected: Sequence[Value], dtype: str) -> list[Value]:
     """Return the contents of an output before the call: different from `expected` everywhere."""
     if dtype == "bool":
         return [not value for value in expected]

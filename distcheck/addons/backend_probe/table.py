@@ -26,7 +26,7 @@ from distcheck.addons.backend_probe.records import (
     VerdictName,
 )
 from distcheck.errors import ExitCode
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.records.decoding import read_written
 from distcheck.reports import json_report
 from distcheck.reports.wrapping import print_trimmed
@@ -52,7 +52,7 @@ def render_text(sweep: Sweep, *, width: int) -> str:
 
 def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
     """Print one backend's cells; if `verbose`, every form, and every finding separately."""
-    sweep = shown(sweep)
+    sweep = displayable(sweep)
     console.print(Text(_headline(sweep), style="bold"))
     if sweep.missing or sweep.failure:
         text = f"not available here: {sweep.missing}" if sweep.missing else sweep.failure
@@ -88,7 +88,7 @@ def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console
         text = f"{word} the baseline: {change.backend}, {cell.name}: "
         text += f"{change.before} before, {cell.verdict} now"
         style = "" if change.excused else "bold red"
-        console.print(Text(shown(text), style=style), soft_wrap=True)
+        console.print(Text(displayable(text), style=style), soft_wrap=True)
 
 
 def _headline(sweep: Sweep) -> str:

@@ -7,18 +7,18 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distcheck.addons.engines.running import Ended, Lost, Work, run_part
+from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_part
 from distcheck.errors import CannotRunError
 
 _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
 
 
-class OnRay:
+class RayEngine:
     """Engine that runs parts as tasks of a Ray cluster."""
 
     code = "a copy of this folder is sent to each worker; other paths must already exist there"
 
-    def __init__(self, ray: Any, work: Sequence[Work]) -> None:
+    def __init__(self, ray: Any, work: Sequence[MatrixTask]) -> None:
         self._ray = ray
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus, gpus = (int(max(n.get(name, 0) for n in nodes)) for name in ("CPU", "GPU"))
@@ -37,7 +37,7 @@ class OnRay:
             for part in work
         }
 
-    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+    def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
         """Yield the tasks that ended within one second."""
         done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=1.0)
         for task in done:
@@ -45,7 +45,7 @@ class OnRay:
             try:
                 yield part, self._ray.get(task)
             except self._ray.exceptions.RayError as error:
-                yield part, Lost(f"Ray lost its task: {_first_line(error)}")
+                yield part, LostPart(f"Ray lost its task: {_first_line(error)}")
 
     def close(self) -> None:
         for task in self._tasks:
@@ -53,7 +53,7 @@ class OnRay:
         self._ray.shutdown()
 
 
-def start(address: str, work: Sequence[Work]) -> OnRay:
+def start(address: str, work: Sequence[MatrixTask]) -> RayEngine:
     """Start tasks on the Ray cluster at an address, on that of RAY_ADDRESS, or on a new local one.
     Raises CannotRunError.
     """
@@ -78,7 +78,7 @@ def start(address: str, work: Sequence[Work]) -> OnRay:
             "start one here"
         ) from None
     try:
-        return OnRay(ray, work)
+        return RayEngine(ray, work)
     except BaseException:
         ray.shutdown()
         raise

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from distcheck import private
-from distcheck.addons.engines.running import Ended, Lost, Work, run_part
+from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_part
 from distcheck.errors import CannotRunError
 from distcheck.store.run_folder import own_folder
 
@@ -20,13 +20,13 @@ _MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT is set
 HERE = "local"  # the address for processes of this machine, without Slurm
 
 
-class OnSlurm:
+class SlurmEngine:
     """Jobs of a Slurm cluster."""
 
     code = "it is loaded by its path: nodes must have access to this folder"
 
-    def __init__(self, executor: Any, work: Sequence[Work]) -> None:
-        self._jobs: list[tuple[Any, Work]] = []
+    def __init__(self, executor: Any, work: Sequence[MatrixTask]) -> None:
+        self._jobs: list[tuple[Any, MatrixTask]] = []
         folder = os.getcwd()
         ordered = sorted(work, key=lambda part: (part.ranks, part.gpus))
         for (ranks, gpus), parts in groupby(ordered, key=lambda part: (part.ranks, part.gpus)):
@@ -40,7 +40,7 @@ class OnSlurm:
                 ]
             self._jobs += started
 
-    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+    def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
         """Yield the jobs that have ended, after one second."""
         time.sleep(_LOOK_EVERY_S)
         for job, part in list(self._jobs):
@@ -53,14 +53,14 @@ class OnSlurm:
             else:
                 state = getattr(job, "state", "")
                 first = next((line for line in str(error).splitlines() if line.strip()), "")
-                yield part, Lost(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
+                yield part, LostPart(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
         for job, _ in self._jobs:
             job.cancel()
 
 
-def start(address: str, work: Sequence[Work]) -> OnSlurm:
+def start(address: str, work: Sequence[MatrixTask]) -> SlurmEngine:
     """Submit jobs by sbatch; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT set partition,
     account and time limit. Raises CannotRunError.
     """
@@ -86,4 +86,4 @@ def start(address: str, work: Sequence[Work]) -> OnSlurm:
             f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a "
             "writable folder"
         ) from error
-    return OnSlurm(submitit.AutoExecutor(place, cluster=address or "slurm"), work)
+    return SlurmEngine(submitit.AutoExecutor(place, cluster=address or "slurm"), work)

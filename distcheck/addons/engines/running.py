@@ -17,7 +17,7 @@ from rich.console import Console
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
-from distcheck.errors.shown_text import one_line, say
+from distcheck.errors.shown_text import one_line, print_displayable
 from distcheck.plan.matrix import Planned
 from distcheck.records.decoding import read_bounded
 from distcheck.reports.brief import words_without
@@ -63,7 +63,7 @@ _OF_THE_FRONT = ("--on", *(f"--{name}" for name in (*FORMATS, GITHUB)), *_FLAGS)
 
 
 @dataclass(frozen=True)
-class Work:
+class MatrixTask:
     """A part of a matrix: its number from 1, its name, arguments, and resources."""
 
     number: int
@@ -74,18 +74,18 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostPart:
     """Reason why a part has no report."""
 
     why: str
 
 
-class Tasks(Protocol):
+class EngineTasks(Protocol):
     """Running parts. `code` describes how code under test reaches the tasks."""
 
     code: str
 
-    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+    def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
         """Wait briefly, and yield the parts that ended meanwhile."""
         ...
 
@@ -109,7 +109,7 @@ def run_on(
     number = len({case.siblings for case in first.every})
     planned = plan(f"1/{number}") if number > 1 else first
     work = _work(planned, number)
-    started: Tasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(
+    started: EngineTasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(
         address, work
     )
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
@@ -120,20 +120,22 @@ def run_on(
         raise CannotRunError(f"no part returned from {name}: {next(iter(lost.values()))}")
     code = show_whole(join(parts, lost), parts, files=files, quiet=quiet)
     for part, why in lost.items():
-        say(f"distcheck: part {part} of {number} is unknown: {one_line(why)}", err=True)
+        print_displayable(
+            f"distcheck: part {part} of {number} is unknown: {one_line(why)}", err=True
+        )
     return int(ExitCode.INTERRUPTED) if interrupted else code
 
 
-def _work(planned: Planned, parts: int) -> list[Work]:
+def _work(planned: Planned, parts: int) -> list[MatrixTask]:
     typed = shlex.split(command_line())[2:]
     words = words_without(typed, _OF_THE_FRONT, flags=_FLAGS)
     own = {case.id: case for case in planned.every}
-    found: dict[int, Work] = {}
+    found: dict[int, MatrixTask] = {}
     for one in planned.whole.cases:
         case = own[one.id]
         known = found.get(one.shard)
         ranks = max(case.world, known.ranks if known else 0)
-        found[one.shard] = Work(
+        found[one.shard] = MatrixTask(
             number=one.shard,
             name=f"{case.strategy}, {case.world} ranks",
             words=(*words, *(("--shard", f"{one.shard}/{parts}") if parts > 1 else ())),
@@ -144,8 +146,8 @@ def _work(planned: Planned, parts: int) -> list[Work]:
 
 
 def _collected(
-    engine: Tasks,
-    work: Sequence[Work],
+    engine: EngineTasks,
+    work: Sequence[MatrixTask],
     planned: Planned,
     place: Path,
     progress: LiveProgress,
@@ -171,14 +173,14 @@ def _collected(
 
 
 def _taken(
-    one: Work,
-    end: Ended | Lost,
+    one: MatrixTask,
+    end: Ended | LostPart,
     planned: Planned,
     place: Path,
     parts: list[MatrixPart],
     lost: dict[int, str],
 ) -> str:
-    if isinstance(end, Lost):
+    if isinstance(end, LostPart):
         lost[one.number] = end.why
         return "lost"
     code, text, said = end

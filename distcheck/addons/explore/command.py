@@ -74,7 +74,7 @@ def explore_command(searches: Sequence[dict[str, Any]]) -> int:
     """
     checked = [_checked(asked) for asked in searches]
     check_writable(searches[0]["json_file"])
-    settle_hypothesis()
+    prepare_hypothesis()
     codes: list[ExitCode] = []
     for asked, (strategy, budget_s, vary) in zip(searches, checked, strict=True):
         if codes and not asked["quiet"]:
@@ -152,7 +152,7 @@ def _explore(
     return story.exit_code
 
 
-def settle_hypothesis() -> None:
+def prepare_hypothesis() -> None:
     """Raise CannotRunError if Hypothesis is missing; otherwise redirect its storage folder."""
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
@@ -162,7 +162,7 @@ def settle_hypothesis() -> None:
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(DEFAULT_FOLDER / "hypothesis"))
 
 
-def seconds_of(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return `90s`, `5m` or `1h` in seconds. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
@@ -178,7 +178,7 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     """Return strategy, budget in seconds, and values to vary. Raises DistcheckError."""
     if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
-    budget_s = seconds_of(asked["budget"])
+    budget_s = parse_duration(asked["budget"])
     for option, value, least, most in (
         ("--world", asked["world"], 2, _MOST_WORLD),
         ("--steps", asked["steps"], 1, _MOST_STEPS),

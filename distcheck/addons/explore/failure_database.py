@@ -69,7 +69,7 @@ class FailureDatabase:
         return None
 
 
-def as_python(case: Case) -> str:
+def reproducing_program(case: Case) -> str:
     """Return a short Python program that fails like the case."""
     said = case.adaptation
     words: dict[str, object] = {

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from distcheck.addons.explore.failure_database import as_python
+from distcheck.addons.explore.failure_database import reproducing_program
 from distcheck.addons.explore.search import Finding, Search
 from distcheck.backends import name_of
 from distcheck.errors import ExitCode
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.judge.sensitivity import why_alone_unknown
 from distcheck.plan.declined import notes_on
 from distcheck.records import Case
@@ -64,7 +64,7 @@ class ExploreResult:
         return f"distcheck replay {quote(str(self.kept_as))}" if self.kept_as else ""
 
 
-def coverage(cases: list[Case]) -> dict[str, dict[str, int]]:
+def cases_by_value(cases: list[Case]) -> dict[str, dict[str, int]]:
     """Return how many cases had each value, by dimension; layers and marks once per case."""
     counts: dict[str, Counter[str]] = {}
 
@@ -100,20 +100,23 @@ def show(story: ExploreResult, *, quiet: bool) -> None:
     if not quiet:
         lines = Lines(console, indent=_INDENT)
         if story.search.finding is not None:
-            report = shown(story.search.finding.report)
+            report = displayable(story.search.finding.report)
             add_failure(report, report.diagnosis, lines)
         for label, text in _lines(story):
-            lines.add(label, shown(text), most=4)
+            lines.add(label, displayable(text), most=4)
         lines.print()
     if story.replay:
-        console.print(Text(f"{' ' * _INDENT}replay  {shown(story.replay)}"), soft_wrap=True)
+        console.print(Text(f"{' ' * _INDENT}replay  {displayable(story.replay)}"), soft_wrap=True)
     if quiet:
         return
     if story.search.finding is None:
         _show_coverage(story, console)
         return
     console.print()  # without indentation, so that it can be copied
-    console.print(Text(shown(as_python(story.search.finding.report.case)).rstrip()), soft_wrap=True)
+    console.print(
+        Text(displayable(reproducing_program(story.search.finding.report.case)).rstrip()),
+        soft_wrap=True,
+    )
 
 
 def as_json(story: ExploreResult) -> str:
@@ -132,7 +135,7 @@ def as_json(story: ExploreResult) -> str:
         "failed_once": [report.case for report in search.once],
         "kept_cases": story.earlier,
         "shrunk_in": search.shrunk_in,
-        "coverage": coverage(search.cases),
+        "coverage": cases_by_value(search.cases),
         "left_out": search.runner.left_out,
         "finding": None,
     }
@@ -143,7 +146,7 @@ def as_json(story: ExploreResult) -> str:
             "replays": finding.replays,
             "unshrunk": finding.unshrunk,
             "file": str(story.kept_as) if story.kept_as else None,
-            "python": as_python(finding.report.case),
+            "python": reproducing_program(finding.report.case),
         }
     return json_report.render(document)
 
@@ -243,7 +246,7 @@ def _about_insensitive(search: Search) -> str:
 
 
 def _show_coverage(story: ExploreResult, console: Console) -> None:
-    for name, counts in coverage(story.search.cases).items():
+    for name, counts in cases_by_value(story.search.cases).items():
         found = ", ".join(f"{value} {number}" for value, number in counts.items())
         console.print(Text(f"{' ' * _INDENT}{name:<10}  {found}"), soft_wrap=True)
     if story.search.passed:

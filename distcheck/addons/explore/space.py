@@ -31,7 +31,7 @@ from distcheck.records.generated_words import (
     SCHEDULE,
     ModelLayer,
     ModelWords,
-    trains,
+    is_trainable_layer,
 )
 from distcheck.training.adapters.options import adaptation_of
 
@@ -98,9 +98,9 @@ def models(
     norms = [layer for layer in drawn if layer.kind == "norm"][:1]
     convs = [layer for layer in drawn if layer.kind == "conv"][:3]
     ordered = norms + convs + [layer for layer in drawn if layer.kind not in ("norm", "conv")]
-    if not any(trains(layer) for layer in ordered):
+    if not any(is_trainable_layer(layer) for layer in ordered):
         ordered = [_unmarked(layer, "frozen") for layer in ordered]
-    if not any(trains(layer) for layer in ordered):
+    if not any(is_trainable_layer(layer) for layer in ordered):
         ordered.append(ModelLayer("linear", 1))  # possible after any layer
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
@@ -123,7 +123,7 @@ def _with_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
     samples: a loss without parameters has no backward.
     """
     found = list(ordered)
-    trained = [n for n, layer in enumerate(found) if trains(layer)]
+    trained = [n for n, layer in enumerate(found) if is_trainable_layer(layer)]
     taking = [n for n in trained if ABSENT in MARKS_OF[found[n].kind]]
     if taking and not any(ABSENT in found[n].marks for n in taking):
         marks = (*found[taking[0]].marks, ABSENT)

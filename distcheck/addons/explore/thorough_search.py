@@ -91,9 +91,9 @@ def _explore(
     show: Callable[[str], None],
     enter: Enter,
 ) -> None:
-    from distcheck.addons.explore.command import settle_hypothesis
+    from distcheck.addons.explore.command import prepare_hypothesis
 
-    settle_hypothesis()
+    prepare_hypothesis()
     from distcheck.addons.explore.running import Runner
     from distcheck.addons.explore.search import Search
     from distcheck.addons.explore.space import MOST_STEPS, MOST_WORLD, cases

@@ -26,13 +26,13 @@ from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Case, ModelLayout, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.training.building import Ingredients, open_ingredients
-from distcheck.training.delays import Lateness
+from distcheck.training.delays import RankDelays
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
 from distcheck.training.recorder import Observer, TraceRecorder
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.inspection import look_at
+from distcheck.verification.inspection import inspect_workload
 from distcheck.verification.verdicts import report_of
 from distcheck.workloads.generated import describe
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
@@ -46,7 +46,7 @@ def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
     device = devices.enter("cpu", 0)
-    late = Lateness()
+    late = RankDelays()
     late.install()
     join(meeting, fds[STORE])
     for number, turn in enumerate(requests(fds, TrainCase), 1):
@@ -57,7 +57,7 @@ def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
 
 
 def _train(
-    turn: TrainCase, rank: int, late: Lateness, traces: list[int], device: torch.device
+    turn: TrainCase, rank: int, late: RankDelays, traces: list[int], device: torch.device
 ) -> None:
     case = turn.case
     ingredients = open_ingredients(case, b"", None, device)
@@ -126,7 +126,7 @@ def _judged(judge_case: JudgeCase, fds: list[int]) -> bytes:
     case = judge_case.case
     ingredients = open_ingredients(case, b"", None)
     seeds.pin_default_dtype(case.dtype)
-    facts = msgspec.structs.replace(look_at(ingredients), contract=judge_case.contract)
+    facts = msgspec.structs.replace(inspect_workload(ingredients), contract=judge_case.contract)
     sizes, layout = _sizes(case, ingredients), _layout(ingredients, facts.model)
     planned = plan.plan_checks(
         case, facts, sizes=sizes, calibration_failure=judge_case.calibration_failure

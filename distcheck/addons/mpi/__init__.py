@@ -33,7 +33,7 @@ def missing() -> str:
     """Return why MPI is unavailable here; empty if it is available."""
     if importlib.util.find_spec("mpi4py") is None:
         return f"backend mpi needs mpi4py, which is not installed; {INSTALL}"
-    if not library.under_launcher() and library.find_launcher() is None:
+    if not library.is_under_mpi_launcher() and library.find_launcher() is None:
         return (
             "backend mpi needs mpirun or mpiexec, which is neither next to this Python nor on "
             f"PATH; {INSTALL}, or pip install mpich"
@@ -107,9 +107,9 @@ def _move_on() -> None:
     """Let MPI complete pending operations. It does not promise that two threads may enter it at
     once, so only the main thread does.
     """
-    from distcheck.addons.mpi.calls import move_on
+    from distcheck.addons.mpi.calls import drive_mpi_progress
     from distcheck.addons.mpi.runtime import mpi
 
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and mpi().Is_initialized() and not mpi().Is_finalized():
-        move_on()
+        drive_mpi_progress()

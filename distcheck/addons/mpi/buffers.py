@@ -61,37 +61,37 @@ def room_for(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def concatenated_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements of tensors of one dtype, concatenated in new memory."""
     return torch.cat([plain(tensor).reshape(-1) for tensor in tensors])
 
 
-def put_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
+def copy_result_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy a result to its tensor, unless it is there already."""
     if tensor.data_ptr() != result.data_ptr() or not is_plain(tensor):
         tensor.detach().copy_(result.view(tensor.shape))
 
 
-def deal_out(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def split_into_tensors(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Split a result into tensors, the inverse of `flat`."""
     parts = result.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
 
 
-def moved(tensor: torch.Tensor) -> list[Any]:
+def as_mpi_buffer(tensor: torch.Tensor) -> list[Any]:
     """Return a contiguous tensor as a buffer for communication: memory and a datatype."""
     return [_memory(tensor), getattr(mpi(), _BY_SIZE[tensor.element_size()])]
 
 
-def moved_in_parts(tensor: torch.Tensor, counts: Sequence[int]) -> list[Any]:
+def buffer_with_counts(tensor: torch.Tensor, counts: Sequence[int]) -> list[Any]:
     """Return a contiguous tensor as a buffer with `counts[rank]` elements for each rank."""
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    memory, datatype = moved(tensor)
+    memory, datatype = as_mpi_buffer(tensor)
     return [memory, list(counts), starts, datatype]
 
 
-def reduced(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
+def reduction_buffer(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
     """Return a contiguous tensor as a buffer for a reduction, and the operation. Raises ValueError
     if it is not defined on its dtype.
     """
@@ -108,7 +108,7 @@ def reduced(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
     raise ValueError(f"{what}: backend mpi does not support {name} of {dtype}")
 
 
-def averages(op: Any) -> bool:
+def is_averaging_op(op: Any) -> bool:
     """Return True if a sum must be divided by the number of ranks."""
     return bool(op == ReduceOp.AVG)
 

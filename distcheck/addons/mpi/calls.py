@@ -175,7 +175,7 @@ class MPIWork(PythonWork):
         self._status, self._source = mpi().Status(), -1
         with _one_at_a_time:
             if _under_way:
-                move_on()
+                drive_mpi_progress()
             if not self._look():
                 _under_way[id(self)] = self
 
@@ -245,13 +245,13 @@ class MPIWork(PythonWork):
         return bool(complete)
 
 
-def move_on() -> None:
+def drive_mpi_progress() -> None:
     with _one_at_a_time:
         for work in list(_under_way.values()):
             work._look()
 
 
-class Together(PythonWork):
+class CombinedMPIWork(PythonWork):
     """Several operations with a single wait."""
 
     def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:

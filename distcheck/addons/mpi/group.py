@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distcheck.addons.mpi import buffers, calls, runtime
-from distcheck.addons.mpi.calls import MPIWork, Together
+from distcheck.addons.mpi.calls import CombinedMPIWork, MPIWork
 from distcheck.addons.mpi.library import TORCH_NAME
 from distcheck.addons.mpi.runtime import mpi
 from distcheck.backends import _python_group
@@ -121,7 +121,7 @@ class MPIGroup(PythonGroup):
         (tensor,) = tensors
         check("broadcast", [tensor], written=True)
         data = buffers.plain(tensor)
-        request = self._collective.Ibcast(buffers.moved(data), opts.rootRank)
+        request = self._collective.Ibcast(buffers.as_mpi_buffer(data), opts.rootRank)
         return self._work("broadcast", request, [tensor], data)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -140,22 +140,22 @@ class MPIGroup(PythonGroup):
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Any) -> tuple[Any, torch.Tensor, bool]:
         data = buffers.plain(tensor)
-        spec, how = buffers.reduced("all_reduce", data, op)
+        spec, how = buffers.reduction_buffer("all_reduce", data, op)
         request = self._collective.Iallreduce(mpi().IN_PLACE, spec, how)
-        return request, data, buffers.averages(op)
+        return request, data, buffers.is_averaging_op(op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         (tensor,) = tensors
         root = opts.rootRank == self._rank
         check("reduce", [tensor], written=root)
         data = buffers.plain(tensor)
-        spec, how = buffers.reduced("reduce", data, opts.reduceOp)
+        spec, how = buffers.reduction_buffer("reduce", data, opts.reduceOp)
         sent, received = (mpi().IN_PLACE, spec) if root else (spec, None)
         request = self._collective.Ireduce(sent, received, how, opts.rootRank)
 
         def finish(_: Any) -> None:
             if root:
-                self._conclude(tensor, data, average=buffers.averages(opts.reduceOp))
+                self._conclude(tensor, data, average=buffers.is_averaging_op(opts.reduceOp))
 
         return self._work_of("reduce", [request], [tensor], [data], finish)
 
@@ -164,7 +164,9 @@ class MPIGroup(PythonGroup):
         check_list("all_gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         data = buffers.plain(tensor)
-        request = self._collective.Iallgather(buffers.moved(data), buffers.moved(gathered))
+        request = self._collective.Iallgather(
+            buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(gathered)
+        )
         return self._dealing("all_gather", request, gathered, output, data, inputs=inputs)
 
     def all_gather_single(
@@ -173,7 +175,9 @@ class MPIGroup(PythonGroup):
         check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
         check("all_gather_into_tensor", [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
-        request = self._collective.Iallgather(buffers.moved(data), buffers.moved(room))
+        request = self._collective.Iallgather(
+            buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(room)
+        )
         return self._work("all_gather_into_tensor", request, [output], room, data, inputs=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
@@ -181,13 +185,13 @@ class MPIGroup(PythonGroup):
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
             check("gather", [tensor])
-            request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
+            request = self._collective.Igather(buffers.as_mpi_buffer(data), None, opts.rootRank)
             return self._work_of("gather", [request], [], [data], None, inputs=inputs)
         (output,) = outputs
         check_list("gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         request = self._collective.Igather(
-            buffers.moved(data), buffers.moved(gathered), opts.rootRank
+            buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(gathered), opts.rootRank
         )
         return self._dealing("gather", request, gathered, output, data, inputs=inputs)
 
@@ -195,13 +199,15 @@ class MPIGroup(PythonGroup):
         data = buffers.plain(tensor)
         if self._rank != opts.rootRank:
             check("gather_single", [tensor])
-            request = self._collective.Igather(buffers.moved(data), None, opts.rootRank)
+            request = self._collective.Igather(buffers.as_mpi_buffer(data), None, opts.rootRank)
             return self._work_of("gather_single", [request], [], [data], None, inputs=[tensor])
         assert output is not None
         check_parts("gather_single", self._size, whole=output, part=tensor)
         check("gather_single", [output], written=True)
         room = buffers.room_for(output)
-        request = self._collective.Igather(buffers.moved(data), buffers.moved(room), opts.rootRank)
+        request = self._collective.Igather(
+            buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(room), opts.rootRank
+        )
         return self._work("gather_single", request, [output], room, data, inputs=[tensor])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
@@ -211,11 +217,13 @@ class MPIGroup(PythonGroup):
         if self._rank == opts.rootRank:
             (parts,) = inputs
             check_list("scatter", self._size, parts, tensor, written=False)
-            sent = buffers.flat(parts)
+            sent = buffers.concatenated_elements(parts)
         else:
             parts = []
         request = self._collective.Iscatter(
-            None if sent is None else buffers.moved(sent), buffers.moved(room), opts.rootRank
+            None if sent is None else buffers.as_mpi_buffer(sent),
+            buffers.as_mpi_buffer(room),
+            opts.rootRank,
         )
         return self._work("scatter", request, [tensor], room, sent, inputs=parts)
 
@@ -223,7 +231,11 @@ class MPIGroup(PythonGroup):
         (output,), (parts,) = outputs, inputs
         check_list("reduce_scatter", self._size, parts, output, written=False)
         return self._reduce_scatter(
-            "reduce_scatter", output, buffers.flat(parts), opts.reduceOp, inputs=parts
+            "reduce_scatter",
+            output,
+            buffers.concatenated_elements(parts),
+            opts.reduceOp,
+            inputs=parts,
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
@@ -238,12 +250,12 @@ class MPIGroup(PythonGroup):
     ) -> MPIWork:
         check(what, [output], written=True)
         room = buffers.room_for(output)
-        sent, how = buffers.reduced(what, data, op)
-        received, _ = buffers.reduced(what, room, op)
+        sent, how = buffers.reduction_buffer(what, data, op)
+        received, _ = buffers.reduction_buffer(what, room, op)
         request = self._collective.Ireduce_scatter_block(sent, received, how)
 
         def finish(_: Any) -> None:
-            self._conclude(output, room, average=buffers.averages(op))
+            self._conclude(output, room, average=buffers.is_averaging_op(op))
 
         return self._work_of(what, [request], [output], [data, room], finish, inputs=inputs)
 
@@ -252,11 +264,11 @@ class MPIGroup(PythonGroup):
         check("all_to_all", outputs, written=True)
         check_length("all_to_all", self._size, outputs)
         check_length("all_to_all", self._size, inputs)
-        sent = buffers.flat(inputs)
+        sent = buffers.concatenated_elements(inputs)
         received = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype)
         request = self._collective.Ialltoallv(
-            buffers.moved_in_parts(sent, [t.numel() for t in inputs]),
-            buffers.moved_in_parts(received, [t.numel() for t in outputs]),
+            buffers.buffer_with_counts(sent, [t.numel() for t in inputs]),
+            buffers.buffer_with_counts(received, [t.numel() for t in outputs]),
         )
         return self._dealing("all_to_all", request, received, outputs, sent, inputs=inputs)
 
@@ -273,8 +285,12 @@ class MPIGroup(PythonGroup):
         check(what, [output], written=True)
         data, room = buffers.plain(tensor), buffers.room_for(output)
         request = self._collective.Ialltoallv(
-            buffers.moved_in_parts(data, elements_by_rank(what, self._size, tensor, input_splits)),
-            buffers.moved_in_parts(room, elements_by_rank(what, self._size, output, output_splits)),
+            buffers.buffer_with_counts(
+                data, elements_by_rank(what, self._size, tensor, input_splits)
+            ),
+            buffers.buffer_with_counts(
+                room, elements_by_rank(what, self._size, output, output_splits)
+            ),
         )
         return self._work(what, request, [output], room, data, inputs=[tensor])
 
@@ -287,7 +303,7 @@ class MPIGroup(PythonGroup):
         (tensor,) = tensors
         check("send", [tensor])
         data = buffers.plain(tensor)
-        request = self._messages.Isend(buffers.moved(data), destination, self._tag(tag))
+        request = self._messages.Isend(buffers.as_mpi_buffer(data), destination, self._tag(tag))
         return self._work_of("send", [request], [tensor], [data], None)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
@@ -300,7 +316,7 @@ class MPIGroup(PythonGroup):
         (tensor,) = tensors
         check("recv", [tensor], written=True)
         room = buffers.room_for(tensor)
-        spec = buffers.moved(room)
+        spec = buffers.as_mpi_buffer(room)
         request = self._messages.Irecv(spec, source, self._tag(tag))
 
         def finish(status: Any) -> None:
@@ -309,7 +325,7 @@ class MPIGroup(PythonGroup):
                 raise ValueError(
                     f"a message of {count} elements arrived for a buffer of {room.numel()}"
                 )
-            buffers.put_back(tensor, room)
+            buffers.copy_result_back(tensor, room)
 
         return self._work_of("recv", [request], [tensor], [room], finish)
 
@@ -318,15 +334,15 @@ class MPIGroup(PythonGroup):
             raise ValueError(f"tag {tag} is out of range; MPI takes 0 to {self._most_tag}")
         return tag
 
-    def _together(self, works: Sequence[Any], results: Tensors) -> Together:
-        return Together(list(works), results)
+    def _together(self, works: Sequence[Any], results: Tensors) -> CombinedMPIWork:
+        return CombinedMPIWork(list(works), results)
 
     # -- completion of an operation --------------------------------------------------------------
 
     def _conclude(self, tensor: torch.Tensor, data: torch.Tensor, *, average: bool) -> None:
         if average:
             data.div_(self._size)
-        buffers.put_back(tensor, data)
+        buffers.copy_result_back(tensor, data)
 
     def _work(
         self,
@@ -340,7 +356,7 @@ class MPIGroup(PythonGroup):
         """Return an operation whose single result is in `room`."""
 
         def finish(_: Any) -> None:
-            buffers.put_back(results[0], room)
+            buffers.copy_result_back(results[0], room)
 
         return self._work_of(what, [request], results, [room, *keep], finish, inputs=inputs)
 
@@ -356,7 +372,7 @@ class MPIGroup(PythonGroup):
         """Return an operation whose results are concatenated in `together`."""
 
         def finish(_: Any) -> None:
-            buffers.deal_out(together, results)
+            buffers.split_into_tensors(together, results)
 
         return self._work_of(what, [request], results, [together, *keep], finish, inputs=inputs)
 

@@ -35,7 +35,7 @@ class Launcher:
     library: str
 
 
-def under_launcher() -> bool:
+def is_under_mpi_launcher() -> bool:
     """Return True if an MPI launcher has started this process, or an ancestor."""
     return any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
 

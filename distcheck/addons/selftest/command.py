@@ -18,14 +18,14 @@ from rich.console import Console
 from distcheck import backends
 from distcheck.addons.selftest.records import (
     LIST,
-    Planted,
-    Row,
+    ListedMutant,
+    SelftestVerdict,
     Zoo,
-    count,
+    detection_counts,
     judge_correct,
     judge_mutant,
 )
-from distcheck.addons.selftest.table import Detection, render, render_json
+from distcheck.addons.selftest.table import SelftestResults, render, render_json
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import json_option, setting_option, setting_options
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, NotSimulatedError, UsageError
@@ -46,7 +46,7 @@ BACKENDS = ("gloo", "simulated")
 _QUICK_STRATEGIES = ("allreduce", "ddp")
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class SelftestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Mutants to run, and strategies, each run as several cases.
 
     `dtype` is that of the correct cases; None is verify's own choice, which adds float64.
@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "gloo"
     device: str = "cpu"
 
-    mutants: tuple[Planted, ...]
+    mutants: tuple[ListedMutant, ...]
     strategies: tuple[str, ...]
     elsewhere: tuple[tuple[str, str], ...]
     dtype: str | None = None
@@ -78,7 +78,7 @@ def check_place(backend: str, device: str) -> None:
         )
     if device not in devices.DEVICES:
         raise UsageError(f"unknown --device {device!r}; known are {' and '.join(devices.DEVICES)}")
-    if why := devices.missing(device, backend):
+    if why := devices.why_device_unavailable(device, backend):
         raise CannotRunError(why)
 
 
@@ -89,7 +89,7 @@ def plan_selftest(
     quick: bool = False,
     backend: str = "gloo",
     device: str = "cpu",
-) -> Plan:
+) -> SelftestPlan:
     """Select by name and by `quick`. Raises UsageError for a pattern without matches."""
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
@@ -103,10 +103,10 @@ def plan_selftest(
     mutants = tuple(m for m in zoo.mutants if _is_meant(f"{m.file}.{m.name}", patterns))
     strategies = tuple(s for s in zoo.strategies if _is_meant(f"correct.{s}", patterns))
     if quick:
-        mutants = representatives(mutants)
+        mutants = representative_mutants(mutants)
         quickest = tuple(s for s in strategies if s in _QUICK_STRATEGIES)
         strategies = quickest or strategies[:1]
-    return Plan(
+    return SelftestPlan(
         backend=backend,
         device=device,
         mutants=mutants,
@@ -116,24 +116,24 @@ def plan_selftest(
     )
 
 
-def representatives(mutants: Sequence[Planted]) -> tuple[Planted, ...]:
+def representative_mutants(mutants: Sequence[ListedMutant]) -> tuple[ListedMutant, ...]:
     """Return for every (check, layer) that any of them is listed with, one that has it and few
     others.
 
     Rare pairs are handled first, so that the mutants selected for them also cover common ones.
     """
-    having: dict[tuple[str, str], list[Planted]] = {}
+    having: dict[tuple[str, str], list[ListedMutant]] = {}
     for mutant in mutants:
         for pair in mutant.caught:
             having.setdefault(pair, []).append(mutant)
-    chosen: list[Planted] = []
+    chosen: list[ListedMutant] = []
     for pair in sorted(having, key=lambda p: (len(having[p]), p)):
         if not any(pair in mutant.caught for mutant in chosen):
             chosen.append(min(having[pair], key=_cost))
     return tuple(mutant for mutant in mutants if mutant in chosen)
 
 
-def _cost(mutant: Planted) -> tuple[int, bool, int]:
+def _cost(mutant: ListedMutant) -> tuple[int, bool, int]:
     """Return a sort key: few checks first, and hangs last, because they take the deadline."""
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
@@ -167,7 +167,7 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
 
 
-def _planted(package: str) -> Iterator[Planted]:
+def _planted(package: str) -> Iterator[ListedMutant]:
     """Yield mutants that are listed with the checks that must fail; or subtle ones, each as the
     single case that exposes it, by any check.
     """
@@ -177,7 +177,7 @@ def _planted(package: str) -> Iterator[Planted]:
         if mutant.asked is None:
             continue
         place = mutant.spec.partition(":")[0].rpartition(".")[2]
-        yield Planted(
+        yield ListedMutant(
             name=mutant.name,
             file=f"subtle.{mutant.group}" if subtle else place,
             asked=mutant.asked,
@@ -191,7 +191,7 @@ def _planted(package: str) -> Iterator[Planted]:
 _OF_PROCESSES = "it is visible only if ranks are processes; pass --backend gloo"
 
 
-def look() -> Zoo:
+def installed_zoo() -> Zoo:
     """Return the installed mutants and strategies. Raises CannotRunError without mutants."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise CannotRunError(
@@ -202,8 +202,8 @@ def look() -> Zoo:
 
 
 def run_plan(
-    plan: Plan, *, begins: Callable[[str], None], environment: dict[str, object]
-) -> Iterator[Row]:
+    plan: SelftestPlan, *, begins: Callable[[str], None], environment: dict[str, object]
+) -> Iterator[SelftestVerdict]:
     """Judge everything that is planned; `begins` is called with the name of the next one.
     `environment` receives the machine's description from the first report.
     """
@@ -215,9 +215,11 @@ def run_plan(
         yield from _run_correct(strategy, plan, environment)
 
 
-def _run_mutant(planted: Planted, plan: Plan, environment: dict[str, object]) -> Row:
+def _run_mutant(
+    planted: ListedMutant, plan: SelftestPlan, environment: dict[str, object]
+) -> SelftestVerdict:
     begun = time.monotonic()
-    row = Row(kind="mutant", name=planted.name, file=planted.file)
+    row = SelftestVerdict(kind="mutant", name=planted.name, file=planted.file)
     if plan.backend == "simulated":
         if planted.processes:
             return msgspec.structs.replace(row, verdict="left out", detail=_OF_PROCESSES)
@@ -233,7 +235,9 @@ def _run_mutant(planted: Planted, plan: Plan, environment: dict[str, object]) ->
     return judge_mutant(planted, report, seconds=time.monotonic() - begun)
 
 
-def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> list[Row]:
+def _run_correct(
+    strategy: str, plan: SelftestPlan, environment: dict[str, object]
+) -> list[SelftestVerdict]:
     begun = time.monotonic()
     try:
         report = verify(
@@ -241,18 +245,18 @@ def _run_correct(strategy: str, plan: Plan, environment: dict[str, object]) -> l
             backend=plan.backend, device=plan.device,
         )  # fmt: skip
     except NotSimulatedError as error:
-        out = Row(
+        out = SelftestVerdict(
             kind="correct", name=strategy, file=strategy, verdict="left out", detail=str(error)
         )
         return [out] * plan.cases_each
     except DistcheckError as error:
-        return [Row(kind="correct", name=strategy, file=strategy, detail=str(error))]
+        return [SelftestVerdict(kind="correct", name=strategy, file=strategy, detail=str(error))]
     _note(environment, report)
     each = round((time.monotonic() - begun) / len(report.cases), 3)
     rows = [judge_correct(case) for case in report.cases]
     timed = [msgspec.structs.replace(row, seconds=each) for row in rows]
     return timed + [
-        Row(kind="correct", name=name, file=strategy, verdict="left out", detail=why)
+        SelftestVerdict(kind="correct", name=name, file=strategy, verdict="left out", detail=why)
         for name, why in report.left_out.items()
     ]
 
@@ -300,13 +304,13 @@ def command(
     check_place(backend, device)
     check_writable(json_file)
     begun = time.monotonic()
-    rows: list[Row] = []
+    rows: list[SelftestVerdict] = []
     environment: dict[str, Any] = {}
     try:
         with LiveProgress(Console(stderr=True)) as live:
             live.preparing("inspecting the zoo")
             plan = plan_selftest(
-                look(), patterns=patterns, quick=quick, backend=backend, device=device
+                installed_zoo(), patterns=patterns, quick=quick, backend=backend, device=device
             )
             interrupted = True
             with contextlib.suppress(KeyboardInterrupt):
@@ -314,11 +318,11 @@ def command(
                 interrupted = False
     finally:
         shared_pool().close()
-    found = Detection(
+    found = SelftestResults(
         backend=backend,
         device=device,
         rows=tuple(rows),
-        counts=count(
+        counts=detection_counts(
             rows,
             planted=len(plan.mutants),
             correct=len(plan.strategies) * plan.cases_each,
@@ -331,7 +335,9 @@ def command(
     return _show(found, json_file=json_file, verbose=verbose)
 
 
-def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], live: LiveProgress) -> None:
+def _run(
+    plan: SelftestPlan, rows: list[SelftestVerdict], environment: dict[str, Any], live: LiveProgress
+) -> None:
     """Append to `rows` one by one, so that results remain after an interrupt."""
     total = len(plan.mutants) + len(plan.strategies)
     numbers = itertools.count()
@@ -343,7 +349,7 @@ def _run(plan: Plan, rows: list[Row], environment: dict[str, Any], live: LivePro
         rows.append(row)  # noqa: PERF402
 
 
-def _show(found: Detection, *, json_file: str | None, verbose: bool) -> int:
+def _show(found: SelftestResults, *, json_file: str | None, verbose: bool) -> int:
     if json_file != "-":
         render(found, console_for(), verbose=verbose)
     if json_file is not None:

@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck.errors import ExitCode
 from distcheck.records import CaseReport, Report
-from distcheck.records.layers import named
+from distcheck.records.layers import check_with_layer
 from distcheck.worlds.jobs import Job
 
 Naming = Literal["right", "wrong", "unexplained", "-"]
@@ -15,7 +15,7 @@ Verdict = Literal["caught", "missed", "passed", "false positive", "left out", "u
 _UNEXPLAINED = "unexplained"
 
 
-class Planted(msgspec.Struct, frozen=True, kw_only=True):
+class ListedMutant(msgspec.Struct, frozen=True, kw_only=True):
     """A mutant as its package lists it.
 
     asked    the arguments of `distcheck.verify` that run it
@@ -37,7 +37,7 @@ class Planted(msgspec.Struct, frozen=True, kw_only=True):
 class Zoo(msgspec.Struct, frozen=True, kw_only=True):
     """Mutants, correct strategies, and (name, reason) of those that need another machine."""
 
-    mutants: tuple[Planted, ...]
+    mutants: tuple[ListedMutant, ...]
     strategies: tuple[str, ...]
     elsewhere: tuple[tuple[str, str], ...] = ()
 
@@ -45,7 +45,7 @@ class Zoo(msgspec.Struct, frozen=True, kw_only=True):
 LIST = Job("distcheck.addons.selftest.command:list_zoo", bytes, Zoo)
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SelftestVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on one mutant, or one correct case.
 
     `checks` are those that failed; for a mutant, `as_listed` is True if they are exactly the listed
@@ -93,7 +93,9 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
         return ExitCode.UNKNOWN if self.unknown or nothing else ExitCode.PASS
 
 
-def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts:
+def detection_counts(
+    rows: Sequence[SelftestVerdict], *, planted: int, correct: int
+) -> DetectionCounts:
     """Return the totals; planned cases without a row are unknown, left-out mutants not planted."""
 
     def of(kind: str, **wanted: str) -> int:
@@ -119,15 +121,15 @@ def count(rows: Sequence[Row], *, planted: int, correct: int) -> DetectionCounts
     )
 
 
-def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> Row:
+def judge_mutant(planted: ListedMutant, report: Report, *, seconds: float = 0.0) -> SelftestVerdict:
     """Return the verdict on a mutant: caught if any check of its run fails, missed if all pass."""
     results = [result for case in report.cases for result in case.checks]
     failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
     causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
     verdict: Verdict = {"fail": "caught", "pass": "missed", "unknown": "unknown"}[report.verdict]  # type: ignore[assignment]
     as_listed = not planted.caught or set(failed) == set(planted.caught)
-    naming = judge_naming(set(causes), set(planted.causes)) if verdict == "caught" else "-"
-    return Row(
+    naming = judge_named_causes(set(causes), set(planted.causes)) if verdict == "caught" else "-"
+    return SelftestVerdict(
         kind="mutant",
         name=planted.name,
         file=planted.file,
@@ -142,7 +144,7 @@ def judge_mutant(planted: Planted, report: Report, *, seconds: float = 0.0) -> R
     )
 
 
-def judge_naming(found: set[str], allowed: set[str]) -> Naming:
+def judge_named_causes(found: set[str], allowed: set[str]) -> Naming:
     """Return "right" if every reported cause is permitted, "wrong" if one is not. `unexplained` is
     not a cause; a failure without any diagnosis counts as unexplained, too.
     """
@@ -152,13 +154,13 @@ def judge_naming(found: set[str], allowed: set[str]) -> Naming:
     return "right" if named <= allowed else "wrong"
 
 
-def judge_correct(case: CaseReport) -> Row:
+def judge_correct(case: CaseReport) -> SelftestVerdict:
     """Return the verdict on a correct case: a failed check is a false positive."""
     verdict: Verdict = {"fail": "false positive", "pass": "passed", "unknown": "unknown"}[
         case.verdict
     ]  # type: ignore[assignment]
     wrong = [r for r in case.checks if r.verdict != "pass"]
-    return Row(
+    return SelftestVerdict(
         kind="correct",
         name=case.case.id,
         file=case.case.strategy,
@@ -170,7 +172,9 @@ def judge_correct(case: CaseReport) -> Row:
     )
 
 
-def _why_not_as_expected(planted: Planted, report: Report, *, as_listed: bool, naming: str) -> str:
+def _why_not_as_expected(
+    planted: ListedMutant, report: Report, *, as_listed: bool, naming: str
+) -> str:
     parts = []
     if report.verdict != "fail":
         unknown = [r for case in report.cases for r in case.checks if r.verdict == "unknown"]
@@ -190,4 +194,4 @@ def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)
-    return ", ".join(named(check, ", ".join(found)) for check, found in layers.items())
+    return ", ".join(check_with_layer(check, ", ".join(found)) for check, found in layers.items())

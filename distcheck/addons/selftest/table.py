@@ -9,8 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distcheck.addons.selftest.records import DetectionCounts, Naming, Row, Verdict, show_checks
-from distcheck.errors.shown_text import shown
+from distcheck.addons.selftest.records import (
+    DetectionCounts,
+    Naming,
+    SelftestVerdict,
+    Verdict,
+    show_checks,
+)
+from distcheck.errors.shown_text import displayable
 from distcheck.reports import json_report
 from distcheck.reports.wrapping import print_trimmed
 
@@ -31,12 +37,12 @@ _NAMING: dict[Naming, str] = {
 }
 
 
-class Detection(msgspec.Struct, frozen=True, kw_only=True):
+class SelftestResults(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a selftest, possibly interrupted."""
 
     backend: str = "gloo"
     device: str = "cpu"
-    rows: tuple[Row, ...]
+    rows: tuple[SelftestVerdict, ...]
     counts: DetectionCounts
     environment: dict[str, Any]
     elsewhere: tuple[tuple[str, str], ...] = ()
@@ -44,9 +50,9 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-def render(found: Detection, console: Console, *, verbose: bool = False) -> None:
+def render(found: SelftestResults, console: Console, *, verbose: bool = False) -> None:
     """Print mutants grouped by file, correct strategies in a line each, and the totals."""
-    found = shown(found)
+    found = displayable(found)
     about = found.environment
     console.print(
         Text(
@@ -69,7 +75,7 @@ def render(found: Detection, console: Console, *, verbose: bool = False) -> None
         console.print(Text(line), soft_wrap=True)
 
 
-def totals(found: Detection) -> Iterator[str]:
+def totals(found: SelftestResults) -> Iterator[str]:
     counts = found.counts
     if counts.planted:
         yield (
@@ -92,7 +98,7 @@ def totals(found: Detection) -> Iterator[str]:
     yield f"time      {found.seconds:.0f} s"
 
 
-def render_json(found: Detection) -> str:
+def render_json(found: SelftestResults) -> str:
     """Return the table as JSON; docs/selftest.md explains every key."""
     document = {
         "schema": SCHEMA,
@@ -109,7 +115,7 @@ def render_json(found: Detection) -> str:
     return json_report.render(document)
 
 
-def _mutant_table(rows: Sequence[Row]) -> Table:
+def _mutant_table(rows: Sequence[SelftestVerdict]) -> Table:
     table = _table("mutant", "", "by", "named", "")
     for file, group in groupby(rows, key=lambda row: row.file):
         table.add_row(Text(file, style="bold"))
@@ -122,7 +128,7 @@ def _mutant_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _correct_table(rows: Sequence[Row], *, verbose: bool) -> Table:
+def _correct_table(rows: Sequence[SelftestVerdict], *, verbose: bool) -> Table:
     table = _table("correct", "", "")
     for strategy, group in groupby(rows, key=lambda row: row.file):
         cases = list(group)
@@ -144,12 +150,12 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _verdict(row: Row) -> Text:
+def _verdict(row: SelftestVerdict) -> Text:
     word = row.verdict if row.good else row.verdict.upper()
     return Text(word, style=_STYLES[row.verdict])
 
 
-def _print_surprise(row: Row, console: Console) -> None:
+def _print_surprise(row: SelftestVerdict, console: Console) -> None:
     words: Iterable[str] = filter(None, [row.detail, row.replay])
     console.print(Text(f"{row.name}: {row.verdict}, named {row.naming}"), style="bold")
     for word in words:

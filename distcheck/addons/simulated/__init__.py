@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from distcheck.records.schedules import Searched
+    from distcheck.records.schedules import ScheduleSearchResult
     from distcheck.worlds.rendezvous import Rendezvous
     from distcheck.worlds.shares import Share
 
@@ -58,7 +58,7 @@ def sum_in(order: str, collective: str) -> "Callable[[list[torch.Tensor]], torch
     from distcheck.addons.simulated import collectives
 
     def add_up(shards: "list[torch.Tensor]") -> "torch.Tensor":
-        return collectives.reduced(order, collective, shards)
+        return collectives.reduce_in_order(order, collective, shards)
 
     return add_up
 
@@ -70,10 +70,10 @@ def join(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -
     import torch.distributed as dist
 
     from distcheck.addons.simulated.group import SimulatedStore, register
-    from distcheck.addons.simulated.world import here
+    from distcheck.addons.simulated.world import current_world
 
-    here().usual_limit_s = usual_limit_s
-    store = SimulatedStore(here())
+    current_world().usual_limit_s = usual_limit_s
+    store = SimulatedStore(current_world())
     dist.init_process_group(
         register(),
         store=store,
@@ -91,7 +91,7 @@ def start_share(pool: Any, **named: Any) -> "Share":
     return SimulatedShare(pool, **named)
 
 
-def search_schedules(pool: Any, ranks: Any, **named: Any) -> "Searched":
+def search_schedules(pool: Any, ranks: Any, **named: Any) -> "ScheduleSearchResult":
     """Run ranks under the usual schedule and others; see `share.search_schedules`."""
     from distcheck.addons.simulated.share import search_schedules
 

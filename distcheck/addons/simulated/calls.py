@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from distcheck.records.posted_calls import Posted
-from distcheck.worlds.callers import ON_THE_WAY, is_installed, is_pythons, is_theirs
+from distcheck.records.posted_calls import PostedCall
+from distcheck.worlds.callers import ON_THE_WAY, is_installed, is_standard_library, is_tested_code
 
 _HERE = os.path.dirname(__file__) + os.sep
 
 
 @dataclass(eq=False, kw_only=True)
-class SimulatedCall(Posted):
+class SimulatedCall(PostedCall):
     """One operation that one rank has posted, with its tensors.
 
     Calls of one kind may use a list or a single tensor. `results`, one per output, are set once it
@@ -56,7 +56,7 @@ class SimulatedCall(Posted):
     def where(self) -> str:
         """The line of the code under test that called it, as " at FILE:LINE"; empty if none."""
         for code, at in self.stack:
-            if is_theirs(code.co_filename):
+            if is_tested_code(code.co_filename):
                 return f" at {code.co_filename}:{_line(code, at)}"
         return ""
 
@@ -75,17 +75,21 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
     """Return True if code under test made a call directly, not through torch's code."""
     for code, _ in stack:
         file = code.co_filename
-        if not file.startswith(_HERE) and not file.endswith(ON_THE_WAY) and not is_pythons(file):
-            return is_theirs(file)
+        if (
+            not file.startswith(_HERE)
+            and not file.endswith(ON_THE_WAY)
+            and not is_standard_library(file)
+        ):
+            return is_tested_code(file)
     return False
 
 
-def is_shown_by_a_library() -> bool:
+def is_repr_by_library() -> bool:
     """Return True if an installed package requests a string representation, as pytest does for the
     variables of a failed test: it is not an access by the code under test.
     """
     frame: Any = sys._getframe(1)
-    while frame is not None and not is_theirs(frame.f_code.co_filename):
+    while frame is not None and not is_tested_code(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and is_installed(frame.f_code.co_filename)
 
@@ -99,7 +103,7 @@ def calling_stack() -> list[tuple[CodeType, int]]:
     while frame is not None:
         code = frame.f_code
         found.append((code, frame.f_lasti))
-        if is_theirs(code.co_filename):
+        if is_tested_code(code.co_filename):
             break
         frame = frame.f_back
     return found

@@ -23,7 +23,7 @@ from distcheck.machine import compat
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def reduced(
+def reduce_in_order(
     order: str, collective: str, shards: list[torch.Tensor], combine: Combine = torch.add
 ) -> torch.Tensor:
     """Return the vectors [n] of all ranks, in rank order, combined by `collective` ("all_reduce",
@@ -103,7 +103,7 @@ def compute(calls: Sequence[SimulatedCall], order: str) -> None:
         call.complete = True
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+def consecutive_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return as many elements [n] as a tensor has, consecutive in memory from its first one, which
     is what gloo reads. For a tensor with gaps these differ from its elements.
     """
@@ -123,7 +123,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return bool(tensor.storage_offset() + tensor.numel() <= whole)
 
 
-def deliver(call: SimulatedCall) -> None:
+def write_call_results(call: SimulatedCall) -> None:
     """Write the results to the output tensors without changing their version counters, as a backend
     does that writes to their memory.
     """
@@ -138,13 +138,14 @@ def deliver(call: SimulatedCall) -> None:
             if call.by_index or not _has_memory(data):
                 data.copy_(result.view(data.shape))
             else:
-                memory_of(data).copy_(result)
+                consecutive_elements(data).copy_(result)
     call.delivered, call.inputs, call.outputs, call.results = True, [], [], []
 
 
 def _whole(call: SimulatedCall) -> torch.Tensor:
     parts = [
-        tensor.data.reshape(-1) if call.by_index else memory_of(tensor) for tensor in call.inputs
+        tensor.data.reshape(-1) if call.by_index else consecutive_elements(tensor)
+        for tensor in call.inputs
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -154,7 +155,7 @@ def _reduced(calls: Sequence[SimulatedCall], order: str, collective: str) -> tor
 
 
 def _combined(vectors: list[torch.Tensor], op: str, order: str, collective: str) -> torch.Tensor:
-    total = reduced(order, collective, vectors, _COMBINE[op])
+    total = reduce_in_order(order, collective, vectors, _COMBINE[op])
     return total.div_(len(vectors)) if op == "AVG" else total
 
 
@@ -180,7 +181,7 @@ def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
     """
     if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
         for place, call in enumerate(calls):
-            parts = [memory_of(other.inputs[place]) for other in calls]
+            parts = [consecutive_elements(other.inputs[place]) for other in calls]
             call.results = [_combined(parts, calls[0].op, order, "reduce")]
         return
     total = _reduced(calls, order, "all_reduce")
@@ -192,7 +193,7 @@ def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
 
 def _broadcast(calls: Sequence[SimulatedCall], order: str) -> None:
     root = next(call for call in calls if call.rank == call.root)
-    given = [memory_of(tensor).clone() for tensor in root.inputs]
+    given = [consecutive_elements(tensor).clone() for tensor in root.inputs]
     for call in calls:
         call.results = given if call is not root else []
 
@@ -210,7 +211,7 @@ def _all_gather(calls: Sequence[SimulatedCall], order: str) -> None:
 def _scatter(calls: Sequence[SimulatedCall], order: str) -> None:
     root = next(call for call in calls if call.rank == call.root)
     for call, part in zip(calls, root.inputs, strict=True):
-        call.results = [memory_of(part).clone()]
+        call.results = [consecutive_elements(part).clone()]
 
 
 def _all_to_all(calls: Sequence[SimulatedCall], order: str) -> None:

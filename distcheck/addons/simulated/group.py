@@ -25,7 +25,7 @@ from distcheck.backends._python_group import (
     elements_by_rank,
 )
 from distcheck.records.posted_calls import own_limit_s
-from distcheck.worlds.callers import is_theirs
+from distcheck.worlds.callers import is_tested_code
 
 TORCH_NAME = "distcheck_simulated"
 
@@ -48,7 +48,7 @@ class SimulatedGroup(PythonGroup):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self._world = world.here()
+        self._world = world.current_world()
         self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._channel, self._made = self._world.enter_group(self._name, self._ranks)
         self._destroyed = False
@@ -348,7 +348,7 @@ class SimulatedStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Yield until all keys are set. torch's own code waits again after its timeouts."""
         limit_s = math.inf
-        if timeout is not None and is_theirs(sys._getframe(1).f_code.co_filename):
+        if timeout is not None and is_tested_code(sys._getframe(1).f_code.co_filename):
             limit_s = timeout.total_seconds()
         self._world.wait_for_store(keys, limit_s)
 

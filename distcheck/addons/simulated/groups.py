@@ -28,12 +28,12 @@ _Line = tuple[
 
 
 @dataclass(eq=False)
-class MadeGroup:
+class CreatedGroup:
     """A group that a line of the code under test created on one rank; `alike` are all groups of the
     same ranks that it created there, in order.
     """
 
-    alike: list["MadeGroup"]
+    alike: list["CreatedGroup"]
     step: int
     called: bool = False
     called_later: bool = False  # after the next one was created
@@ -45,16 +45,16 @@ class MadeGroup:
         self.called_later |= self.alike[-1] is not self
 
 
-class GroupsMade:
+class CreatedGroups:
     """The groups that each rank has created."""
 
     def __init__(self) -> None:
         self._times: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._by_name: defaultdict[tuple[str, int], dict[int, _Line]] = defaultdict(dict)
-        self._by_line: defaultdict[tuple[int, _Line], list[MadeGroup]] = defaultdict(list)
+        self._by_line: defaultdict[tuple[int, _Line], list[CreatedGroup]] = defaultdict(list)
         self.steps: defaultdict[int, int] = defaultdict(int)  # current step of each rank
 
-    def made(self, rank: int, name: str, ranks: Sequence[int]) -> MadeGroup | None:
+    def made(self, rank: int, name: str, ranks: Sequence[int]) -> CreatedGroup | None:
         """Record that a rank creates a group; the same group created again is a new one. Returns
         its record if code under test creates it directly, else None.
         """
@@ -64,7 +64,7 @@ class GroupsMade:
         if not is_called_by_theirs(calling_stack()):
             return None
         alike = self._by_line[rank, line]
-        alike.append(MadeGroup(alike, self.steps[rank]))
+        alike.append(CreatedGroup(alike, self.steps[rank]))
         return alike[-1]
 
     def mismatch(self) -> str:

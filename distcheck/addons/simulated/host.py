@@ -32,7 +32,7 @@ from distcheck.worlds import flight, messages
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.jobs import Descriptors, Reporter, owned_by
 from distcheck.worlds.local import child
-from distcheck.worlds.local.helper_process import in_order
+from distcheck.worlds.local.helper_process import shuffled_variables
 
 _NO_TURN = "waits for its turn, which rank {} does not yield"
 _STOPPED = "was stopped because of rank {}"
@@ -58,7 +58,7 @@ class RankReporter(Reporter):
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
         assert isinstance(event, messages.ChildEvent)
-        self._reporter.send(messages.Of(self._rank, event), patience_s=patience_s)
+        self._reporter.send(messages.RoutedEvent(self._rank, event), patience_s=patience_s)
 
 
 class RankStream(io.TextIOBase):
@@ -109,7 +109,7 @@ class SimulatedHost:
         self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
         self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
-            in_order({**os.environ, **start.environment}, start.order_seed)
+            shuffled_variables({**os.environ, **start.environment}, start.order_seed)
             for start in asked.starts
         ]
         streams = [(stream, stream) for stream in self._streams]
@@ -133,8 +133,8 @@ class SimulatedHost:
         return self._world
 
     def run(self) -> None:
-        simulated.enter(self._world)
-        compat.isolate_threads()
+        simulated.set_current_world(self._world)
+        compat.isolate_groups_by_thread()
         flight.record_from(self._recorded)
         self._reporter.tell_stacks = self.tell_stacks
         limits.install()
@@ -162,7 +162,7 @@ class SimulatedHost:
         except limits.RankLeftError as left:
             self._flush(rank)
             entries = self._entries_of(rank)
-            text = child.shown_of(_where_left(left))
+            text = child.displayed_stack(_where_left(left))
             said = messages.Stacks(text, child.last_collective(entries), flight.latest(entries))
             reporter.send(said)
             reporter.send(messages.Exited(left.status))
@@ -171,9 +171,9 @@ class SimulatedHost:
             if self._refused and isinstance(error, NotSimulatedError):
                 self._world.scheduler.freeze()  # refused in a thread; the front end has the reason
             self._flush(rank)
-            if place := limits.place_of_cuda(error):
+            if place := limits.line_of_cuda_request(error):
                 error = _refusal(f"{limits.USES_CUDA}{place.rstrip()}")
-            reporter.send(child.as_event(error))
+            reporter.send(child.message_of_exception(error))
             self._world.lose(rank)
 
     def _remark(self) -> None:
@@ -219,7 +219,7 @@ class SimulatedHost:
             rank = self._world.scheduler.current
             place = place_of_caller()
             refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
-            self._reporters[rank].send(child.as_event(refusal))
+            self._reporters[rank].send(child.message_of_exception(refusal))
         elif how in MISUSES:
             self._tell_ranks(
                 ThreadState.READY, ThreadState.WAITING, ThreadState.ASLEEP, why=_STOPPED
@@ -251,7 +251,7 @@ class SimulatedHost:
     ) -> messages.Stacks:
         thread, scheduler = runner.thread, self._world.scheduler
         frame = frames.get(thread.ident or 0) if thread is not None else None
-        text = "" if frame is None else child.shown_of(frame)
+        text = "" if frame is None else child.displayed_stack(frame)
         waits = runner.state in blameless and runner.rank != scheduler.current
         if waits:
             text = f"{why.format(scheduler.current)}\n{text}"

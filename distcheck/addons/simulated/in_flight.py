@@ -59,7 +59,9 @@ class InFlight(compat.TorchDispatchMode):
         only_gives = call.kind == "broadcast" and call.rank == call.root
         written = [] if only_gives else call.outputs
         uses = [(t, True) for t in written] + [(t, False) for t in call.inputs]
-        own = [held for t, writes in uses if (held := hold(call, t, writes)) is not None]
+        own = [
+            held for t, writes in uses if (held := memory_in_flight(call, t, writes)) is not None
+        ]
         if self._held:
             for held in own:
                 self._check(held)
@@ -84,7 +86,7 @@ class InFlight(compat.TorchDispatchMode):
 
     def read(self, tensor: torch.Tensor, how: str) -> None:
         """Check an access by a method of a tensor, before it happens."""
-        if self._held and (held := hold(None, tensor, False)) is not None:
+        if self._held and (held := memory_in_flight(None, tensor, False)) is not None:
             self._check(held, how)
 
     def __torch_dispatch__(
@@ -94,7 +96,7 @@ class InFlight(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
             for tensor, writes in _touched(func, args, kwargs):
-                held = hold(None, tensor, writes)
+                held = memory_in_flight(None, tensor, writes)
                 if held is not None:
                     self._check(held, _name(func))
         return func(*args, **kwargs)
@@ -181,7 +183,7 @@ def _touched(
                 yield one, alias is not None
 
 
-def hold(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInFlight | None:
+def memory_in_flight(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInFlight | None:
     """Return the memory range of a tensor; None if it has none that can be compared."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
@@ -191,12 +193,12 @@ def hold(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInFlight | None
         return None
     if not address:
         return None
-    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), span_of(tensor)
+    begin, size, span = int(tensor.storage_offset()), tensor.element_size(), memory_span(tensor)
     dense = span == tensor.numel()
     return TensorInFlight(call, tensor, writes, address, begin * size, (begin + span) * size, dense)
 
 
-def span_of(tensor: torch.Tensor) -> int:
+def memory_span(tensor: torch.Tensor) -> int:
     """Return the number of elements of memory from its first to its last one."""
     if tensor.is_contiguous():
         return tensor.numel()

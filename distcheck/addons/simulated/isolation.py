@@ -388,7 +388,7 @@ class Isolation:
 
 
 @cache
-def is_of_ranks(file: str) -> bool:
+def is_rank_code(file: str) -> bool:
     return _is_theirs(file, _shared_folders())
 
 

@@ -7,9 +7,9 @@ from distcheck.records.causes import name_cause
 from distcheck.records.schedules import (
     BUFFERED,
     KINDS,
-    Covered,
     ScheduleRun,
-    Searched,
+    ScheduleSearchResult,
+    SearchCoverage,
     Turn,
     read_schedule,
 )
@@ -22,7 +22,7 @@ Digests = Callable[[bytes], Sequence[str]]
 
 
 def judged(
-    found: Searched, *, ranks: int, digests: Digests, replay: str
+    found: ScheduleSearchResult, *, ranks: int, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
     """Return the check and its cause, if it failed. `digests` reads a rank's result, one per step;
     `replay` with a schedule reproduces the other run.
@@ -52,7 +52,7 @@ def _result(verdict: VerdictName, reason: str, compared: Compared = _NOTHING) ->
     return CheckResult(check=CHECK, layer="-", verdict=verdict, compared=compared, reason=reason)
 
 
-def _alike(found: Searched, compared: Compared) -> CheckResult:
+def _alike(found: ScheduleSearchResult, compared: Compared) -> CheckResult:
     reason = f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
     reason = reason if found.covered is None else _covered(found.ran, found.covered)
     reason += (
@@ -61,7 +61,7 @@ def _alike(found: Searched, compared: Compared) -> CheckResult:
     return _result("pass", reason, compared)
 
 
-def _covered(ran: int, covered: Covered) -> str:
+def _covered(ran: int, covered: SearchCoverage) -> str:
     """Describe the coverage of schedules with few preemptions; "all" only if all were run."""
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
@@ -79,14 +79,14 @@ def _preemptions(count: int) -> str:
     return f"{count} preemption{'s' * (count != 1)}"
 
 
-def found_by(found: Searched) -> str:
+def found_by(found: ScheduleSearchResult) -> str:
     """Describe the search that found the other run."""
     drawn = found.drawn
     first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
     return f"found by {first}, shrunk in {found.shrinking} runs"
 
 
-def _saved_by_buffering(found: Searched) -> list[Diagnosis]:
+def _saved_by_buffering(found: ScheduleSearchResult) -> list[Diagnosis]:
     if found.buffered is None or found.buffered.end != "finished":
         return []
     finishes = "if sends complete as soon as they are posted, the same code finishes"
@@ -109,7 +109,7 @@ def _by_chance(
 
 
 def _depends(
-    found: Searched, compared: Compared, digests: Digests, replay: str
+    found: ScheduleSearchResult, compared: Compared, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
     other = found.other
     assert other is not None

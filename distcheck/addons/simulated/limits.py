@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from distcheck.addons.simulated.calls import is_shown_by_a_library
+from distcheck.addons.simulated.calls import is_repr_by_library
 from distcheck.addons.simulated.group import TORCH_NAME
-from distcheck.addons.simulated.isolation import is_of_ranks
+from distcheck.addons.simulated.isolation import is_rank_code
 from distcheck.addons.simulated.work import finish_before_torch_waits
-from distcheck.addons.simulated.world import here
+from distcheck.addons.simulated.world import current_world
 from distcheck.machine import compat
-from distcheck.worlds.callers import is_theirs
+from distcheck.worlds.callers import is_tested_code
 
 _FORKS = ("os.fork", "os.forkpty", "os.exec")
 _OWN_TRANSPORT = ("mpi4py", "horovod", "ray", "torch_ucc")
@@ -57,26 +57,26 @@ def install() -> None:
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 
     def sleep_or_give_way(seconds: float, /) -> None:
-        if here().scheduler.rank is None:
+        if current_world().scheduler.rank is None:
             sleep(seconds)
         else:
-            here().scheduler.sleep(seconds)
+            current_world().scheduler.sleep(seconds)
 
     def refuse_signal(number: Any, handler: Any, /) -> Any:
-        if here().scheduler.rank is not None:
-            here().refuse("it sets a signal handler")
+        if current_world().scheduler.rank is not None:
+            current_world().refuse("it sets a signal handler")
         return set_signal(number, handler)
 
     def leave_rank(status: int) -> NoReturn:
-        if here().scheduler.rank is not None:
+        if current_world().scheduler.rank is not None:
             raise RankLeftError(status)
         leave(status)
 
     def refuse_start(self: Any) -> None:
-        here().refuse("it starts a process")
+        current_world().refuse("it starts a process")
 
     def refuse_rpc(*_: Any, **__: Any) -> NoReturn:
-        here().refuse("it starts RPC, which uses its own threads and sockets")
+        current_world().refuse("it starts RPC, which uses its own threads and sockets")
 
     module: Any = time
     module.sleep = sleep_or_give_way
@@ -105,9 +105,9 @@ def _join_groups_of_gloo() -> None:
         def make_group(
             size: int, rank: Any, ranks: list[int], backend: str, *given: Any, **named: Any
         ) -> Any:
-            of_code = here().scheduler.rank is not None and backend != TORCH_NAME
+            of_code = current_world().scheduler.rank is not None and backend != TORCH_NAME
             if of_code and not ranks:
-                here().refuse(_MEETS)
+                current_world().refuse(_MEETS)
             if of_code and "gloo" in str(backend):
                 backend = TORCH_NAME
             group, store = make(size, rank, ranks, backend, *given, **named)
@@ -119,8 +119,8 @@ def _join_groups_of_gloo() -> None:
         return make_group
 
     def refuse_to_meet(*given: Any, **named: Any) -> Any:
-        if here().scheduler.rank is not None:
-            here().refuse(_MEETS)
+        if current_world().scheduler.rank is not None:
+            current_world().refuse(_MEETS)
         return meet(*given, **named)
 
     def barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -145,9 +145,11 @@ def _refuse_operators() -> None:
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
             frame = frame.f_back
-        of_ranks = frame is not None and is_of_ranks(frame.f_code.co_filename)
-        if of_ranks and here().scheduler.rank is not None:
-            here().refuse("it defines operators by torch.library, which all ranks would share,")
+        of_ranks = frame is not None and is_rank_code(frame.f_code.co_filename)
+        if of_ranks and current_world().scheduler.rank is not None:
+            current_world().refuse(
+                "it defines operators by torch.library, which all ranks would share,"
+            )
         begin(self, *given, **named)
 
     library.__init__ = begin_library
@@ -156,11 +158,11 @@ def _refuse_operators() -> None:
 def _refuse_cuda() -> None:
     def with_init(init: Callable[[], None]) -> Callable[[], None]:
         def init_cuda() -> None:
-            if here().scheduler.rank is None:
+            if current_world().scheduler.rank is None:
                 init()
                 return
             if torch.cuda.is_available():
-                here().refuse(USES_CUDA)
+                current_world().refuse(USES_CUDA)
             try:
                 init()
             except Exception as error:
@@ -176,7 +178,7 @@ def _watch_reads() -> None:
     """Hook tensor methods that read memory without a dispatched operation: they must not read
     memory that a call still writes, as for any operation.
     """
-    shown = lambda: not is_shown_by_a_library()  # noqa: E731
+    shown = lambda: not is_repr_by_library()  # noqa: E731
     kept = lambda: sys._getframe(2).f_code is not _COPY  # noqa: E731
     _watch("tolist", "tolist", lambda: True)
     _watch("__repr__", "repr", shown)
@@ -188,29 +190,29 @@ def _watch(name: str, shown_as: str, counts: Callable[[], bool]) -> None:
 
     @functools.wraps(reads)
     def watched(self: torch.Tensor, *given: Any, **named: Any) -> Any:
-        rank = here().scheduler.rank
+        rank = current_world().scheduler.rank
         if rank is not None and counts():
-            here().read(rank, self, shown_as)
+            current_world().read(rank, self, shown_as)
         return reads(self, *given, **named)
 
     setattr(torch.Tensor, name, watched)
 
 
 def _hear(event: str, given: tuple[Any, ...]) -> None:
-    if here().scheduler.rank is None:
+    if current_world().scheduler.rank is None:
         return
     if event in _FORKS:
-        here().refuse(f"it calls {event}")
+        current_world().refuse(f"it calls {event}")
     if event == "import" and given[0] in _OWN_TRANSPORT:
-        here().refuse(f"it imports {given[0]}, which communicates by itself")
+        current_world().refuse(f"it imports {given[0]}, which communicates by itself")
 
 
-def place_of_cuda(error: BaseException | None) -> str:
+def line_of_cuda_request(error: BaseException | None) -> str:
     """Return the line that requested CUDA, as " at FILE:LINE", if that failed; else empty."""
     while error is not None:
         if getattr(error, _MARK, False):
             frames = traceback.extract_tb(error.__traceback__)
-            theirs = [frame for frame in frames if is_theirs(frame.filename)]
+            theirs = [frame for frame in frames if is_tested_code(frame.filename)]
             return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else " "
         error = error.__cause__ or error.__context__
     return ""

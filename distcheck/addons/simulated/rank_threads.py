@@ -47,10 +47,10 @@ def prepare(item: pytest.Function) -> None:
         )
 
 
-def owned(item: Any) -> Owned:
+def per_rank_test_state(item: Any) -> Owned:
     """Return the state of pytest, and of the code under test, that is per rank."""
     definitions = pytest_compat.every_definition(item)
-    known = pytest_compat.definitions(item)
+    known = pytest_compat.definitions_of_fixtures(item)
     asked = {one for name in item.fixturenames for one in known.get(name, ())}
     variables = list(_variables)
     fixed = list(_fixed(item))
@@ -72,7 +72,7 @@ def owned(item: Any) -> Owned:
     return Owned([*places, *variables], begin)
 
 
-def own_copy(value: Any, name: str) -> Any:
+def copy_for_rank(value: Any, name: str) -> Any:
     if isinstance(value, fixtures.Deferred | types.ModuleType):
         return value
     try:
@@ -85,11 +85,13 @@ def own_copy(value: Any, name: str) -> Any:
         )
 
 
-def own_body(body: Callable[..., object]) -> Callable[..., object]:
+def body_for_rank(body: Callable[..., object]) -> Callable[..., object]:
     """Return the test bound to this rank's copy of its instance."""
     if not isinstance(body, types.MethodType) or isinstance(body.__self__, type):
         return body
-    return types.MethodType(body.__func__, own_copy(body.__self__, "the instance of the class"))
+    return types.MethodType(
+        body.__func__, copy_for_rank(body.__self__, "the instance of the class")
+    )
 
 
 _Place = tuple[Any, str]

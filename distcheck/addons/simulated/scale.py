@@ -17,11 +17,11 @@ from rich.text import Text
 
 from distcheck.addons.simulated import ORDERS
 from distcheck.errors import UsageError, did_you_mean
-from distcheck.errors.shown_text import shown
+from distcheck.errors.shown_text import displayable
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.settings import Request, is_launched
 from distcheck.records import Case, Report
-from distcheck.records.case import name_apart
+from distcheck.records.case import with_unique_ids
 from distcheck.reports import brief, scale, terminal
 from distcheck.reports.failures import PrintedCauses
 from distcheck.reports.json_report import document_of
@@ -63,7 +63,7 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
             )
         )
     ]
-    return name_apart(cases)
+    return with_unique_ids(cases)
 
 
 def _sizes(words: str) -> Sequence[int]:
@@ -100,7 +100,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """Print the report: a line for each order, the table, and the first failure of each in full.
     `quiet` prints only the orders' lines; `verbose` adds the report of each world.
     """
-    report = shown(report)
+    report = displayable(report)
     found = scale.curves(document_of(report).cases)
     if not found or report.interrupted:
         terminal.render(report, console, verbose=verbose, quiet=quiet)

@@ -17,9 +17,9 @@ import msgspec
 from distcheck.records.schedules import (
     KINDS,
     Choice,
-    Covered,
     Schedule,
     ScheduleRun,
+    SearchCoverage,
     read_schedule,
 )
 
@@ -92,7 +92,7 @@ class SchedulePolicy:
         return first
 
 
-def drawn(schedules: int) -> Iterator[list[Schedule]]:
+def random_schedules(schedules: int) -> Iterator[list[Schedule]]:
     """Yield rounds of seeded schedules, small ones first: most differences are found early."""
     first, size = 1, _FIRST_ROUND
     while first <= schedules:
@@ -101,7 +101,7 @@ def drawn(schedules: int) -> Iterator[list[Schedule]]:
         first, size = first + size, min(2 * size, _LAST_ROUND)
 
 
-class Tree:
+class ScheduleTree:
     """Every schedule with at most `most` preemptions, those with the fewest first. A preemption is
     any choice other than the default, as in delay-bounded scheduling (Emmi, Qadeer and Rakamaric,
     2011). CHESS showed that few preemptions find most bugs (Musuvathi and Qadeer, Iterative Context
@@ -113,7 +113,7 @@ class Tree:
         self._buffers = sends or len(usual.turns) >= TURNS  # later turns are not recorded
         self._most, self._level = most, 0
         self._runs: list[ScheduleRun] = []  # of this level, without fields unused by the next
-        self.covered = Covered(most=most, preemptions=-1, buffered=self._buffers)
+        self.covered = SearchCoverage(most=most, preemptions=-1, buffered=self._buffers)
         self.enter([usual])
 
     def rounds(self, limit: int) -> Iterator[list[Schedule]]:

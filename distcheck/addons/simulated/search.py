@@ -22,14 +22,14 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from distcheck.addons.simulated.host import SimulatedHost
-from distcheck.addons.simulated.schedules import NOT_SEEN, TURNS, Tree, drawn
+from distcheck.addons.simulated.schedules import NOT_SEEN, TURNS, ScheduleTree, random_schedules
 from distcheck.addons.simulated.share import SEARCH, SearchRequest
 from distcheck.errors import ExitCode
 from distcheck.machine.resources import cores
 from distcheck.records.schedules import (
     Schedule,
     ScheduleRun,
-    Searched,
+    ScheduleSearchResult,
     Turn,
     read_schedule,
 )
@@ -48,7 +48,7 @@ _WORDS = 4000
 _MOST_TOGETHER = 32  # Heuristic: schedules that one process runs
 
 
-class RunAll(Protocol):
+class ScheduleRunner(Protocol):
     """Runs worlds and returns the result of each schedule, in order. Each runs in its own process;
     if the `usual` run is given, several share one, and the list ends with the first that differs
     from it.
@@ -60,20 +60,20 @@ class RunAll(Protocol):
 
 
 @SEARCH.does
-def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> Searched:
+def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> ScheduleSearchResult:
     return search(ScheduleForks(asked, fds, reporter).run_all, asked.schedules, asked.preemptions)
 
 
-def search(run_all: RunAll, schedules: int, preemptions: int = 0) -> Searched:
+def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> ScheduleSearchResult:
     """Return the results of random schedules, or of all with at most `preemptions`."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
-        return Searched(usual, again, buffered=buffered)
-    tree = Tree(usual, preemptions) if preemptions else None
+        return ScheduleSearchResult(usual, again, buffered=buffered)
+    tree = ScheduleTree(usual, preemptions) if preemptions else None
     ran, distinct = 0, {usual.turns}
     late: list[str] = []
-    for round_ in tree.rounds(schedules) if tree is not None else drawn(schedules):
+    for round_ in tree.rounds(schedules) if tree is not None else random_schedules(schedules):
         runs = run_all(round_, usual=usual)
         ran += len(runs)
         distinct |= {one.turns for one in runs}
@@ -81,12 +81,12 @@ def search(run_all: RunAll, schedules: int, preemptions: int = 0) -> Searched:
         differ = [one for one in runs if one.came_to != usual.came_to]
         found = next((one for one in differ if one.end not in NOT_SEEN), None)
         if found is not None:
-            smallest, tried = shrunk(found, usual, run_all)
+            smallest, tried = minimize_preemptions(found, usual, run_all)
             for one in run_all([Schedule()] * _REPEATS):
                 if _differs(one, usual):  # nondeterministic, so the other result may be as well
-                    return Searched(usual, one)
+                    return ScheduleSearchResult(usual, one)
             repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
-            return Searched(
+            return ScheduleSearchResult(
                 usual,
                 again,
                 ran,
@@ -99,7 +99,7 @@ def search(run_all: RunAll, schedules: int, preemptions: int = 0) -> Searched:
         if tree is not None:
             tree.enter(runs)
     covered = None if tree is None else tree.covered
-    return Searched(usual, again, ran, len(distinct), late=tuple(late), covered=covered)
+    return ScheduleSearchResult(usual, again, ran, len(distinct), late=tuple(late), covered=covered)
 
 
 def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
@@ -107,7 +107,9 @@ def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
     return one.came_to != other.came_to and one.end not in NOT_SEEN
 
 
-def shrunk(found: ScheduleRun, usual: ScheduleRun, run_all: RunAll) -> tuple[ScheduleRun, int]:
+def minimize_preemptions(
+    found: ScheduleRun, usual: ScheduleRun, run_all: ScheduleRunner
+) -> tuple[ScheduleRun, int]:
     """Return the run with the fewest preemptions that still differs from the default one, and the
     number of runs needed (ddmin: Zeller and Hildebrandt, 2002).
     """
@@ -152,7 +154,7 @@ class ScheduleForks:
     def run_all(
         self, schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
     ) -> list[ScheduleRun]:
-        """Return the result of each schedule, in order: see `RunAll`.
+        """Return the result of each schedule, in order: see `ScheduleRunner`.
 
         A process that runs several schedules ends with the default one. If its result differs, code
         under test has left state behind, and each schedule gets its own process.
@@ -286,7 +288,7 @@ class _Collected(Reporter):
                 self._raised = (event.how, event.what)
             self.finish()
             _leave(0)
-        if not isinstance(event, messages.Of):
+        if not isinstance(event, messages.RoutedEvent):
             return
         own = event.event
         if isinstance(own, messages.Done):

@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 
 from distcheck import backends
-from distcheck.records.schedules import Searched
+from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Asked, Descriptors, Job
 from distcheck.worlds.launch import Ranks, job_result, run_until_over, start_job, starts_of
@@ -54,10 +54,12 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
-SEARCH = Job("distcheck.addons.simulated.search:run", SearchRequest, Searched, ("data", "turn"))
+SEARCH = Job(
+    "distcheck.addons.simulated.search:run", SearchRequest, ScheduleSearchResult, ("data", "turn")
+)
 
 
-class RankOfHost(Child):
+class ThreadRank(Child):
     """A rank that is a thread of a process."""
 
     def __init__(self, rank: int, host: "HostProcess") -> None:
@@ -100,7 +102,7 @@ class HostProcess(Child):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.ranks = [RankOfHost(rank, self) for rank in range(size)]
+        self.ranks = [ThreadRank(rank, self) for rank in range(size)]
         self._looked_at = 0.0
         self.busy_now, self.awake_now = 0.0, True
         self.turn_fd = os.memfd_create("distcheck-turn")
@@ -111,7 +113,7 @@ class HostProcess(Child):
         return int(TURN.unpack(os.pread(self.turn_fd, TURN.size, 0))[0])
 
     def take(self, event: messages.AnyEvent) -> None:
-        if isinstance(event, messages.Of):
+        if isinstance(event, messages.RoutedEvent):
             if 0 <= event.key < len(self.ranks):
                 self.ranks[event.key].take(event.event)
         elif isinstance(event, messages.Proven):
@@ -222,7 +224,7 @@ def search_schedules(
     fds: Descriptors | None = None,
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
-) -> Searched:
+) -> ScheduleSearchResult:
     """Run ranks in a simulated world under the default schedule and `schedules` others, either
     drawn at random or with at most `preemptions` preemptions, and return the results. `look` is
     called meanwhile, and may raise. Raises the errors of `job_result`.

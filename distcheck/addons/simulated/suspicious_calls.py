@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from distcheck.addons.simulated.calls import SimulatedCall, is_called_by_theirs
-from distcheck.addons.simulated.in_flight import hold, overlap, span_of
+from distcheck.addons.simulated.in_flight import memory_in_flight, memory_span, overlap
 from distcheck.records import posted_calls
 
 _MOST_SAID = 4  # Heuristic: warnings of one name
@@ -81,7 +81,7 @@ class SuspiciousCalls:
         if call.by_index:
             return
         for tensor in (*call.inputs, *call.outputs):
-            if not tensor.is_contiguous() and span_of(tensor) > tensor.numel() > 1:
+            if not tensor.is_contiguous() and memory_span(tensor) > tensor.numel() > 1:
                 strides = "x".join(map(str, tensor.stride()))
                 self._say(
                     "tensor-with-gaps",
@@ -93,7 +93,7 @@ class SuspiciousCalls:
                 return
 
     def _look_for_overlaps(self, call: SimulatedCall) -> None:
-        held = [hold(call, output, True) for output in call.outputs]
+        held = [memory_in_flight(call, output, True) for output in call.outputs]
         places = [(one, number) for number, one in enumerate(held) if one is not None]
         places.sort(key=lambda place: (place[0].address, place[0].begin))
         for (one, number), (other, next_number) in pairwise(places):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from distcheck.addons.simulated import collectives
 from distcheck.addons.simulated.calls import SimulatedCall
-from distcheck.addons.simulated.groups import GroupsMade, MadeGroup
+from distcheck.addons.simulated.groups import CreatedGroup, CreatedGroups
 from distcheck.addons.simulated.in_flight import InFlight, unseen
 from distcheck.addons.simulated.scheduler import Scheduler, ThreadState
 from distcheck.addons.simulated.schedules import SchedulePolicy
@@ -29,20 +29,20 @@ from distcheck.worlds.callers import place_of_caller
 
 
 @dataclass(eq=False)
-class Meeting:
+class MatchedCalls:
     """The calls of a group with the same number."""
 
     calls: dict[int, SimulatedCall] = field(default_factory=dict)
     apart: bool = False
 
 
-class Channel:
+class GroupCalls:
     """A group's calls: collectives by number, messages by their ends and tag."""
 
     def __init__(self, name: str, ranks: Sequence[int], order: str) -> None:
         self.name, self.ranks, self.order = name, tuple(ranks), order
         self._places = {rank: place for place, rank in enumerate(self.ranks)}
-        self.meetings: dict[int, Meeting] = {}
+        self.meetings: dict[int, MatchedCalls] = {}
         self._posted: defaultdict[int, int] = defaultdict(int)
         self._messages: defaultdict[int, int] = defaultdict(int)
         # Unmatched messages, by receiving rank and tag, in the order of posting.
@@ -60,13 +60,13 @@ class Channel:
 
     def post(self, call: SimulatedCall) -> list[SimulatedCall]:
         """Post a collective; return the calls that it completes. A mismatch completes none."""
-        meeting = self.meetings.setdefault(call.number, Meeting())
+        meeting = self.meetings.setdefault(call.number, MatchedCalls())
         first = next(iter(meeting.calls.values()), None)
         meeting.calls[call.rank] = call
-        if first is not None and posted_calls.are_apart(first, call):
+        if first is not None and posted_calls.calls_differ(first, call):
             meeting.apart = True
         if call.kind == "all_to_all" and not meeting.apart:
-            meeting.apart = posted_calls.splits_are_apart(meeting.calls, self.ranks)
+            meeting.apart = posted_calls.splits_disagree(meeting.calls, self.ranks)
         if meeting.apart or len(meeting.calls) < len(self.ranks):
             return []
         del self.meetings[call.number]
@@ -91,7 +91,7 @@ class Channel:
             if sent.counts != received.counts or sent.dtype != received.dtype:
                 self.misfits.append((sent, received))
                 return []
-            received.results = [collectives.memory_of(sent.inputs[0]).clone()]
+            received.results = [collectives.consecutive_elements(sent.inputs[0]).clone()]
             received.source, received.sender = self._places[sent.rank], sent
             sent.complete = received.complete = True
             return [sent, received]
@@ -127,7 +127,7 @@ _MOST_TURNS = 4096  # recorded calls of a run under a schedule
 
 
 @dataclass(eq=False)
-class Keys:
+class AwaitedKeys:
     """Keys of the store that a rank waits for, with a timeout as of a call."""
 
     names: Sequence[str]
@@ -175,15 +175,17 @@ class SimulatedWorld:
         self.stored: dict[str, bytes] = {}
         self.stores: list[object] = []
         self.latest: list[deque[SimulatedCall]] = [deque(maxlen=_KEPT) for _ in range(size)]
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, GroupCalls] = {}
         self._lost: set[int] = set()  # ranks that raised or left
         self._ended = ended
-        self.groups = GroupsMade()
+        self.groups = CreatedGroups()
         self.odd = SuspiciousCalls()
         accuse_of_buffer = partial(self.accuse, "tensor-used-in-flight")
         self._in_flight = [InFlight(rank, accuse_of_buffer) for rank in range(size)]
 
-    def enter_group(self, name: str, ranks: Sequence[int]) -> tuple[Channel, MadeGroup | None]:
+    def enter_group(
+        self, name: str, ranks: Sequence[int]
+    ) -> tuple[GroupCalls, CreatedGroup | None]:
         """Register a group that the running rank creates. Return its channel, which its ranks
         share, and its record if code under test creates it directly.
         """
@@ -191,13 +193,13 @@ class SimulatedWorld:
         made = None if rank is None else self.groups.made(rank, name, ranks)
         found = self._channels.get(name)
         if found is None or found.ranks != tuple(ranks):
-            found = self._channels[name] = Channel(name, ranks, self.order)
+            found = self._channels[name] = GroupCalls(name, ranks, self.order)
         return found, made
 
-    def post(self, channel: Channel, call: SimulatedCall) -> None:
+    def post(self, channel: GroupCalls, call: SimulatedCall) -> None:
         """Post a call of the running rank, and wake the ranks whose calls it completes."""
         self.latest[call.rank].append(call)
-        step_calls.hear(call.rank, call.kind, (call.inputs, call.outputs), 0)
+        step_calls.record_call_of_rank(call.rank, call.kind, (call.inputs, call.outputs), 0)
         self._in_flight[call.rank].begin(call)
         with unseen():
             self.odd.posted(call)
@@ -226,7 +228,7 @@ class SimulatedWorld:
         self._in_flight[call.rank].end(call)
         if not call.delivered:
             with unseen():
-                collectives.deliver(call)
+                collectives.write_call_results(call)
 
     def look(self, call: SimulatedCall) -> bool:
         """Return True if a call is complete; others run first, so that polling code terminates."""
@@ -270,7 +272,7 @@ class SimulatedWorld:
 
     def wait_for_store(self, keys: Sequence[str], limit_s: float = math.inf) -> None:
         """Yield until all keys are set. `limit_s` is a timeout set by the code."""
-        wanted = Keys(keys, limit_s)
+        wanted = AwaitedKeys(keys, limit_s)
         while not all(key in self.stored for key in keys):
             self.scheduler.block(wanted)
             if wanted.timed_out and not all(key in self.stored for key in keys):
@@ -279,7 +281,7 @@ class SimulatedWorld:
     def wake_store(self) -> None:
         """Make ranks that wait for the store check it again."""
         for runner in self.scheduler.runners:
-            if isinstance(runner.waits_for, Keys):
+            if isinstance(runner.waits_for, AwaitedKeys):
                 self.scheduler.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
@@ -369,12 +371,12 @@ class SimulatedWorld:
 _here: SimulatedWorld | None = None
 
 
-def enter(world: SimulatedWorld) -> None:
+def set_current_world(world: SimulatedWorld) -> None:
     global _here
     _here = world
 
 
-def here() -> SimulatedWorld:
+def current_world() -> SimulatedWorld:
     """Return the world of this process. Raises NotSimulatedError if there is none."""
     if _here is None:
         raise NotSimulatedError(

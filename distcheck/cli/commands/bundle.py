@@ -28,7 +28,7 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     import shlex
     from pathlib import Path
 
-    from distcheck.errors.shown_text import say
+    from distcheck.errors.shown_text import print_displayable
     from distcheck.store.bundle import make_bundle
     from distcheck.store.run_folder import latest_run
 
@@ -36,11 +36,11 @@ def command(run: str | None, output: str | None, traces: bool) -> int:
     target = Path(output or f"{folder.resolve().name}.zip")
     manifest, remarks = make_bundle(folder, target, traces=traces)
     for remark in remarks:
-        say(f"distcheck: {remark}", err=True)
-    say(f"{target}: {len(manifest.cases)} cases of {folder}")
+        print_displayable(f"distcheck: {remark}", err=True)
+    print_displayable(f"{target}: {len(manifest.cases)} cases of {folder}")
     for source in manifest.sources:
-        say(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
+        print_displayable(f"  {source.spec}: {source.file}{'' if source.runs else ' (to be read)'}")
     if manifest.variables:
-        say(f"  variables: {', '.join(manifest.variables)}")
-    say(f"next:  {shlex.join(['distcheck', 'replay', str(target)])}")
+        print_displayable(f"  variables: {', '.join(manifest.variables)}")
+    print_displayable(f"next:  {shlex.join(['distcheck', 'replay', str(target)])}")
     return 0

@@ -6,7 +6,7 @@ import click
 
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import trust_option
-from distcheck.reports.files import errors_annotated, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, pop_output_files
 
 
 @click.command("compare", cls=OnceCommand)
@@ -31,6 +31,6 @@ def command(then: str, now: str | None, bits: bool, trust: bool, quiet: bool, **
     """  # fmt: skip
     from distcheck.compare.command import compare_command
 
-    files = taken_from(asked)
+    files = pop_output_files(asked)
     with errors_annotated(files):
         return compare_command(then, now, bits=bits, files=files, trusted=trust, quiet=quiet)

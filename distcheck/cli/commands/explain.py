@@ -42,7 +42,7 @@ def command(what: tuple[str, ...], json_file: str | None) -> int:
     from distcheck.errors import ExitCode, UsageError, did_you_mean
     from distcheck.records import symptoms
     from distcheck.records.causes import causes
-    from distcheck.reports.causes import explained, listed, matched
+    from distcheck.reports.causes import cause_explanation, cause_list, matched
     from distcheck.reports.files import write_answer
 
     words, table = " ".join(what), causes()
@@ -69,9 +69,9 @@ def command(what: tuple[str, ...], json_file: str | None) -> int:
     if write_answer(json_file, _SCHEMA, **msgspec.to_builtins(answer)):
         return int(ExitCode.PASS)
     if words in table:
-        lines = explained(table[words])
+        lines = cause_explanation(table[words])
     else:
-        lines = matched(found, [table[name] for name in names]) if what else listed()
+        lines = matched(found, [table[name] for name in names]) if what else cause_list()
     for line in lines:
         click.echo(line)
     return int(ExitCode.PASS)
@@ -81,7 +81,7 @@ def _explain_bundle(file: Path, json_file: str | None) -> int:
     import msgspec
 
     from distcheck.errors import ExitCode
-    from distcheck.errors.shown_text import say
+    from distcheck.errors.shown_text import print_displayable
     from distcheck.job.guard import explaining, records
     from distcheck.reports.files import write_answer
 
@@ -90,17 +90,21 @@ def _explain_bundle(file: Path, json_file: str | None) -> int:
     answer = msgspec.to_builtins({"finding": found, "text": found.text, "diagnosis": causes})
     if write_answer(json_file, _SCHEMA, **answer):
         return int(ExitCode.MISMATCH)
-    say(found.text)
+    print_displayable(found.text)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    say(f"  {len(found.ranks)} ranks, checked every {found.every} steps; {found.optimizer}, "
-        f"{found.wrapper or 'no model recorded'}; {versions}")  # fmt: skip
+    print_displayable(
+        f"  {len(found.ranks)} ranks, checked every {found.every} steps; {found.optimizer}, "
+        f"{found.wrapper or 'no model recorded'}; {versions}"
+    )
     for one in found.findings:
         if one.differing > 1:
             more = f" and {one.differing - 8} more" if one.differing > 8 else ""
-            say(f"  {one.kind} that differ: {', '.join(one.names[:8])}{more}")
+            print_displayable(f"  {one.kind} that differ: {', '.join(one.names[:8])}{more}")
     for sums in found.sums:
-        say(f"  {sums.name}: ranks differ by up to {explaining.distance(sums):.3g} of its norm")
+        print_displayable(
+            f"  {sums.name}: ranks differ by up to {explaining.distance(sums):.3g} of its norm"
+        )
     for cause in causes:
-        say(f"cause   {cause.cause}: {cause.evidence}")
-        say(f"try     {cause.suggestion}")
+        print_displayable(f"cause   {cause.cause}: {cause.evidence}")
+        print_displayable(f"try     {cause.suggestion}")
     return int(ExitCode.MISMATCH)

@@ -6,7 +6,7 @@ import click
 
 from distcheck.cli.group import Command
 from distcheck.cli.options import SECONDS, given_options
-from distcheck.reports.files import errors_annotated, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, pop_output_files
 
 
 @click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
@@ -92,12 +92,12 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     compare digests of their replicas. --save then sets the folder for bundles.
     """  # fmt: skip
     from distcheck.errors import UsageError
-    from distcheck.errors.shown_text import say
+    from distcheck.errors.shown_text import print_displayable
     from distcheck.job.machines import JudgedThereError
     from distcheck.reports.files import check_outputs, write_outputs
     from distcheck.reports.terminal import console_for, render
 
-    files = taken_from(asked)
+    files = pop_output_files(asked)
     if "-" in files.values():
         raise UsageError(
             "the command writes to standard output as well; pass a file for the report"
@@ -107,11 +107,13 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
         try:
             report, code = _run(words, asked, quiet=quiet)
         except JudgedThereError as there:
-            say(f"distcheck: {there}", err=True)
+            print_displayable(f"distcheck: {there}", err=True)
             return int(there.exit_code)
     render(report, console_for(), verbose=verbose, quiet=quiet)
     if report.save_error:
-        say(f"distcheck: {report.save_error}; the verdict above is unaffected", err=True)
+        print_displayable(
+            f"distcheck: {report.save_error}; the verdict above is unaffected", err=True
+        )
     write_outputs(files, report)
     return code
 
@@ -120,7 +122,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
     from rich.console import Console
 
     from distcheck.errors import UsageError
-    from distcheck.job.settings import bytes_of
+    from distcheck.job.settings import parse_size
 
     guards, every, warns = asked.pop("guard"), asked.pop("every"), asked.pop("warn")
     audits = asked.pop("audit")
@@ -152,6 +154,6 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
     from distcheck.reports.live import LiveProgress
 
     live = LiveProgress(Console(stderr=True, quiet=quiet))
-    options = JobOptions(words=words, **{**asked, "budget": bytes_of(asked["budget"])})
+    options = JobOptions(words=words, **{**asked, "budget": parse_size(asked["budget"])})
     report = judge_job(options, live)
     return report, int(report.exit_code)

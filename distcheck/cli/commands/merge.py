@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from distcheck.cli.group import OnceCommand
-from distcheck.reports.files import errors_annotated, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, pop_output_files
 
 
 @click.command("merge", cls=OnceCommand)
@@ -20,6 +20,6 @@ def command(parts: tuple[str, ...], quiet: bool, **asked: Any) -> int:
     """  # fmt: skip
     from distcheck.verification.merging import merge_command
 
-    files = taken_from(asked)
+    files = pop_output_files(asked)
     with errors_annotated(files):
         return merge_command(parts, files=files, quiet=quiet)

@@ -9,7 +9,7 @@ from distcheck.cli.commands.report import convert
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
 from distcheck.errors import ExitCode, UsageError
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
 
 
@@ -31,7 +31,7 @@ def command(run: str | None) -> int:
         shown = webbrowser.open(address)
     except webbrowser.Error:
         shown = False
-    say(address if shown else f"no browser could be started; open {address}")
+    print_displayable(address if shown else f"no browser could be started; open {address}")
     return int(ExitCode.PASS)
 
 

@@ -8,7 +8,7 @@ import click
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS, trust_option
 from distcheck.cli.show_and_keep import OutputOptions, show_run
-from distcheck.reports.files import check_outputs, output_options, taken_from
+from distcheck.reports.files import check_outputs, output_options, pop_output_files
 from distcheck.store.run_folder import saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.rechecking import recheck
@@ -28,7 +28,7 @@ def command(folder: str, verbose: bool, quiet: bool, trust: bool, **asked: Any) 
     files that git does not track here or that have changed, run only after confirmation, or with
     --trust.
     """  # fmt: skip
-    showing = OutputOptions(files=taken_from(asked), verbose=verbose, quiet=quiet)
+    showing = OutputOptions(files=pop_output_files(asked), verbose=verbose, quiet=quiet)
     check_outputs(showing.files)
     traces = saved_traces(Path(folder))
     cases = [trace.saved.case for trace in traces]

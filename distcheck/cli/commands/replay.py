@@ -7,7 +7,7 @@ import click
 
 from distcheck.cli.group import Command
 from distcheck.cli.options import RUNS, trust_option
-from distcheck.reports.files import GITHUB, output_options, taken_from
+from distcheck.reports.files import GITHUB, output_options, pop_output_files
 
 
 @click.command("replay", cls=Command)
@@ -43,16 +43,16 @@ def command(
     if cases[0].job:
         return _job_again(cases[0].job, asked, save=save, verbose=verbose, quiet=quiet)
     if launch is not None and not launch.is_front:
-        from distcheck.cli.under_launchers import lend
+        from distcheck.cli.under_launchers import lend_ranks
 
-        return lend(launch, lambda: cases, deadline_s=cases[0].deadline_s)
+        return lend_ranks(launch, lambda: cases, deadline_s=cases[0].deadline_s)
     from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
     return verify_command(
         cases,
         RunOptions(made=made),
-        OutputOptions(files=taken_from(asked), verbose=verbose, quiet=quiet),
+        OutputOptions(files=pop_output_files(asked), verbose=verbose, quiet=quiet),
         save=save,
         launch=launch,
     )
@@ -70,7 +70,9 @@ def _job_again(
     from distcheck.cli.commands import job
 
     annotates = outputs[GITHUB]
-    asked = {f"--{name}": path for name, path in taken_from(outputs).items() if name != GITHUB}
+    asked = {
+        f"--{name}": path for name, path in pop_output_files(outputs).items() if name != GITHUB
+    }
     asked |= {} if save is None else {"--save": save}
     options = [word for pair in asked.items() for word in pair]
     options += [f"--{GITHUB}"] if annotates else []

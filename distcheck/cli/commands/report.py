@@ -9,17 +9,17 @@ import click
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
 from distcheck.errors import ExitCode, UsageError
-from distcheck.errors.shown_text import say
+from distcheck.errors.shown_text import print_displayable
 from distcheck.reports.document import decoded, json_schema
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import (
     check_outputs,
-    damage_said,
+    damaged_file_as_usage_error,
     output_options,
-    taken_from,
+    pop_output_files,
     write_document,
 )
-from distcheck.reports.findings import describe_origin, screen_of
+from distcheck.reports.findings import describe_origin, summary_lines
 from distcheck.reports.json_report import render
 from distcheck.reports.terminal import console_for
 from distcheck.store.run_folder import KEPT_RUNS
@@ -38,7 +38,7 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
     distcheck report .distcheck/runs/20260131-120000-4711 --html report.html
     distcheck report --schema > report.schema.json
     """  # fmt: skip
-    files = taken_from(asked)
+    files = pop_output_files(asked)
     if schema and not run and not files:
         click.echo(render(json_schema()), nl=False)
         return int(ExitCode.PASS)
@@ -68,9 +68,12 @@ def convert(run: str, *, files: Mapping[str, str]) -> None:
     if any(Path(file).absolute() == path.absolute() for file in files.values()):
         raise UsageError(f"{path} is the input report; write to a different file")
     check_outputs(files)
-    with damage_said(path):
+    with damaged_file_as_usage_error(path):
         if not files:
             found = decoded(document)
-            for line in (describe_origin(found.made), *screen_of(found, width=console_for().width)):
-                say(line)
+            for line in (
+                describe_origin(found.made),
+                *summary_lines(found, width=console_for().width),
+            ):
+                print_displayable(line)
         write_document(files, document)

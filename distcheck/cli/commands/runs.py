@@ -9,7 +9,7 @@ import click
 from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import json_option
 from distcheck.errors import DistcheckError, ExitCode
-from distcheck.errors.shown_text import one_line, say
+from distcheck.errors.shown_text import one_line, print_displayable
 from distcheck.reports.files import write_answer
 from distcheck.reports.json_report import read_document
 from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
@@ -30,11 +30,11 @@ def command(json_file: str | None) -> int:
     if write_answer(json_file, "distcheck.runs/1", runs=entries):
         return int(ExitCode.PASS)
     if not runs:
-        say(f"{DEFAULT_FOLDER} here has no runs")
+        print_displayable(f"{DEFAULT_FOLDER} here has no runs")
     for folder, date, verdict, command in runs:
-        say(f"{date}  {verdict:<12}  {one_line(folder)}")
+        print_displayable(f"{date}  {verdict:<12}  {one_line(folder)}")
         if command:
-            say(f"    {one_line(command)}")
+            print_displayable(f"    {one_line(command)}")
     return int(ExitCode.PASS)
 
 

@@ -24,7 +24,7 @@ def command(install: str | None) -> None:
 
     from distcheck import private
     from distcheck.errors import CannotRunError
-    from distcheck.errors.shown_text import say
+    from distcheck.errors.shown_text import print_displayable
     from distcheck.records.symptoms import symptoms
 
     rows = [f"| {one.text} | `{'`, then `'.join(one.commands)}` |" for one in symptoms().values()]
@@ -39,4 +39,4 @@ def command(install: str | None) -> None:
         private.publish(str(place), text)
     except OSError as error:
         raise CannotRunError(f"{place} cannot be written: {error.strerror}") from error
-    say(f"wrote {place}")
+    print_displayable(f"wrote {place}")

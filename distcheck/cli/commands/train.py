@@ -76,9 +76,9 @@ def command(**asked: Any) -> int:
     if launch is not None:
         asked["world"] = launch.world
     if launch is not None and not launch.is_front:
-        from distcheck.cli.under_launchers import lend
+        from distcheck.cli.under_launchers import lend_ranks
 
         not_its = ("json_file", "html_file", "overlay", "download")
         own = {name: asked[name] for name in asked if name not in not_its}
-        return lend(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
+        return lend_ranks(launch, lambda: [plan_training(**own)], deadline_s=asked["deadline_s"])
     return train_command(**asked, launch=launch)

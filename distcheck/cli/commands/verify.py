@@ -14,7 +14,7 @@ from distcheck.cli.options import (
     matrix_options,
     setting_options,
 )
-from distcheck.reports.files import errors_annotated, output_options, taken_from
+from distcheck.reports.files import errors_annotated, output_options, pop_output_files
 
 
 @click.command("verify", cls=Command)
@@ -76,19 +76,23 @@ def command(
     AUTH, COOKIE, KEY or similar words. Of the other variables, reports contain only those that
     affect numerical results.
     """  # fmt: skip
-    from distcheck.cli.verify_options import by_last_run, check_alone, plan_from_options
+    from distcheck.cli.verify_options import (
+        check_exclusive_options,
+        order_by_last_run,
+        plan_from_options,
+    )
     from distcheck.errors import UsageError
 
     if digests and save is None:
         raise UsageError("--digests is an option of distcheck record; run distcheck record DIR ...")
-    files = taken_from(asked)
+    files = pop_output_files(asked)
     launch, plan = plan_from_options(asked, given_options())
-    check_alone(given_options(), launched=launch is not None)
+    check_exclusive_options(given_options(), launched=launch is not None)
     if launch is not None and not launch.is_front:
-        from distcheck.cli.under_launchers import lend
+        from distcheck.cli.under_launchers import lend_ranks
 
-        return lend(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
-    from distcheck.cli.forecast import say_plan
+        return lend_ranks(launch, lambda: plan().cases, deadline_s=asked["deadline_s"])
+    from distcheck.cli.forecast import print_plan_estimate
     from distcheck.cli.show_and_keep import OutputOptions, verify_command
     from distcheck.verification.run import RunOptions
 
@@ -108,9 +112,9 @@ def command(
         planned = plan()
         cases, left_out = planned.cases, dict[str, str]()
         if last_failed or failed_first:
-            cases, left_out = by_last_run(cases, only=last_failed)
+            cases, left_out = order_by_last_run(cases, only=last_failed)
         if not quiet:
-            say_plan(planned, costs=bool(asked["thorough"] or planned.extras.searches))
+            print_plan_estimate(planned, costs=bool(asked["thorough"] or planned.extras.searches))
         options = RunOptions(whole=planned.whole, extras=planned.extras, left_out=left_out)
         options = replace(options, download=asked["download"])
         return verify_command(cases, options, showing, save=save, digests=digests, launch=launch)

@@ -20,7 +20,7 @@ from distcheck.records import CheckResult
 Check = Callable[[JobRecording, Sequence[int]], CheckResult | None]
 
 
-def without_reference(
+def checks_without_reference(
     job: JobRecording, agreed: Collection[int] = (), *, folded: bool = True
 ) -> list[CheckResult]:
     """Return the results of all checks that need no reference, in report order.
@@ -31,9 +31,9 @@ def without_reference(
     """
     own_steps = averaging.averaging(job)
     if own_steps is not None:
-        return [*of_ranks(job), own_steps]
+        return [*data_parallel_checks(job), own_steps]
     return [
-        *of_ranks(job),
+        *data_parallel_checks(job),
         *_outranked(exchange.gradients, job, agreed),
         *_outranked(exchange.clipping, job, agreed),
         *_outranked(exchange.loss_scale, job, agreed if folded else ()),
@@ -42,10 +42,10 @@ def without_reference(
     ]
 
 
-def of_ranks(job: JobRecording) -> list[CheckResult]:
+def data_parallel_checks(job: JobRecording) -> list[CheckResult]:
     """Return the checks that hold for every data-parallel training, however it synchronizes."""
     return [
-        samples.disjoint(job),
+        samples.disjoint_samples(job),
         *samples.order(job),
         ranks.initial_state(job),
         *ranks.random_streams(job),

@@ -91,7 +91,7 @@ def merged_steps(job: JobRecording, reference: Reference) -> Iterator[MergedStep
 def _is_weighted(job: JobRecording, seen: ReplayedStep, factor: float) -> bool:
     passes = _passes(job, seen)
     return any(
-        _near(factor, wrong) and terms.may_be_weight(job, 0, seen.step, wrong)
+        _near(factor, wrong) and terms.may_be_intended_weight(job, 0, seen.step, wrong)
         for wrong in (float(passes), 1 / passes)
     )
 
@@ -126,7 +126,7 @@ def _ends_epoch(job: JobRecording, made: int) -> bool:
     return any(made % length == 0 for length in lengths)
 
 
-def usual(steps: list[MergedStep]) -> MergedStep:
+def first_most_common_step(steps: list[MergedStep]) -> MergedStep:
     """Return the first step with the most common number of passes."""
     most = Counter(one.passes for one in steps).most_common(1)[0][0]
     return next(one for one in steps if one.passes == most)
@@ -155,7 +155,7 @@ def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResul
     steps = list(merged_steps(job, reference))
     if not steps:
         return
-    tally, common = Tally(CHECK, IN_FLOAT32), usual(steps)
+    tally, common = Tally(CHECK, IN_FLOAT32), first_most_common_step(steps)
     for one in steps:
         factor, wanted = one.factor, expected_factor(one, common)
         if wanted is not None and one.ends_epoch and one.passes < common.passes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from distcheck.job.checks import terms
-from distcheck.job.fitting import fit, of_rank
+from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.inside import state
 from distcheck.job.step_view import JobStep
 from distcheck.judge.checks.comparison import Comparison, within
@@ -67,7 +67,7 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     for step in steps:
         if any(record.skipped for record in job.at(step)):
             continue  # gradients are not finite
-        view = view_of(job, step)
+        view = gradients_at_step(job, step)
         if view.factor != 1.0:
             tally.remark("gradients are divided by the number of backward passes after the last")
         for index in range(len(view.specs)):
@@ -92,7 +92,7 @@ def gradients(job: JobRecording, steps: Sequence[int]) -> CheckResult:
     return tally.result()
 
 
-def view_of(
+def gradients_at_step(
     job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED, *, of_all: bool = False
 ) -> JobStep:
     """Return the gradients of a step.
@@ -100,7 +100,7 @@ def view_of(
     `of_all` omits the parameters that some rank's optimizer does not have. For optimizer gradients,
     clipping by norm is taken into account.
     """
-    shares, later = token_weights(job, step), divided_later(job, step)
+    shares, later = token_weights(job, step), scale_after_last_pass(job, step)
     counted = len(set(shares)) > 1
     targets = [one.trained[0].losses[0].counted for one in job.at(step)] if counted else []
     record = job.records[0, step]
@@ -149,7 +149,7 @@ def _compare(view: JobStep, tally: Tally, index: int) -> int:
     return sums
 
 
-def needless(job: JobRecording) -> tuple[int, int, float | None]:
+def redundant_synchronization(job: JobRecording) -> tuple[int, int, float | None]:
     """Measure redundant synchronization: backward passes of rank 0 in which DistributedDataParallel
     synchronizes although a later pass of the same step does, too.
 
@@ -231,7 +231,7 @@ def loss_factors(job: JobRecording, step: int) -> list[float] | None:
     return found
 
 
-def summed_factors(job: JobRecording, step: int) -> list[float] | None:
+def factors_of_sum_losses(job: JobRecording, step: int) -> list[float] | None:
     """Return the factors of `loss_factors`, equal on all ranks, for losses that are sums over
     targets: the average sum of a rank's losses, relative to the mean over all targets. None for
     other losses.
@@ -248,7 +248,7 @@ def summed_factors(job: JobRecording, step: int) -> list[float] | None:
     return [total * targets / sums] * job.world if sums and targets else None
 
 
-def divided_later(job: JobRecording, step: int) -> float:
+def scale_after_last_pass(job: JobRecording, step: int) -> float:
     """Return the factor by which a script scales gradients after the last pass: one over the number
     of passes if its losses are not scaled, else (or if unknown) 1.
     """
@@ -260,14 +260,14 @@ def divided_later(job: JobRecording, step: int) -> float:
     staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
     if not staged and any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
         return 1.0
-    local = [of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
+    local = [gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
     parts = [{n: g for n, g in one.items() if g is not None} for one in local]
     record, own = job.records[0, step], state.mean(parts, [1 / job.world] * job.world) or {}
     given = {
         name: None if one is None else one.double() / (_clipped_by(record, name)[0] or 1.0)
-        for name, one in of_rank(job, Kind.GRADIENT, 0, step).items()
+        for name, one in gradients_of_rank(job, Kind.GRADIENT, 0, step).items()
     }
-    for fitted in (fit(of_rank(job, Kind.EXCHANGED, 0, step), own), fit(given, own)):
+    for fitted in (fit(gradients_of_rank(job, Kind.EXCHANGED, 0, step), own), fit(given, own)):
         if fitted is not None and abs(fitted[0][0] * passes - 1) <= _SAME_FACTOR:
             return 1 / passes
     return 1.0
@@ -277,10 +277,10 @@ def _times(job: JobRecording, step: int) -> list[float] | None:
     """Return, for each rank, the weight of the mean loss summed over the passes of a step; None if
     the loss has terms with different weights, or is unknown.
     """
-    factors = loss_factors(job, step) or summed_factors(job, step)
+    factors = loss_factors(job, step) or factors_of_sum_losses(job, step)
     if factors is not None:
         return factors
-    found = [terms.counted(job, rank, step) for rank in range(job.world)]
+    found = [terms.judge_loss_weight(job, rank, step) for rank in range(job.world)]
     return None if any(one.why or one.alone for one in found) else [one.times for one in found]
 
 
@@ -309,7 +309,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
         if factors is None:
             _of_terms(job, tally, step)
             continue
-        later = divided_later(job, step)
+        later = scale_after_last_pass(job, step)
         for rank, factor in enumerate(factors):
             total = factor * later
             passes = _count(job, rank, step)
@@ -317,7 +317,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
             for wrong in (float(passes), 1 / passes):
                 if passes < 2 or abs(total - wrong) > _SAME_FACTOR * wrong:
                     continue
-                if terms.may_be_weight(job, rank, step, wrong):
+                if terms.may_be_intended_weight(job, rank, step, wrong):
                     tally.missing(
                         f"over {passes} backward passes gradients are {total:.6g}x those of the "
                         f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
@@ -340,7 +340,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
 def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
     """Report the loss terms that are scaled differently, or why this is unknown."""
     for rank in range(job.world):
-        found, passes = terms.counted(job, rank, step), _count(job, rank, step)
+        found, passes = terms.judge_loss_weight(job, rank, step), _count(job, rank, step)
         if not found.alone or passes < 2:
             tally.remark(f"the scale of the loss is not judged, since {found.why}")
             return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distcheck.judge.checks.comparison import Comparison, Place
+from distcheck.judge.checks.comparison import ComparedElement, Comparison
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CheckResult, FindingKind
@@ -15,7 +15,7 @@ from distcheck.records.layers import NO_LAYER
 
 def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
-    kept = averages(job)
+    kept = averaged_parameters(job)
     names = [n for n in first if n.startswith(prefixes) and _plain(n) not in kept]
     for name in names if job.world > 1 else ():
         plain = name.partition("/")[2]
@@ -54,7 +54,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
                 tally.add(_compared(*by), parameter=plain, rank=rank, step=step)
 
 
-def _compared(apart: Place | None = None) -> Comparison:
+def _compared(apart: ComparedElement | None = None) -> Comparison:
     """Return the comparison of one tensor on two ranks; `apart` is their difference, if any."""
     places = () if apart is None else (apart,)
     return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
@@ -69,13 +69,15 @@ def differs_in_units(job: JobRecording) -> str:
     return "" if first is None else first.parameter
 
 
-def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Place:
+def _distance(
+    job: JobRecording, rank: int, step: int, name: str, beside: int = 0
+) -> ComparedElement:
     """Return the difference of two ranks, as the L2 norm estimated from their 64 projections."""
     own, other = job.sums(rank, step, name), job.sums(beside, step, name)
     if own is None or other is None or own.shape != other.shape:
         zero = torch.zeros(1)
         own, other = zero + float("inf"), zero
-    return Place(
+    return ComparedElement(
         index=(),
         actual=float(own.norm()),
         expected=float(other.norm()),
@@ -86,7 +88,7 @@ def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 
     )
 
 
-def averages(job: JobRecording) -> list[str]:
+def averaged_parameters(job: JobRecording) -> list[str]:
     """Return the parameters of modules that no gradient and no optimizer reaches and of which some
     change: averages of others, such as an EMA inside the model. On a rank where an average starts,
     its updates may be below rounding.
@@ -147,7 +149,7 @@ def agreement(job: JobRecording) -> CheckResult:
     return tally.result()
 
 
-def begin_apart(job: JobRecording, step: int) -> str:
+def first_different_start(job: JobRecording, step: int) -> str:
     """Return the first parameter that differs across ranks before a step, or ""."""
     for name in (n for n in job.records[0, step].digests if n.startswith("before/")):
         if len({record.digests.get(name) for record in job.at(step)}) > 1:
@@ -155,7 +157,7 @@ def begin_apart(job: JobRecording, step: int) -> str:
     return ""
 
 
-def parted_before(job: JobRecording, step: int) -> str:
+def first_divergence_before(job: JobRecording, step: int) -> str:
     """Return the first parameter that diverges across ranks between two steps, or ""."""
     before = {n: d for n, d in job.records[0, step].digests.items() if n.startswith("before/")}
     for name in before:
@@ -167,7 +169,7 @@ def parted_before(job: JobRecording, step: int) -> str:
     return ""
 
 
-def written_before(job: JobRecording, step: int) -> str:
+def first_rank_local_write(job: JobRecording, step: int) -> str:
     """Return the first parameter modified between forward and step on some ranks only, or ""."""
     for name in job.parameters(step):
         if len({record.digests.get(f"written/{name}") for record in job.at(step)}) > 1:

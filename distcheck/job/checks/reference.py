@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterator
 import torch
 
 from distcheck.job.checks.exchange import token_weights
-from distcheck.job.fitting import fit, of_rank
+from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
-from distcheck.judge.checks.comparison import Comparison, Place, by_norm, within
+from distcheck.judge.checks.comparison import ComparedElement, Comparison, by_norm, within
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of, tolerance
 from distcheck.machine.numerics import gamma, unit_roundoff
@@ -35,7 +35,7 @@ from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
 
-def with_reference(
+def checks_with_reference(
     job: JobRecording, reference: Reference
 ) -> tuple[list[CheckResult], frozenset[int]]:
     """Return every check against the reference in report order, and the steps at which every
@@ -48,14 +48,14 @@ def with_reference(
         found = reference.tensors(seen.step)
         if any(record.skipped for record in job.at(seen.step)):
             continue
-        bounds = bounds_of(job, found, seen.step)
+        bounds = gradient_tolerances(job, found, seen.step)
         if not any(bounds.values()):
             raw.missing(f"step {seen.step}: every gradient of the reference is exactly zero")
             continue
         at_end = _compared(job, found, seen.step, Kind.EXCHANGED, bounds)
         at_step = _compared(job, found, seen.step, Kind.GRADIENT, _bounds_given(found, bounds))
         is_right = bool(at_step) and all(one.ok for _, _, one in at_step)
-        if not is_right and seen.changes and (ratio := rescaled(reference)) != 1.0:
+        if not is_right and seen.changes and (ratio := reference_scale(reference)) != 1.0:
             whole = {n: g * ratio if n.startswith("step/") else g for n, g in found.items()}
             again = _compared(job, whole, seen.step, Kind.GRADIENT, _bounds_given(whole, bounds))
             is_right = bool(again) and all(one.ok for _, _, one in again)
@@ -73,7 +73,7 @@ def with_reference(
     return [*results, settings(job, reference), updated], frozenset(agreed)
 
 
-def rescaled(reference: Reference) -> float:
+def reference_scale(reference: Reference) -> float:
     """Return the factor from the replay's gradients to the single-process reference: 1, unless the
     loss is a sum over samples and the job averages the ranks' sums. A script may multiply by the
     world size afterwards.
@@ -103,7 +103,7 @@ def _compared(
             if actual is None or expected is None or actual.shape != expected.shape:
                 size = math.inf if actual is None else norm_of(actual)
                 other = 0.0 if expected is None else norm_of(expected)
-                place = Place((), size, other, math.inf, 0.0, None, "L2 norm")
+                place = ComparedElement((), size, other, math.inf, 0.0, None, "L2 norm")
                 results.append((name, rank, Comparison(False, 1, worst=place, first=place)))
             else:
                 held = job.records[rank, step].digests[f"{STEMS[kind]}/{name}"]
@@ -118,9 +118,11 @@ def _add(tally: Tally, compared: Results, step: int) -> None:
         tally.add(one, parameter=name, rank=rank, step=step)
 
 
-def bounds_of(job: JobRecording, found: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+def gradient_tolerances(
+    job: JobRecording, found: dict[str, torch.Tensor], step: int
+) -> dict[str, float]:
     """Return the tolerance of every gradient; 0 for all if all are exactly zero."""
-    raw = reached(found, Kind.EXCHANGED)
+    raw = reference_gradients(found, Kind.EXCHANGED)
     total = math.hypot(*(norm_of(t) for t in raw.values()))
     return {
         name: tolerance(
@@ -167,7 +169,7 @@ def _clip_alike(
     unit = max(unit_roundoff(found[f"raw/{name}"].dtype) for name in bounds)
     room = _of_norm(found, bounds) + gamma(8, unit)
     for record in job.at(seen.step):
-        for (most, norm), (most_alone, norm_alone) in clips_beside(record, seen):
+        for (most, norm), (most_alone, norm_alone) in paired_clips(record, seen):
             if abs(most * norm_alone - most_alone * norm) > room * most_alone * norm:
                 return False
     return True
@@ -176,7 +178,7 @@ def _clip_alike(
 Norms = tuple[float, float]  # maximum norm of clipping, and the norm it computed
 
 
-def clips_beside(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, Norms]]:
+def paired_clips(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, Norms]]:
     """Pair each clipping by norm in a rank's step with that of the reference."""
     own = [(one.most, one.norm) for one in record.clips if one.most is not None]
     pairs = [(most, norm) for most, norm in own if norm is not None]
@@ -223,10 +225,12 @@ def losses(
         found, records = reference.tensors(seen.step), job.at(seen.step)
         if not all(record.trained for record in records) or math.isnan(float(found["loss"])):
             continue
-        actual, expected, bound = losses_beside(job, reference, seen.step)
+        actual, expected, bound = paired_losses(job, reference, seen.step)
         error = abs(actual - expected)
-        place = Place(index=(), actual=actual, expected=expected, error=error, bound=bound,
-                      ulp=None, unit="absolute")  # fmt: skip
+        place = ComparedElement(
+            index=(), actual=actual, expected=expected, error=error, bound=bound, ulp=None,
+            unit="absolute",
+        )  # fmt: skip
         ok = error <= bound or (
             seen.step in agreed and not _trained_on(job, found, seen, actual, expected)
         )
@@ -239,7 +243,7 @@ def losses(
         yield result
 
 
-def losses_beside(job: JobRecording, reference: Reference, step: int) -> tuple[float, float, float]:
+def paired_losses(job: JobRecording, reference: Reference, step: int) -> tuple[float, float, float]:
     """Return the mean of the ranks' losses, the reference's loss, and the tolerance."""
     found, records = reference.tensors(step), job.at(step)
     pairs = zip(records, token_weights(job, step), strict=True)
@@ -267,14 +271,17 @@ def _trained_on(
     """
     if seen.changes or not alone:
         return False
-    fitted = fit(of_rank(job, Kind.EXCHANGED, 0, seen.step), reached(found, Kind.EXCHANGED))
+    fitted = fit(
+        gradients_of_rank(job, Kind.EXCHANGED, 0, seen.step),
+        reference_gradients(found, Kind.EXCHANGED),
+    )
     if fitted is None:
         return False
     (factor,), _ = fitted
     return abs(factor - loss / alone) < abs(factor - 1)
 
 
-def reached(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
+def reference_gradients(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
     """Return the reference's gradients of a kind, by parameter."""
     stem = f"{STEMS[kind]}/"
     return {n.removeprefix(stem): one for n, one in found.items() if n.startswith(stem)}

@@ -48,7 +48,7 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
     return [row for one in passes for row in one.rows]
 
 
-def disjoint(job: JobRecording) -> CheckResult:
+def disjoint_samples(job: JobRecording) -> CheckResult:
     """Check that no sample is on two ranks in one step, or in the recorded part of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
     if job.processes == 1:
@@ -170,7 +170,7 @@ def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int
     nothing = torch.empty(0)
     kept = [job.tensors(rank, step).get(f"data/{name}", nothing) for name in batch.leaves]
     kept.sort(key=lambda one: -one.numel())
-    parts = [tensors.rows_of([leaf]) for leaf in kept]
+    parts = [tensors.digests_of_samples([leaf]) for leaf in kept]
     return [rows[row] if row < len(rows) else "" for rows in parts]
 
 

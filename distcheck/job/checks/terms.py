@@ -16,7 +16,7 @@ _SAME = 1e-6  # Heuristic: a script's factors are float64 or float32 (2^-24)
 
 
 @dataclass(frozen=True)
-class Counted:
+class LossWeight:
     """The total weight of a rank's mean loss over the passes of a step (1 is correct).
 
     Alternatively `alone`, the terms that are not divided although `others` are, or `why` it is
@@ -29,13 +29,13 @@ class Counted:
     why: str = ""
 
 
-def counted(job: JobRecording, rank: int, step: int) -> Counted:
+def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     """Judge the terms of a rank's losses in a step with several passes."""
     record = job.records[rank, step]
     passes = record.trained
     why = _unlike(passes)
     if why:
-        return Counted(why=why)
+        return LossWeight(why=why)
     terms = [_unscaled(term, record) for term in passes[0].terms]
     numbers = _numbers_of_passes(job, rank)
     divisions = [_divisions(term.factors, numbers) for term in terms]
@@ -46,7 +46,7 @@ def counted(job: JobRecording, rank: int, step: int) -> Counted:
     return _partly(terms, divisions)
 
 
-def may_be_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
+def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
     """Return True if a loss may have this total weight by design: in every pass it is one term,
     multiplied by this number as a weight.
     """
@@ -99,29 +99,29 @@ def _is_one(terms: Sequence[Term], times: float) -> bool:
     return together or any(abs(abs(weight) - 1) <= _SAME for weight in means)
 
 
-def _undivided(terms: Sequence[Term], passes: int) -> Counted:
+def _undivided(terms: Sequence[Term], passes: int) -> LossWeight:
     if _is_one(terms, 1.0):
-        return Counted(times=float(passes))
-    return Counted(
+        return LossWeight(times=float(passes))
+    return LossWeight(
         why="none of its terms is divided by the number of backward passes or has the weight 1"
     )
 
 
 def _divided(
     terms: Sequence[Term], divisions: Sequence[int], numbers: set[int], passes: int
-) -> Counted:
+) -> LossWeight:
     if min(divisions) < 2 or any(_is_one(terms, float(number)) for number in numbers):
-        return Counted()
+        return LossWeight()
     outer = [factor for factor in terms[0].factors if factor.outer]
     if _divisions(outer, numbers) > 1:
-        return Counted(times=1 / passes)
-    return Counted(
+        return LossWeight(times=1 / passes)
+    return LossWeight(
         why="each of its terms is divided by the number of backward passes twice, or has a weight "
         "of that value"
     )
 
 
-def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
+def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> LossWeight:
     """Judge a loss with some terms divided by the number of passes."""
     alone = [term for term, count in zip(terms, divisions, strict=True) if not count]
     others = tuple(term.name for term, count in zip(terms, divisions, strict=True) if count)
@@ -131,10 +131,10 @@ def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> Counted:
         if term.reduction == "mean" and not any(factor.computed for factor in term.factors)
     ]
     if certain:
-        return Counted(alone=tuple(certain), others=others)
+        return LossWeight(alone=tuple(certain), others=others)
     numbers = [factor.number for factor in alone[0].factors if factor.computed]
     weight = f" in its weight {numbers[0]:.6g}" if numbers else ""
-    return Counted(
+    return LossWeight(
         why=f"its term {others[0]} is divided by the number of backward passes, but "
         f"{alone[0].name} is not, unless the division is{weight or ' within the term'}; divide "
         "the sum of the terms to check the scale"

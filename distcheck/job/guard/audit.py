@@ -37,7 +37,7 @@ _EQUAL = 1e-3  # Heuristic: rank weights closer than this are equal
 
 
 @dataclass(frozen=True)
-class Mean:
+class WeightedMeanFit:
     """The optimizer gradients as a weighted mean of the local gradients.
 
     Holds the weights, and for each parameter (by index) that does not fit them, the deviating ranks
@@ -62,7 +62,7 @@ class Mean:
         return tuple(r for r, one in enumerate(self.weights) if abs(one) <= _EQUAL * most)
 
 
-class Leaf:
+class LeafGradients:
     """Gradients of one parameter since it was last cleared."""
 
     def __init__(self, audit: "Audit", parameter: torch.Tensor, number: int) -> None:
@@ -77,7 +77,7 @@ class Leaf:
         self._hook = None if self.whole is None else LeafHook(self.whole, self._give)
         self._holds: Callable[[], bool] = lambda: False
 
-    def arm(self, wholes: Mapping[int, "Whole"]) -> None:
+    def arm(self, wholes: Mapping[int, "UnshardedTensor"]) -> None:
         """Start an audited step. `wholes` maps a parameter's id to its unsharded tensor."""
         self.given, self.passes = None, 0
         found = wholes.get(id(self.parameter))
@@ -122,7 +122,7 @@ class Leaf:
         return True
 
 
-class Whole(NamedTuple):
+class UnshardedTensor(NamedTuple):
     """The unsharded tensor that a model computes with, for a parameter of fully_shard."""
 
     tensor: torch.Tensor
@@ -142,7 +142,7 @@ class Audit:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known = [p for p in parameters if p.requires_grad and (_is_plain(p) or _of_parts(p)[0])]
         self._others = len(parameters) - len(known)  # sharded in another way, or not trained
-        self.leaves = [Leaf(self, p, n) for n, p in enumerate(known)]
+        self.leaves = [LeafGradients(self, p, n) for n, p in enumerate(known)]
         self._handle: Any = optimizer.register_step_pre_hook(lambda *_: self._measure())
 
     @property
@@ -171,11 +171,11 @@ class Audit:
         self.armed = False
         self._handle.remove()
 
-    def roundoff(self, leaf: Leaf) -> float:
+    def roundoff(self, leaf: LeafGradients) -> float:
         """Return the unit roundoff of the dtype in which a gradient is rounded."""
         return max(leaf.unit, unit_roundoff(self._wire)) if self._wire else leaf.unit
 
-    def projected(self, gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    def projected(self, gradient: torch.Tensor, leaf: LeafGradients) -> torch.Tensor:
         """Return the ±1 projection of a gradient or shard, and its L1 norm, in float64."""
         flat = gradient.detach().reshape(-1)
         total = leaf.parameter.numel()  # for a DTensor, of the unsharded tensor
@@ -229,20 +229,20 @@ def _of_parts(parameter: torch.Tensor) -> tuple[int, int]:
     if not by_rows or mesh.size() != dist.get_world_size():
         return 0, 0
     copies = math.prod(mesh.size(n) for n, one in enumerate(places) if one.is_replicate())
-    return copies, compat.part_in(parameter)[0] * math.prod(parameter.shape[1:])
+    return copies, compat.shard_offset(parameter)[0] * math.prod(parameter.shape[1:])
 
 
-def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, Whole]]:
+def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, UnshardedTensor]]:
     for module in model.modules():
         _, dtype = compat.fsdp2_dtypes(module)
         unit = 0.0 if dtype is None else unit_roundoff(dtype)
         holding = {id(own): holds for own, holds in compat.fsdp2_holding(module)}
         for own, whole in compat.fsdp2_parameters(module):
             if whole is not None:
-                yield id(own), Whole(whole, unit, holding[id(own)])
+                yield id(own), UnshardedTensor(whole, unit, holding[id(own)])
 
 
-def added_up(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -> list[Rows]:
+def sum_projections(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -> list[Rows]:
     """Sum the optimizer projections of sharded parameters over ranks. `copies`: the number of
     replicas of each shard, 0 for parameters that every rank holds completely.
     """
@@ -264,7 +264,9 @@ def _number(*about: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:6], "big")
 
 
-def judge(rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]) -> Mean | None:
+def judge(
+    rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]
+) -> WeightedMeanFit | None:
     """Compare the measurements of all ranks (by rank and parameter: local projection, L1 norm,
     passes, optimizer projection), or return None without any. Pure, so all ranks conclude the same.
     """
@@ -296,7 +298,7 @@ def judge(rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]) 
         bool(((got - times * given).abs() <= bound * max(times, 1.0))[:, of_bad].all())
         for times in (1.0, scale)
     )
-    return Mean(tuple(weights.tolist()), bad, own, len(places))
+    return WeightedMeanFit(tuple(weights.tolist()), bad, own, len(places))
 
 
 def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

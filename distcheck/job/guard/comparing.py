@@ -22,7 +22,7 @@ NAMED = ("divided", *(names for _, names in ALIKE.values() if names))  # fields 
 Numbers = Mapping[str, Any]
 
 
-def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
+def differing_kinds(rows: Sequence[Numbers], *, first: bool) -> list[str]:
     """Return the kinds of state that differ across ranks but must not, or are equal but must
     differ. `first`: no check came before, so initial states are compared.
     """
@@ -38,9 +38,11 @@ def differing(rows: Sequence[Numbers], *, first: bool) -> list[str]:
             found.append(kind)
     if divided_groups(rows) and PARAMETERS not in found:
         found.append(PARAMETERS)
-    if overlapping(rows):
+    if pairs_sharing_samples(rows):
         found.append(SAMPLES)
-    if alike(rows, "cpu_random") or alike(rows, "device_random"):
+    if groups_with_equal_number(rows, "cpu_random") or groups_with_equal_number(
+        rows, "device_random"
+    ):
         found.append(RANDOMNESS)
     return found
 
@@ -57,7 +59,7 @@ def divided_groups(rows: Sequence[Numbers]) -> list[list[int]]:
     ]
 
 
-def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
+def groups_with_equal_number(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
     """Return groups of indices of ranks with the same nonzero number."""
     by_value: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
@@ -66,7 +68,9 @@ def alike(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
     return [tuple(places) for places in by_value.values() if len(places) > 1]
 
 
-def overlapping(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, int], int, int]]:
+def pairs_sharing_samples(
+    rows: Sequence[Mapping[str, Any]],
+) -> list[tuple[tuple[int, int], int, int]]:
     """Return pairs of ranks that share most samples, with the shared and total numbers."""
     found = []
     for one, two in combinations(range(len(rows)), 2):
@@ -77,7 +81,7 @@ def overlapping(rows: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, int]
     return found
 
 
-def is_state_divided(states: Sequence[Mapping[str, object]]) -> bool:
+def is_optimizer_state_sharded(states: Sequence[Mapping[str, object]]) -> bool:
     """Return True if every tensor of the optimizer state is on one rank only, as in ZeRO."""
     owners = [name for state in states for name in state]
     return bool(owners) and len(owners) == len(set(owners))
@@ -91,7 +95,7 @@ def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(p) for p in sorted(by_value.values(), key=lambda p: (-len(p), p)))
 
 
-def of_names(
+def first_differing_name(
     kind: str, by_rank: Sequence[Mapping[str, object]], ranks: Sequence[int]
 ) -> ReplicaFinding | None:
     """Return the first name whose values differ across ranks, with the number of such names."""
@@ -112,7 +116,7 @@ def of_names(
     )
 
 
-def of_divided(
+def first_differing_shard(
     documents: Sequence[Mapping[str, Mapping[str, object]]],
     rows: Sequence[Numbers],
     ranks: Sequence[int],
@@ -120,7 +124,7 @@ def of_divided(
     """Return the first tensor with a shard whose replicas differ."""
     for places in divided_groups(rows):
         own = [documents[place]["divided"] for place in places]
-        found = of_names(PARAMETERS, own, [ranks[place] for place in places])
+        found = first_differing_name(PARAMETERS, own, [ranks[place] for place in places])
         if found is not None:
             return found
     return None

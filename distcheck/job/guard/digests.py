@@ -30,10 +30,10 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def combined(parts: Sequence[int | str]) -> int:
     """Return one signed 64-bit digest of several numbers and names; 0 for none."""
-    return signed(xxhash.xxh3_64_intdigest(repr(tuple(parts)).encode())) if parts else 0
+    return as_signed_int64(xxhash.xxh3_64_intdigest(repr(tuple(parts)).encode())) if parts else 0
 
 
-def signed(number: int) -> int:
+def as_signed_int64(number: int) -> int:
     """Convert an unsigned 64-bit number to the range of int64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -47,11 +47,11 @@ def _digest(tensor: torch.Tensor) -> int | torch.Tensor:
     plain = plain.contiguous().reshape(-1)
     if plain.device.type == "cpu":
         # Not by numpy(): afterwards a storage cannot be resized, as FSDP2 does.
-        return signed(xxhash.xxh3_64_intdigest(raw_bytes(plain))) if plain.numel() else 0
-    return on_device(plain)
+        return as_signed_int64(xxhash.xxh3_64_intdigest(raw_bytes(plain))) if plain.numel() else 0
+    return sum_tree_on_device(plain)
 
 
-def on_device(plain: torch.Tensor) -> torch.Tensor:
+def sum_tree_on_device(plain: torch.Tensor) -> torch.Tensor:
     """Return the tree of sums of a contiguous tensor, as an int64 tensor on its device."""
     if plain.dtype == torch.bool:
         plain = plain.view(torch.uint8)

@@ -28,7 +28,7 @@ class LostError(RuntimeError):
 _PATIENCE_S = 5.0  # Heuristic: healthy ranks reach a check at about the same time.
 
 
-class Arrivals:
+class RankProgress:
     """Progress of each rank in the guard's part of the store: the step of its last check, and the
     step after which its guard ended.
     """
@@ -98,7 +98,7 @@ class Peers:
         self.ranks: list[int] = [0]
         self.rank = 0  # index within `ranks`
         self._group: Any = None
-        self.arrivals: Arrivals | None = None
+        self.arrivals: RankProgress | None = None
         if not dist.is_available() or not dist.is_initialized():
             return
         group = group or dist.group.WORLD
@@ -114,7 +114,7 @@ class Peers:
         kind: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
         store, place = _new_store(self.ranks), (self.rank, len(self.ranks))
         self._group = kind(store, *place, timedelta(seconds=timeout_s))
-        self.arrivals = Arrivals(store, *place)
+        self.arrivals = RankProgress(store, *place)
 
     def close(self) -> None:
         """End the group, if the guard created it."""

@@ -9,9 +9,9 @@ from distcheck.job.guard.records import (
     OWN,
     Divergence,
     ReplicaFinding,
-    TensorSums,
-    named,
-    sentence,
+    TensorProjections,
+    abbreviated_ranks,
+    sentence_on_finding,
 )
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
@@ -52,7 +52,7 @@ def causes(found: Divergence) -> list[Diagnosis]:
 
 
 def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
-    evidence = sentence(one, found)
+    evidence = sentence_on_finding(one, found)
     if one.what == LEFT_OUT:
         return name_cause("dropped-rank", evidence, "job")
     if one.what == OWN and one.when != ONCE:
@@ -65,14 +65,14 @@ def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterato
     if "samples" in by_kind:
         yield name_cause(
             "overlapping-data" if by_kind["samples"].is_partly else "same-data",
-            sentence(by_kind["samples"], found),
+            sentence_on_finding(by_kind["samples"], found),
             "guard-sampler",
         )
     if "random streams" in by_kind:
+        ranks = abbreviated_ranks(by_kind["random streams"].groups[0])
         yield name_cause(
             "shared-rng-seed",
-            f"step {found.step}: {named(by_kind['random streams'].groups[0])} drew the same random "
-            "numbers in the forward pass",
+            f"step {found.step}: {ranks} drew the same random numbers in the forward pass",
             "guard",
         )
 
@@ -97,7 +97,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     what = f"{since}, {one.differing} of {one.compared} {one.kind} diverged{far}"
     rest = sum(len(group) for group in one.groups[1:])
     if len(one.groups[0]) > 1 and rest == 1:
-        alone = named(one.groups[1])
+        alone = abbreviated_ranks(one.groups[1])
         return name_cause(
             "one-rank-differs",
             f"{what}; {alone} differs, and the other {len(one.groups[0])} are bit-identical",
@@ -126,7 +126,7 @@ def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     )
 
 
-def distance(sums: TensorSums) -> float:
+def distance(sums: TensorProjections) -> float:
     """Return the largest L2 distance of a rank's tensor from the first rank's, relative to that."""
     first = sums.by_rank[0]
     size = math.hypot(*first)
@@ -137,7 +137,7 @@ def distance(sums: TensorSums) -> float:
 
 
 def _groups(one: ReplicaFinding) -> str:
-    return " and ".join(named(group) for group in one.groups[:4])
+    return " and ".join(abbreviated_ranks(group) for group in one.groups[:4])
 
 
 def _unexplained(found: Divergence, also: str = "") -> Diagnosis:

@@ -18,7 +18,14 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.job.guard import audit, comparing, explaining, records, state
 from distcheck.job.guard.audit import Audit
 from distcheck.job.guard.exchange import LostError, Peers
-from distcheck.job.guard.records import LEFT_OUT, OTHER, OWN, Divergence, ReplicaFinding, TensorSums
+from distcheck.job.guard.records import (
+    LEFT_OUT,
+    OTHER,
+    OWN,
+    Divergence,
+    ReplicaFinding,
+    TensorProjections,
+)
 from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.job.inside.parameters import places_in
@@ -27,7 +34,7 @@ from distcheck.recordings.jobs.sketches import sketch
 Rows = list[list[float | None]]  # JSON has no NaN
 
 
-def measured(own: Audit) -> bytes:
+def encode_measurements(own: Audit) -> bytes:
     """Encode this rank's measurements to send them, and clear them."""
     rows, own.rows = own.rows, []
     return msgspec.json.encode(
@@ -35,7 +42,7 @@ def measured(own: Audit) -> bytes:
     )
 
 
-def concluded(
+def conclusion_of_audit(
     own: Audit, gathered: Sequence[bytes], ranks: Sequence[int], names: Mapping[int, str]
 ) -> tuple[ReplicaFinding | None, list[str]]:
     """Return the finding of an audit and its warnings. `names`: parameter names by id."""
@@ -52,7 +59,7 @@ def concluded(
             "an audit measured nothing, or different quantities on different ranks",
         ]
     rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
-    rows = audit.added_up(rows, [leaf.copies for leaf in own.leaves])
+    rows = audit.sum_projections(rows, [leaf.copies for leaf in own.leaves])
     mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
     if mean is None and own.is_early:
         return None, remarks
@@ -282,11 +289,11 @@ class Guard:
         """
         if self._audit is None or not (self._audit.rows or self._suspected):
             return None
-        gathered = self._peers.gather_bytes(measured(self._audit), "an audit")
+        gathered = self._peers.gather_bytes(encode_measurements(self._audit), "an audit")
         names = {id(p): name for name, p in places_in(self._optimizer)}
         if self._watched is not None:
             names |= {id(p): name for name, p in self._watched.parameters()}
-        found, remarks = concluded(self._audit, gathered, self._peers.ranks, names)
+        found, remarks = conclusion_of_audit(self._audit, gathered, self._peers.ranks, names)
         for remark in remarks:
             self._remark(remark)
         before, self._suspected = self._suspected, None
@@ -320,12 +327,12 @@ class Guard:
             ranks = tuple(
                 r for r, row in zip(self._peers.ranks, rows, strict=True) if row["failed"]
             )
-            self._remark(f"it failed on {records.named(ranks)} and has stopped")
+            self._remark(f"it failed on {records.abbreviated_ranks(ranks)} and has stopped")
             self.close()
             return None
         first, self.checks, self.compared = not self.checks, self.checks + 1, own.compared
         self._say_what_is_not_compared(own)
-        kinds = comparing.differing(rows, first=first)
+        kinds = comparing.differing_kinds(rows, first=first)
         if self._is_state_divided and comparing.STATE in kinds:
             kinds.remove(comparing.STATE)
         if len({row["statistics"] for row in rows}) > 1:
@@ -355,7 +362,7 @@ class Guard:
 
     def _look_closer(
         self, kinds: Sequence[str], own: ReplicaState, rows: Sequence[dict[str, Any]]
-    ) -> tuple[tuple[ReplicaFinding, ...], tuple[TensorSums, ...]]:
+    ) -> tuple[tuple[ReplicaFinding, ...], tuple[TensorProjections, ...]]:
         """Exchange names and digests, and projections of the first tensors that differ."""
         others = self._documents(own)
         ranks = self._peers.ranks
@@ -363,14 +370,18 @@ class Guard:
         for kind in kinds:
             field = comparing.ALIKE.get(kind, ("", ""))[1]
             found: ReplicaFinding | None = None
-            if kind == comparing.STATE and comparing.is_state_divided([o["state"] for o in others]):
+            if kind == comparing.STATE and comparing.is_optimizer_state_sharded(
+                [o["state"] for o in others]
+            ):
                 self._is_state_divided = True
                 self._remark("the optimizer state is sharded and not compared")
                 continue
             if field:
-                found = comparing.of_names(kind, [other[field] for other in others], ranks)
+                found = comparing.first_differing_name(
+                    kind, [other[field] for other in others], ranks
+                )
             if kind == comparing.PARAMETERS and found is None:
-                found = comparing.of_divided(others, rows, ranks)
+                found = comparing.first_differing_shard(others, rows, ranks)
             findings.append(found or self._of_rows(kind, rows))
         with_sums = (comparing.PARAMETERS, comparing.STATE)
         names = [n for f in findings if f.kind in with_sums for n in f.names[:_MOST_SUMS]]
@@ -385,7 +396,7 @@ class Guard:
         """Return a finding that follows from the numbers only."""
         ranks = self._peers.ranks
         if kind == comparing.SAMPLES:
-            (one, two), shared, least = comparing.overlapping(rows)[0]
+            (one, two), shared, least = comparing.pairs_sharing_samples(rows)[0]
             return ReplicaFinding(
                 kind=kind, first=kind, groups=((ranks[one], ranks[two]),), differing=shared,
                 compared=least,
@@ -395,15 +406,15 @@ class Guard:
             **{k: number for k, (number, _) in comparing.ALIKE.items()},
         }
         alike = {
-            comparing.RANDOMNESS: comparing.alike(rows, "cpu_random")
-            or comparing.alike(rows, "device_random"),
+            comparing.RANDOMNESS: comparing.groups_with_equal_number(rows, "cpu_random")
+            or comparing.groups_with_equal_number(rows, "device_random"),
         }
         places = alike.get(kind) or comparing.groups_of([row[field[kind]] for row in rows])
         values = tuple(str(row["step"]) for row in rows) if kind == comparing.STEPS else ()
         groups = tuple(tuple(ranks[place] for place in group) for group in places)
         return ReplicaFinding(kind=kind, first=kind, groups=groups, values=values)
 
-    def _sums(self, own: ReplicaState, names: Sequence[str]) -> tuple[TensorSums, ...]:
+    def _sums(self, own: ReplicaState, names: Sequence[str]) -> tuple[TensorProjections, ...]:
         """Return every rank's projections of the named tensors, if their sizes agree."""
         mine: dict[str, tuple[int, list[float]]] = {}
         for name in names:
@@ -416,7 +427,7 @@ class Guard:
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine), "sums")
         of_ranks = [msgspec.json.decode(data, type=kind) for data in gathered]
         return tuple(
-            TensorSums(
+            TensorProjections(
                 name=name,
                 elements=of_ranks[0][name][0],
                 by_rank=tuple(tuple(one[name][1]) for one in of_ranks),
@@ -428,7 +439,7 @@ class Guard:
     def _act(
         self,
         findings: tuple[ReplicaFinding, ...],
-        sums: tuple[TensorSums, ...],
+        sums: tuple[TensorProjections, ...],
         of_state: int,
         *,
         step: int | None = None,

@@ -50,7 +50,7 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
         return self.differing < self.compared
 
 
-class TensorSums(msgspec.Struct, frozen=True, kw_only=True):
+class TensorProjections(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of every rank, as 64 projections each (`distcheck.recordings.jobs.sketches`)."""
 
     name: str
@@ -69,7 +69,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     ranks: tuple[int, ...]
     findings: tuple[ReplicaFinding, ...]
-    sums: tuple[TensorSums, ...] = ()
+    sums: tuple[TensorProjections, ...] = ()
     state_compared: int = 0
     optimizer: str = ""
     wrapper: str = ""
@@ -79,10 +79,10 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The differences, one line per kind."""
-        return "\n".join(sentence(one, self) for one in self.findings)
+        return "\n".join(sentence_on_finding(one, self) for one in self.findings)
 
 
-def named(ranks: tuple[int, ...]) -> str:
+def abbreviated_ranks(ranks: tuple[int, ...]) -> str:
     """Format ranks as `rank 3` or `ranks 0, 1, 2`; long lists are abbreviated."""
     shown = [str(rank) for rank in ranks]
     if len(shown) > 8:
@@ -90,17 +90,19 @@ def named(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
-def sentence(found: ReplicaFinding, of: Divergence) -> str:
+def sentence_on_finding(found: ReplicaFinding, of: Divergence) -> str:
     since = f"; they agreed at step {of.agreed_at}" if of.agreed_at >= 0 else ""
-    groups = " and ".join(named(group) for group in found.groups[:4])
+    groups = " and ".join(abbreviated_ranks(group) for group in found.groups[:4])
     groups += f" and {len(found.groups) - 4} more groups" if len(found.groups) > 4 else ""
     if found.kind == "samples":
         which = f"{found.differing} of {found.compared}" if found.is_partly else "the same"
-        return f"step {of.step}: {named(found.groups[0])} trained on {which} samples" + (
-            " in common" if found.is_partly else ""
+        return (
+            f"step {of.step}: {abbreviated_ranks(found.groups[0])} trained on {which} samples"
+            + (" in common" if found.is_partly else "")
         )
     if found.kind == "random streams":
-        return f"step {of.step}: {named(found.groups[0])} drew the same random numbers in forward"
+        ranks = abbreviated_ranks(found.groups[0])
+        return f"step {of.step}: {ranks} drew the same random numbers in forward"
     if found.kind == "steps":
         return f"{groups} made different numbers of optimizer steps: {', '.join(found.values)}"
     if found.kind == "initial state":
@@ -170,7 +172,7 @@ def read(file: Path) -> Divergence:
     return found
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class GuardProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one optimizer's guard in one rank, as written for the front-end process."""
 
     rank: int
@@ -185,6 +187,6 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...] = ()
 
 
-def read_checked(file: Path) -> Checked:
+def read_guard_progress(file: Path) -> GuardProgress:
     """Read such a file. Raises msgspec.MsgspecError and OSError."""
-    return decode_json(read_bounded(file, _MOST_BYTES_OF_A_RANK), Checked)
+    return decode_json(read_bounded(file, _MOST_BYTES_OF_A_RANK), GuardProgress)

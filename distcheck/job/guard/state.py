@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from distcheck.job.guard.digests import combined, digests
-from distcheck.job.guard.watched import WatchedModel, is_divided, is_in_one_piece, part_of
+from distcheck.job.guard.watched import (
+    WatchedModel,
+    is_in_one_piece,
+    is_library_sharded,
+    local_shard_and_place,
+)
 from distcheck.job.inside.parameters import places_in
-from distcheck.job.inside.rank import numbers_of
+from distcheck.job.inside.rank import numeric_settings
 
 # A rank sends these in every check, one number each.
 FIELDS = (
@@ -59,7 +64,7 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
     _put(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
     found.left_out += sum(id(p) not in names for _, p in places_in(optimizer))
     for number, group in enumerate(optimizer.param_groups):
-        found.settings |= {f"{k} of group {number}": v for k, v in numbers_of(group).items()}
+        found.settings |= {f"{k} of group {number}": v for k, v in numeric_settings(group).items()}
     found.settings |= {n: float(v) for n, v in of_state if isinstance(v, bool | int | float)}
     if watched is not None and watched.buffers:
         own = watched.statistics()
@@ -70,7 +75,11 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
 
 def initial(optimizer: torch.optim.Optimizer) -> int:
     """Return one digest of an optimizer's parameters before its first step."""
-    held = [p for _, p in places_in(optimizer) if not is_divided(p) and part_of(p)[0] is p]
+    held = [
+        p
+        for _, p in places_in(optimizer)
+        if not is_library_sharded(p) and local_shard_and_place(p)[0] is p
+    ]
     return combined(digests(held))
 
 
@@ -79,7 +88,7 @@ def _put(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) 
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}
     for name, tensor in named:
-        own, at = (None, "") if is_divided(tensor) else part_of(tensor)
+        own, at = (None, "") if is_library_sharded(tensor) else local_shard_and_place(tensor)
         if own is None or own.device.type == "meta":
             found.left_out += 1
         elif at:

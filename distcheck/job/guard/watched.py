@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from distcheck.job.guard.digests import combined, digests, signed
-from distcheck.job.inside.tensors import leaves, plain_name, rows_of
+from distcheck.job.guard.digests import as_signed_int64, combined, digests
+from distcheck.job.inside.tensors import digests_of_samples, leaves, plain_name
 from distcheck.machine import compat
 
 _STATISTICS = ("running_mean", "running_var")
@@ -58,12 +58,14 @@ class WatchedModel:
 
     def _note(self, args: Any, kwargs: Any) -> None:
         if self.initial is None:
-            found = {n: p for n, p in self.parameters() if not is_divided(p)}
-            whole = {n: p for n, p in found.items() if part_of(p)[0] is p}
+            found = {n: p for n, p in self.parameters() if not is_library_sharded(p)}
+            whole = {n: p for n, p in found.items() if local_shard_and_place(p)[0] is p}
             self.initial = combined([*whole, *digests(list(whole.values()))])
-        given = [t for t in leaves((args, kwargs)) if not t.requires_grad and not is_divided(t)]
-        rows = rows_of(given) if given else ()
-        self.rows |= {signed(int(row[:16], 16)) for row in rows}
+        given = [
+            t for t in leaves((args, kwargs)) if not t.requires_grad and not is_library_sharded(t)
+        ]
+        rows = digests_of_samples(given) if given else ()
+        self.rows |= {as_signed_int64(int(row[:16], 16)) for row in rows}
         self.rows = set(sorted(self.rows)[:MOST_ROWS])
         if self.buffers is None and _are_buffers_final(self.model):
             named = list(self._buffers())
@@ -83,7 +85,7 @@ class WatchedModel:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.model.named_buffers():
-            if not is_divided(buffer) and buffer.device.type != "meta":
+            if not is_library_sharded(buffer) and buffer.device.type != "meta":
                 yield plain_name(name), buffer
 
     def statistics(self) -> set[str]:
@@ -137,7 +139,7 @@ def _streams() -> list[int]:
     return [*digests(states), 0][:2]
 
 
-def is_divided(tensor: torch.Tensor) -> bool:
+def is_library_sharded(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is sharded in a library's own format: FSDP1, DeepSpeed."""
     return any(hasattr(tensor, name) for name in (*compat.OF_FSDP1, "ds_id"))
 
@@ -185,7 +187,7 @@ def is_in_one_piece(model: torch.nn.Module) -> bool:
     return not any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
 
 
-def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+def local_shard_and_place(tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """Return this rank's shard of a tensor and its place ("": whole); None for a partial sum."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor, ""

@@ -60,12 +60,12 @@ def _of_megatron(world: int) -> list[Axis]:
         ("pp", size_of("pipeline_model")), ("dp", data // experts), ("ep", experts),
         ("cp", size_of("context")), ("tp", size_of("tensor_model")),
     )  # fmt: skip
-    axes = [Axis(name=name, kind=kind_of(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
+    axes = [Axis(name=name, kind=kind_of_axis(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
     is_divided = any(axis.size > 1 for axis in axes if axis.kind != "data")
     return axes if is_divided and math.prod(axis.size for axis in axes) == world else []
 
 
-def kind_of(name: str) -> str:
+def kind_of_axis(name: str) -> str:
     """Return the kind of an axis with this name, or ""."""
     for word in name.lower().replace("-", "_").split("_"):
         kinds = [kind for kind, words in _WORDS.items() if word in words]
@@ -101,7 +101,7 @@ def _named(mesh: Any, parameters: Parameters) -> list[Axis]:
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.mesh.dim())]
     found = []
     for number, (name, size) in enumerate(zip(names, mesh.mesh.shape, strict=True)):
-        kind: Any = kind_of(name) or _by_use(mesh, number, parameters)
+        kind: Any = kind_of_axis(name) or _by_use(mesh, number, parameters)
         found.append(Axis(name=name, kind=kind, size=size))
     return found
 

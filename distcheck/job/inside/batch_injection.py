@@ -7,9 +7,9 @@ import torch
 
 from distcheck.job.inside import tensors
 from distcheck.job.inside.batch_source import ALL, BatchSource, NotTogetherError, Pairs
-from distcheck.job.inside.contents import read_again
+from distcheck.job.inside.contents import compare_reread_samples
 from distcheck.job.inside.loaders import Loaders
-from distcheck.job.settings import BY_RANK, IN_TURN, JobSettings, Read
+from distcheck.job.settings import BY_RANK, IN_TURN, JobSettings, SampleComparison
 from distcheck.recordings.jobs.reading import JobRecording
 
 
@@ -25,7 +25,7 @@ class BatchInjector:
         self.batch_source = BatchSource(job)
         self._loaders = Loaders()
         self.copy, self.mode = settings.task, settings.task_mode
-        self.reads: list[Read] = []
+        self.reads: list[SampleComparison] = []
         self.divides = False
         self.step = 0
         self.begin_step()
@@ -82,7 +82,7 @@ class BatchInjector:
             return
         loader = self._loaders.datasets.pop(place[0], None)
         if loader is not None and self.copy is None:
-            self.reads += read_again(self._job, place[0], loader)
+            self.reads += compare_reread_samples(self._job, place[0], loader)
         pairs = self.source(self.passes)
         loader, epoch, number = place
         if self.makes_one:
@@ -136,7 +136,7 @@ class BatchInjector:
         if found is None or found.dtype != target.dtype:
             return
         if found.shape == target.shape or found.shape[:1] == computed.shape[:1]:
-            tensors.put(target, found)
+            tensors.replace_data(target, found)
 
     def set_random_streams(self, *, origin: bool) -> None:
         """Set the RNG states of the next forward pass, in a process that replays one rank."""
@@ -161,7 +161,7 @@ class BatchInjector:
             )
         for tensor, recorded in zip(own, given, strict=True):
             if recorded is not None and not _counts(recorded, tensor):
-                tensors.put(tensor, recorded)
+                tensors.replace_data(tensor, recorded)
 
     def _are_own(self, own: Sequence[torch.Tensor]) -> bool:
         """Return True if inputs have the elements that the model was given in this pass, or that

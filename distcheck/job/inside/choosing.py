@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from distcheck.job.inside import state
 from distcheck.job.inside.batch_source import ALL, BatchSource
-from distcheck.job.inside.joining import can_join
-from distcheck.job.inside.merged_batch import interacts
+from distcheck.job.inside.joining import can_join_passes
+from distcheck.job.inside.merged_batch import why_not_merged
 from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, ReplayTask, Retry
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
 SAME = 1e-3  # Heuristic: rounding leaves 1e-6, a hard-coded batch size half or more
-SUMS = ("", "sum", "times")  # kinds of sums over samples, as in `terms.count_of`
+SUMS = ("", "sum", "times")  # kinds of sums over samples, as in `terms.divisor_of_loss`
 Copies = dict[ReplayTask, state.Tensors | None]
 
 
@@ -37,11 +37,11 @@ class ReferenceChoice:
     interacts: bool = False  # the joint batch's gradient is not the mean of the ranks'
 
 
-def tries(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
+def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
     """Return the first step's copies, by which to choose; `apart`: why batches stay separate."""
     first = job.steps[0]
     tasks = [ReplayTask(rank, first) for rank in range(job.world)]
-    if not apart and not interacts(job.at(first)):
+    if not apart and not why_not_merged(job.at(first)):
         tasks.append(ReplayTask(ALL, first))
         if batch_source.varies():
             batch_source.pads = True
@@ -66,7 +66,7 @@ def choose(
         return ReferenceChoice(IN_TURN, why)
     if int(base["passes"]) != len(record.passes):
         return ReferenceChoice(
-            retry="joined" if int(base["passes"]) == 1 and can_join(job) else "",
+            retry="joined" if int(base["passes"]) == 1 and can_join_passes(job) else "",
             failure=f"in a single process the script makes {int(base['passes'])} forward passes "
             f"before its first step, but {len(record.passes)} as {job.world} ranks",
         )
@@ -77,7 +77,7 @@ def choose(
             "not read from its process group; pass the command that trains in a single "
             "process, --reference COMMAND"
         )
-    why = apart or interacts(job.at(first))
+    why = apart or why_not_merged(job.at(first))
     together = found.get(ReplayTask(ALL, first))
     if not why and batch_source.pads:
         longer = found.get(ReplayTask(0, first, longer=True))

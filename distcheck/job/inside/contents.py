@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distcheck.job.inside import tensors
-from distcheck.job.settings import Read
+from distcheck.job.settings import SampleComparison
 from distcheck.machine.compat import MapFetcher
 from distcheck.machine.seeds import seed_everything
 from distcheck.recordings.jobs.reading import JobRecording
@@ -21,7 +21,7 @@ _MOST_BATCHES = 8
 _MOST_S = 5.0  # Heuristic: time for rereading samples at the end of a recording
 
 
-def read_again(job: JobRecording, number: int, loader: Any) -> list[Read]:
+def compare_reread_samples(job: JobRecording, number: int, loader: Any) -> list[SampleComparison]:
     """Compare the first samples of every rank as recorded and as read by a single process."""
     before = tensors.random_state()
     try:
@@ -32,7 +32,7 @@ def read_again(job: JobRecording, number: int, loader: Any) -> list[Read]:
         tensors.set_random_state(before)
 
 
-def read_alike(loaders: Mapping[int, Any]) -> Iterator[Sample]:
+def read_with_equal_rng(loaders: Mapping[int, Any]) -> Iterator[Sample]:
     """Yield this rank's samples for the first indices of each loader. Call it after recording: a
     data set may change by being read.
     """
@@ -52,7 +52,7 @@ def _parts(fetcher: MapFetcher, index: int) -> tuple[str, ...]:
     seed_everything(0)
     found = tensors.leaves(fetcher.fetch([index] if fetcher.auto_collation else index))
     found.sort(key=lambda one: -one.numel())
-    return tuple(tensors.digest_of(tensors.whole(one)) for one in found)
+    return tuple(tensors.digest_of(tensors.unsharded_on_cpu(one)) for one in found)
 
 
 def _fetcher(loader: Any) -> MapFetcher:
@@ -60,7 +60,7 @@ def _fetcher(loader: Any) -> MapFetcher:
     return MapFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
 
 
-def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> Read | None:
+def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> SampleComparison | None:
     fetcher = _fetcher(loader)
     parts: list[list[tuple[str, ...]]] = []
     sizes: list[int] = []
@@ -77,10 +77,10 @@ def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> Read | N
                 parts.append([(), (), ()])
                 sizes.append(leaves[0].numel())
             for kind, leaf in enumerate(leaves):
-                parts[place][kind] += tensors.rows_of([leaf.detach().cpu()])
+                parts[place][kind] += tensors.digests_of_samples([leaf.detach().cpu()])
         rows += len(batch.indices)
         if rows >= _LEAST_ROWS:
-            return Read(rank=rank, parts=tuple(map(_kind, parts)), sizes=tuple(sizes))
+            return SampleComparison(rank=rank, parts=tuple(map(_kind, parts)), sizes=tuple(sizes))
     return None
 
 

@@ -20,7 +20,7 @@ _ASK_S = 0.1
 _PATIENCE_S = 10.0  # Heuristic, for MPI, which waits for all ranks: they are at the same step
 
 
-def leave() -> NoReturn:
+def exit_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     _finalize_mpi()

@@ -72,7 +72,7 @@ class Forks:
         return self.read(tasks) if reads else {}
 
     def read(self, tasks: Sequence[ReplayTask]) -> "Written":
-        return {task: tensors.taken_from(self._file(task)) for task in tasks}
+        return {task: tensors.pop_tensors(self._file(task)) for task in tasks}
 
     def keep_spare(self) -> bool:
         """Fork a copy that waits; return True in it when it is released."""
@@ -116,7 +116,7 @@ class Forks:
             self.why[task] = said.read_text(errors="backslashreplace")[:_MOST_SAID]
             said.unlink()
         elif code:
-            self.why[task] = how_ended(code)
+            self.why[task] = exit_description(code)
 
     def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
         """Write a copy's results and exit it."""
@@ -124,7 +124,7 @@ class Forks:
         os._exit(0)
 
 
-def how_ended(code: int) -> str:
+def exit_description(code: int) -> str:
     """Describe the exit of a copy that left no exception."""
     return f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
 

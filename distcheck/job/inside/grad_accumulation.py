@@ -51,7 +51,7 @@ class GradAccumulation:
         self.forget(
             name
             for name in list(self.passes)
-            if not tensors.any_held([self._parameters[name], self._leaves[name]])
+            if not tensors.has_nonzero_gradient([self._parameters[name], self._leaves[name]])
         )
         for hook in self._hooks.values():
             hook.put_back()
@@ -59,7 +59,7 @@ class GradAccumulation:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Record a gradient that is about to be added to `.grad`."""
         gradient = gradient.detach()
-        if (part := tensors.part_of(gradient)) is not None:
+        if (part := tensors.describe_shard(gradient)) is not None:
             self.parts[name] = part
             gradient = gradient.to_local()  # type: ignore[attr-defined]
         gradient = gradient.to_dense() if gradient.is_sparse else gradient

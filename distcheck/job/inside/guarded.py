@@ -19,7 +19,7 @@ from distcheck import private
 from distcheck.errors.masking import masked
 from distcheck.job.guard import guarding, state
 from distcheck.job.guard.guarding import Guard
-from distcheck.job.guard.records import Checked
+from distcheck.job.guard.records import GuardProgress
 from distcheck.job.guard.watched import Finder, WatchedModel
 from distcheck.job.settings import JobSettings
 
@@ -34,7 +34,7 @@ class _Entry:
     noted: tuple[int, int] | None = None
 
 
-class Guarded:
+class GuardedOptimizers:
     """Hooks on every optimizer step; nested steps of inner optimizers get no guard of their own."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
@@ -102,13 +102,13 @@ class Guarded:
         if said != entry.noted:
             entry.noted = said
             name = type(entry.optimizer).__qualname__
-            note(entry.guard, entry.number, name, self._folder)
+            write_guard_progress(entry.guard, entry.number, name, self._folder)
 
 
-def note(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
+def write_guard_progress(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
     """Write the progress of a guard."""
     first = guard.divergences[0] if guard.divergences else None
-    checked = Checked(
+    checked = GuardProgress(
         rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,
         checks=guard.checks, checked_at=guard.checked_at, compared=guard.compared,
         remarks=tuple(guard.remarks),

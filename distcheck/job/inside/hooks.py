@@ -67,13 +67,13 @@ def install(listener: NullListener, on_defect: Callable[[], None]) -> None:
     _wrap(torch.autocast, "__enter__", after=lambda _, context: emit("autocasts", context))
 
 
-def listen(listener: NullListener | None) -> None:
+def set_listener(listener: NullListener | None) -> None:
     """Replace the listener of this process, or remove it."""
     global _listener
     _listener = listener
 
 
-def watch(modules: "Modules | None") -> None:
+def set_watched_modules(modules: "Modules | None") -> None:
     """Record the modules of the model that is about to be called, or stop."""
     global _watching
     _watching = modules
@@ -151,7 +151,7 @@ def _hook_modules() -> None:
                 result = _watched(original, module, args, kwargs)
         finally:
             _depth -= 1
-            watch(None)
+            set_watched_modules(None)
         if trains:
             emit("leaves", module, result)
         return result
@@ -266,7 +266,7 @@ def _hook_backward() -> None:
         given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         _depth += 1  # checkpointing recomputes parts: no pass of the script
         watching = _watching
-        watch(None)
+        set_watched_modules(None)
         try:
             first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
             emit("backward", first)  # a pipeline stage passes a graph edge, which has no loss
@@ -274,7 +274,7 @@ def _hook_backward() -> None:
                 _once("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
-            watch(watching)
+            set_watched_modules(watching)
         emit("backward_over")
 
     torch.autograd.backward = backward

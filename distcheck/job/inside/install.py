@@ -21,18 +21,18 @@ from distcheck.errors import ExitCode
 from distcheck.errors.masking import masked
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
-from distcheck.job.inside.loaders import InWorker
-from distcheck.job.inside.marking import is_of_a_rank
+from distcheck.job.inside.loaders import LoaderWorkerListener
+from distcheck.job.inside.marking import is_rank_process
 from distcheck.job.inside.perturb import PerturbingRecorder
-from distcheck.job.inside.rank import world_of
+from distcheck.job.inside.rank import rank_and_world_size
 from distcheck.job.inside.recorder import Recorder
-from distcheck.job.settings import Answer
+from distcheck.job.settings import RankPosition
 from distcheck.worlds import flight
 
 _EVERY_S = 0.1  # between two heartbeats
 
 
-class Answering:
+class StatusResponder:
     """Heartbeat and status replies of a process that has imported torch."""
 
     def __init__(self, folder: Path, step: Callable[[], int]) -> None:
@@ -65,12 +65,12 @@ class Answering:
             except OSError:
                 return
 
-    def _about(self) -> Answer:
+    def _about(self) -> RankPosition:
         frame = sys._current_frames().get(self._main)
         own = str(Path(__file__).parents[1])
         stack = [line for line in traceback.format_stack(frame) if own not in line]
-        rank, world = world_of()
-        return Answer(
+        rank, world = rank_and_world_size()
+        return RankPosition(
             rank=rank, world=world, step=self._step(), stack="".join(stack[-12:]),
             collectives=flight.latest(),
         )  # fmt: skip
@@ -78,8 +78,8 @@ class Answering:
 
 def _in_child(folder: Path) -> None:
     """Detach a rank's forked child; data loader workers record their RNG streams."""
-    if is_of_a_rank():
-        hooks.listen(InWorker(folder, world_of()[0]))
+    if is_rank_process():
+        hooks.set_listener(LoaderWorkerListener(folder, rank_and_world_size()[0]))
         hooks.heartbeat = lambda: None
 
 
@@ -97,7 +97,7 @@ def install(file: str) -> None:
     try:
         _install(settings, folder, give_up)
     except Exception:  # the script continues after importing torch
-        hooks.listen(None)
+        hooks.set_listener(None)
         give_up()
 
 
@@ -107,14 +107,14 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
 
         on_cpu.install(settings.gpus)
     if settings.mode == "guard":
-        from distcheck.job.inside.guarded import Guarded
+        from distcheck.job.inside.guarded import GuardedOptimizers
 
-        Guarded(settings, folder).install()
+        GuardedOptimizers(settings, folder).install()
         return
     if settings.mode == "record":
         recorder = (PerturbingRecorder if settings.draw else Recorder)(settings, folder)
         hooks.install(recorder, give_up)
-        hooks.heartbeat = Answering(folder, lambda: recorder.steps_over).heartbeat
+        hooks.heartbeat = StatusResponder(folder, lambda: recorder.steps_over).heartbeat
         os.register_at_fork(after_in_child=lambda: _in_child(folder))
         return
     from distcheck.job.inside import single_process_group

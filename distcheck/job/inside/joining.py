@@ -10,18 +10,18 @@ import dataclasses
 import msgspec
 
 from distcheck.job.inside.batch_source import AND
-from distcheck.job.inside.merged_batch import interacts
+from distcheck.job.inside.merged_batch import why_not_merged
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LossCall, Pass, StepRecord
 
 _replace = msgspec.structs.replace
 
 
-def can_join(job: JobRecording) -> bool:
+def can_join_passes(job: JobRecording) -> bool:
     """Return True if the passes of each trained step may be joined: samples do not interact, and
     all passes are of the same kind.
     """
-    return all(map(_is_alike, job.records.values())) and not interacts([*job.records.values()])
+    return all(map(_is_alike, job.records.values())) and not why_not_merged([*job.records.values()])
 
 
 def joined(job: JobRecording) -> JobRecording:

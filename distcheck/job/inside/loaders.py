@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listener import NullListener
-from distcheck.machine.compat import note_samples
+from distcheck.machine.compat import wrap_index_iterator
 from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Loaders:
     def samples_from(self, iterator: Any) -> None:
         """Record the sampler's indices from now on; workers prefetch."""
         self._given[iterator] = deque(maxlen=_MOST_AHEAD)
-        note_samples(iterator, lambda indices: _noting(indices, self._given[iterator]))
+        wrap_index_iterator(iterator, lambda indices: _noting(indices, self._given[iterator]))
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
         """Record a pass; return the numbers of its loader and of the pass. Unused batches of an
@@ -131,12 +131,12 @@ class Loaders:
         if place is None or not given or not torch.is_grad_enabled():
             return
         loader, epoch, number = place
-        rows = tensors.rows_of(given)
+        rows = tensors.digests_of_samples(given)
         noted = LoadedBatch(
             loader=loader, epoch=epoch, number=number, leaves=(), rows=rows, indices=indices,
             files=_files_of(batch, len(indices)), drawn=drawn,
         )  # fmt: skip
-        own = {row for one in given for row in tensors.rows_of([one])}
+        own = {row for one in given for row in tensors.digests_of_samples([one])}
         self._handed.append(_HandedOut(noted, [t.detach().cpu().clone() for t in given], own))
 
     def for_pass(self, inputs: Sequence[torch.Tensor]) -> tuple[Place, ...]:
@@ -160,7 +160,7 @@ class Loaders:
         """Return the batches that contain the inputs. Different batches may share rows (masks): a
         batch counts only if it has rows that batches with more common rows lack.
         """
-        left = {row for one in inputs for row in tensors.rows_of([one])}
+        left = {row for one in inputs for row in tensors.digests_of_samples([one])}
         found = set[int]()
         for one in sorted(self._handed, key=lambda o: (-len(o.rows & left), o.is_used)):
             if one.rows & left:
@@ -187,7 +187,7 @@ class Loaders:
         return taken
 
 
-class InWorker(NullListener):
+class LoaderWorkerListener(NullListener):
     """Listener in a data loader's worker: records the states of RNG streams that its first batch
     used. Ranks with a common state generate their samples identically.
     """

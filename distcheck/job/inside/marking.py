@@ -14,21 +14,21 @@ MARK = "DISTCHECK_JOB_RANK"
 _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def called() -> str:
+def launcher_names() -> str:
     """Return the launcher's names for this process, or ""."""
     return ",".join(os.environ.get(name, "") for name in _CALLED).strip(",")
 
 
 def mark_rank() -> None:
     """Mark this process as a rank; its children are none unless a launcher renames them."""
-    os.environ[MARK] = f"{os.getpid()} {called()}"
+    os.environ[MARK] = f"{os.getpid()} {launcher_names()}"
 
 
-def is_of_a_rank() -> bool:
+def is_rank_process() -> bool:
     return os.environ.get(MARK, f"{os.getpid()} ").partition(" ")[0] != str(os.getpid())
 
 
-def note(settings: str, what: str, text: str = "") -> None:
+def write_note(settings: str, what: str, text: str = "") -> None:
     """Write a note for the front-end process about this process's progress."""
     with contextlib.suppress(OSError):  # the front end reports that nothing was recorded
         file = Path(os.path.dirname(settings), f"{what}-{os.getpid()}")

@@ -30,7 +30,7 @@ _MOST_TERMS = 8  # chosen: each has a gradient as large as the model
 _ONE_BY_ONE = "the loss of a larger batch is not the mean of its micro-batches' losses"
 
 
-def interacts(records: Sequence[StepRecord]) -> str:
+def why_not_merged(records: Sequence[StepRecord]) -> str:
     """Return why samples of several passes must not share a batch, or ""."""
     if any(record.batchnorm for record in records):
         return "BatchNorm normalizes over the batch"
@@ -84,13 +84,13 @@ class MergedBatch:
     def _of_terms(self, step: int) -> list[ReplayTask]:
         records = self._job.at(step)
         counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
-        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or interacts(records):
+        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or why_not_merged(records):
             return []
         return [ReplayTask(ALL, step, 0, tuple(self._feeding.pairs(0, ALL)))]
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
         records = self._job.at(step)
-        if why := interacts(records):
+        if why := why_not_merged(records):
             return why
         passes = [one for record in records for one in record.passes]
         if len({len(record.passes) for record in records}) > 1:
@@ -131,7 +131,7 @@ class MergedBatch:
             own = _gradients(value, trained)
             if _parallel(whole, own):
                 return {**own, "kind": _code("mean" if reduction == "mean" else "sum")}
-        elif not self._heard and (factor := factor_of_mean(loss)):
+        elif not self._heard and (factor := factor_from_mean_to_loss(loss)):
             return {**{name: g / factor for name, g in whole.items()}, "kind": _code("mean")}
         ends, _ = terms.ends_of(loss, self._heard)
         if not ends:
@@ -140,7 +140,7 @@ class MergedBatch:
         out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
         if task in self._probes:
             for number, (_, end) in enumerate(ends):
-                found = terms.gradient_of(end, list(trained.values()))
+                found = terms.gradients_of_term(end, list(trained.values()))
                 dense = _dense(trained, found)
                 out |= {
                     f"{TERM}{number}/{name}": dense.get(name, torch.zeros_like(parameter))
@@ -179,7 +179,7 @@ class MergedBatch:
         for name, gradient in _plain(plain).items():
             there = [one[name] for one in perturbed if one is not None]
             out[f"folded/{name}"] = gradient
-            spread = state.spread_of(gradient, there, name, self._moves)
+            spread = state.distance_from_farthest(gradient, there, name, self._moves)
             out[f"spread-folded/{name}"] = torch.tensor(spread)
         return out
 
@@ -191,7 +191,7 @@ class MergedBatch:
         weights = [1.0] * len(each)
         if kind == "mean":
             pairs = [task.pairs[0] for task in self._probes[1:]]
-            counts = [targets_of_pass(self._job.records[rank, step], n) for rank, n in pairs]
+            counts = [weight_of_mean_loss(self._job.records[rank, step], n) for rank, n in pairs]
             weights = [count / sum(counts) for count in counts]
         added = state.mean(each, weights)
         return added is not None and state.distance(added, together) <= _SAME
@@ -214,7 +214,9 @@ class MergedBatch:
         for number, term in enumerate(recorded):
             if term.call >= 0 and term.reduction != "mean":
                 return f"its term {term.name} is a sum"
-            counts = [targets_of_pass(self._job.records[r, step], n, term.call) for r, n in pairs]
+            counts = [
+                weight_of_mean_loss(self._job.records[r, step], n, term.call) for r, n in pairs
+            ]
             parts = [_of_term(one, number) for one in each]
             added = state.mean(parts, [count / sum(counts) for count in counts])
             if added is None or state.distance(added, _of_term(together, number)) > _SAME:
@@ -224,7 +226,7 @@ class MergedBatch:
         return ""
 
 
-def targets_of_pass(record: StepRecord, number: int, call: int = 0) -> int:
+def weight_of_mean_loss(record: StepRecord, number: int, call: int = 0) -> int:
     """Return the weight of a mean loss: its targets, or its samples if torch computed no loss."""
     one = record.passes[number]
     return one.losses[call].counted if one.losses and call >= 0 else len(one.rows)
@@ -274,7 +276,7 @@ def _parallel(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     return by > 0 and state.distance(one, other, by) <= _SAME
 
 
-def factor_of_mean(loss: torch.Tensor) -> float:
+def factor_from_mean_to_loss(loss: torch.Tensor) -> float:
     """Return the factor between a mean over elements and the loss; 0 if there is none."""
     ends, _ = terms.ends_of(loss, ())
     if len(ends) != 1 or ends[0][0].reduction != "mean":

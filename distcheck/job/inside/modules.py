@@ -117,7 +117,7 @@ class Modules:
             if is_compiled(one):
                 self._compiled[of + tensors.plain_name(name)] = None
         self._pairs, self._counts, self._open, self._known = pairs, {}, [], {}
-        hooks.watch(self)
+        hooks.set_watched_modules(self)
 
     def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Call | None:
         """Record a module call; None if it is not recorded, such as the module inside a wrapper."""

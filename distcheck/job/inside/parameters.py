@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch.nn.parameter import is_lazy
 
-from distcheck.job.inside.tensors import any_held, digest_of, is_in_parts, plain_name, whole
+from distcheck.job.inside.tensors import (
+    digest_of,
+    has_nonzero_gradient,
+    is_dtensor,
+    plain_name,
+    unsharded_on_cpu,
+)
 from distcheck.machine.compat import fsdp2_parameters
 
 
@@ -128,17 +134,17 @@ class Parameters:
             gradient = self.by_name[name].grad
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                if is_in_parts(gradient):
+                if is_dtensor(gradient):
                     found[name] = gradient.detach().clone()
                     continue
-                plain, known = whole(gradient), (copied or {}).get(name)
+                plain, known = unsharded_on_cpu(gradient), (copied or {}).get(name)
                 is_known = known is not None and _are_alike(plain, known)
                 found[name] = known if known is not None and is_known else plain.clone()
         return found
 
     def hold(self) -> bool:
         """Return True if some parameter has a nonzero gradient."""
-        return any_held(self.by_name.values())
+        return has_nonzero_gradient(self.by_name.values())
 
     def of_fsdp2(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor | None]:
         """Return the unsharded tensors of fully_shard's parameters, by name."""
@@ -150,7 +156,7 @@ class Parameters:
 
     @property
     def has_parts(self) -> bool:
-        return any(is_in_parts(one) for one in self.by_name.values())
+        return any(is_dtensor(one) for one in self.by_name.values())
 
 
 def _buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

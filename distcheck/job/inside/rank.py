@@ -14,7 +14,7 @@ import torch
 from distcheck import private
 from distcheck.errors.masking import masked_words
 from distcheck.job.inside import ending, tensors
-from distcheck.job.inside.contents import read_alike
+from distcheck.job.inside.contents import read_with_equal_rng
 from distcheck.job.inside.ending import RankStatuses
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
@@ -37,7 +37,7 @@ _VARIABLES = {
 }  # fmt: skip
 
 
-def world_of() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and the world size, from the process group or the launcher."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -47,7 +47,7 @@ def world_of() -> tuple[int, int]:
     return 0, 1
 
 
-def introduce(
+def write_rank_record(
     folder: Path, rank: int, world: int, parameters: Parameters, axes: Sequence[records.Axis] = ()
 ) -> None:
     mine = records.rank_folder(folder, rank)
@@ -71,7 +71,7 @@ def introduce(
             torch=str(torch.__version__),
             variables={name: v for name, v in os.environ.items() if name in _VARIABLES},
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
-            divided_by=divided_by(parameters),
+            divided_by=sharding_library(parameters),
             axes=tuple(axes),
             schedules_by="accelerate" if _steps_per_rank() else "",
         ),
@@ -84,7 +84,7 @@ def _backend_for(device: str) -> str:
     return dict(one.split(":", 1) for one in several).get(device, torch.distributed.get_backend())
 
 
-def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:
+def all_independent(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:
     """Return True if no rank here has communicated up to a step.
 
     A rank that sees only its own gradients cannot decide alone: a broadcast leaves the root's
@@ -107,14 +107,14 @@ def all_apart(folder: Path, rank: int, world: int, step: int, *, apart: bool) ->
     return True
 
 
-def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:
+def finish_rank(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:
     """Exit successfully after every rank has written its last step, and this rank has reread some
     samples. If others do not finish (they may wait for this rank), continue and ask again after a
     step.
     """
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
-        records.write_json(read, records.RereadSamples(tuple(read_alike(loaders))))
+        records.write_json(read, records.RereadSamples(tuple(read_with_equal_rng(loaders))))
     private.write(mine, b"")
     until = time.monotonic() + _WAIT_S
     others = [records.rank_folder(folder, other) for other in range(world)]
@@ -124,14 +124,14 @@ def end(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None
         if all((one / "ended").exists() for one in here) and (
             elsewhere is None or elsewhere.have_ended()
         ):
-            ending.leave()
+            ending.exit_process()
         time.sleep(0.01)
     mine.unlink()
     if elsewhere is not None:
         elsewhere.goes_on()
 
 
-def divided_by(parameters: Parameters) -> str:
+def sharding_library(parameters: Parameters) -> str:
     """Return the library whose shards of a model only it can unshard, or ""."""
     for root in parameters.roots:
         for part in root.modules():
@@ -157,18 +157,20 @@ def _steps_per_rank() -> bool:
     )
 
 
-def averages(parameters: Parameters) -> dict[str, str]:
+def digests_of_averages(parameters: Parameters) -> dict[str, str]:
     """Return digests of models that look like averages of a trained one, in order of creation."""
-    found = [] if parameters.has_parts else averaged(parameters)  # averages would be sharded, too
+    found = (
+        [] if parameters.has_parts else models_like_averages(parameters)
+    )  # averages would be sharded, too
     return {f"{type(one).__name__} {place}": state_digest(one) for place, one in enumerate(found)}
 
 
 def state_digest(module: torch.nn.Module) -> str:
-    held = [tensors.digest_of(tensors.whole(p)) for p in module.parameters()]
+    held = [tensors.digest_of(tensors.unsharded_on_cpu(p)) for p in module.parameters()]
     return records.digest("".join(held).encode())
 
 
-def averaged(parameters: Parameters) -> list[torch.nn.Module]:
+def models_like_averages(parameters: Parameters) -> list[torch.nn.Module]:
     """Return models with the structure of a trained one that do not train, such as averages."""
     trained = {id(one) for root in parameters.roots for one in root.parameters()}
     shapes = {_shapes(root) for root in parameters.roots}
@@ -189,7 +191,7 @@ def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
         return ()
 
 
-def normalizes(parameters: Parameters) -> bool:
+def normalizes_by_local_batch(parameters: Parameters) -> bool:
     """Return True if a training module is a BatchNorm that normalizes by the local batch."""
     return any(
         isinstance(part, BatchNorm)
@@ -200,7 +202,7 @@ def normalizes(parameters: Parameters) -> bool:
     )
 
 
-def exchanges(model: torch.nn.Module) -> bool | None:
+def ddp_synchronizes(model: torch.nn.Module) -> bool | None:
     """Return True if DistributedDataParallel, possibly inside a wrapper (Fabric), synchronizes in
     this pass; None without it.
     """
@@ -223,7 +225,7 @@ def ddp_in(model: torch.nn.Module) -> Any:
     return next((part for part in model.modules() if isinstance(part, kind)), None)
 
 
-def targets_of(name: str, target: Any, ignored: int) -> int:
+def number_of_targets(name: str, target: Any, ignored: int) -> int:
     """Return the number of targets of a loss, without ignored ones."""
     if not isinstance(target, torch.Tensor):
         return 0
@@ -246,7 +248,7 @@ def clip_of(
     )
 
 
-def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+def numeric_settings(group: dict[str, Any]) -> dict[str, float]:
     """Return the numeric settings of a param group; tuples such as betas by element."""
     found: dict[str, float] = {}
     for key, value in group.items():

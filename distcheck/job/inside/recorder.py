@@ -16,7 +16,7 @@ from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.op_log import OpLog
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.state import ExtraState
-from distcheck.job.inside.step_file import After, StepFile
+from distcheck.job.inside.step_file import ParameterAfterStep, StepFile
 from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
@@ -26,7 +26,7 @@ from distcheck.worlds.callers import line_of_script
 _numbers = itertools.count()
 
 
-class LossesHeard:
+class PendingLosses:
     """Losses since the last backward pass, or earlier if some had none yet, as in a pipeline that
     makes several forward passes first.
     """
@@ -70,7 +70,7 @@ class LossesHeard:
         return (*one.losses, *(self._calls[place] for place in kept)), tuple(terms)
 
 
-def begun(
+def new_pass_record(
     file: StepFile, model: torch.nn.Module, given: Sequence[torch.Tensor], loaders: Loaders,
     drew: bool,
 ) -> Pass:  # fmt: skip
@@ -78,19 +78,21 @@ def begun(
     autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
     return Pass(
         inputs=tuple(file.add_data(t) for t in given),
-        rows=tensors.rows_of([*given]) if given else (),
+        rows=tensors.digests_of_samples([*given]) if given else (),
         batches=loaders.for_pass([*given]),
         live=False,
         later=file.has_restarted,
         random=tensors.random_digests(),
         drew=drew,
-        exchanges=rank.exchanges(model),
+        exchanges=rank.ddp_synchronizes(model),
         exchange_s=rank.exchange_seconds(model),
         autocast=str(torch.get_autocast_dtype(autocast)) if autocast else "",
     )
 
 
-def give_loss(passes: list[Pass], before: Pass | None, reached: Sequence[int]) -> None:
+def move_loss_to_visited_pass(
+    passes: list[Pass], before: Pass | None, reached: Sequence[int]
+) -> None:
     """Move the loss of the last pass (previously `before`) to the only pass that backward visited,
     if several forward passes come first, as in a pipeline.
     """
@@ -104,7 +106,7 @@ def give_loss(passes: list[Pass], before: Pass | None, reached: Sequence[int]) -
     passes[-1] = before
 
 
-class LinesHeard:
+class RecordedLines:
     """Source lines by the kinds of `recordings.jobs.records.LINES`, each once."""
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ class Recorder(NullListener):
         self._through: set[tuple[int, int]] = set()  # forward passes of the running backward pass
         self._of_step: dict[int, int] = {}  # by optimizer: last backward pass before its last step
         self._origin: torch.Tensor | None = None
-        self._last: dict[str, After] = {}  # parameters after the last step
+        self._last: dict[str, ParameterAfterStep] = {}  # parameters after the last step
         self._begin()
 
     def _begin(self) -> None:
@@ -148,10 +150,10 @@ class Recorder(NullListener):
         self._passes: list[Pass] = []
         self._roots: list[torch.nn.Module] = []  # the models of these passes
         self._opaque: list[tuple[int, int]] = []  # passes whose output has no graph
-        self._losses = LossesHeard()
+        self._losses = PendingLosses()
         self._clips: list[Clip] = []
         self._calls: list[CollectiveCall] = []
-        self._lines = LinesHeard()
+        self._lines = RecordedLines()
         self._backwards, self._evaluations = 0, 0
         self._before: Pass | None = None  # the last pass, before a backward pass
         self._raw: dict[str, torch.Tensor] = {}
@@ -204,7 +206,7 @@ class Recorder(NullListener):
         self._not_finite += tensors.not_finite(inputs)
         self._roots.append(model)
         drew = tensors.has_drawn(self._origin, random)
-        self._passes.append(begun(file, model, given, self.loaders, drew))
+        self._passes.append(new_pass_record(file, model, given, self.loaders, drew))
         number, origin = len(self._passes) - 1, random if self._origin is None else self._origin
         file.add(f"random/{number}", random)
         file.add(f"origin/{number}", origin)
@@ -243,7 +245,9 @@ class Recorder(NullListener):
         if self._file is not None and value.grad_fn is not None:
             is_data = isinstance(target, torch.Tensor) and not target.requires_grad
             kept = self._file.add_data(target) if is_data else ""
-            self._losses.hear(name, reduction, rank.targets_of(name, target, ignored), kept, value)
+            self._losses.hear(
+                name, reduction, rank.number_of_targets(name, target, ignored), kept, value
+            )
 
     # -- backward passes -------------------------------------------------------------------------
 
@@ -295,8 +299,8 @@ class Recorder(NullListener):
             losses, terms = self._losses.of_backward(self._passes[-1])
             self._change_pass(-1, losses=losses, terms=terms)
             reached = [number for step, number in self._through if step == self.steps_over]
-            give_loss(self._passes, self._before, reached)
-        self._losses = LossesHeard() if self._losses.is_over else self._losses
+            move_loss_to_visited_pass(self._passes, self._before, reached)
+        self._losses = PendingLosses() if self._losses.is_over else self._losses
         self._opaque = []
         for step, number in self._through:
             if step == self.steps_over and self._passes[number].exchanges:
@@ -361,7 +365,7 @@ class Recorder(NullListener):
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()
         self._at_step = self.parameters.gradients(names, self._raw)
-        self._groups = tuple(rank.numbers_of(group) for group in optimizer.param_groups)
+        self._groups = tuple(rank.numeric_settings(group) for group in optimizer.param_groups)
         self._evaluations += 1
         self._held.note_optimizer(optimizer, file)
 
@@ -427,8 +431,10 @@ class Recorder(NullListener):
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
-            batchnorm=rank.normalizes(self.parameters),
-            averages=rank.averages(self.parameters) if self.steps_over in self._ends else {},
+            batchnorm=rank.normalizes_by_local_batch(self.parameters),
+            averages=rank.digests_of_averages(self.parameters)
+            if self.steps_over in self._ends
+            else {},
             **self._held.about,
         )
         self._of_step[number], self._last = self._added.backward, file.after
@@ -436,7 +442,7 @@ class Recorder(NullListener):
         self._apart &= self._world > 1 and file.is_unchanged(raw)
         if self._ends[1] < self.steps_over <= self._settings.most:
             of_step = (self._folder, self._rank, self._world, self.steps_over)
-            if rank.all_apart(*of_step, apart=self._apart):
+            if rank.all_independent(*of_step, apart=self._apart):
                 self._ends = (self._ends[0], self.steps_over)
         self._begin()
         self._origin = tensors.random_state()
@@ -444,7 +450,7 @@ class Recorder(NullListener):
 
     def _end_if_over(self) -> None:
         if self.steps_over > self._ends[1] and not self._settings.keep_going:
-            rank.end(self._folder, self._rank, self._world, self.loaders.datasets)
+            rank.finish_rank(self._folder, self._rank, self._world, self.loaders.datasets)
 
     # -- state of this process -------------------------------------------------------------------
 
@@ -457,13 +463,13 @@ class Recorder(NullListener):
         if self._file is not None:
             self._take_state(self._file, new)
             return self._file
-        self._rank, self._world = rank.world_of()
+        self._rank, self._world = rank.rank_and_world_size()
         if self._left < 0:
             self._left = self._settings.budget // self._world
             axes = arrangement.axes_of(self.parameters, self._world, self._settings.mesh)
             self._keeps = self._rank == 0 or any(one.kind != "data" for one in axes)
             self._apart &= all(one.kind == "data" for one in axes)
-            rank.introduce(self._folder, self._rank, self._world, self.parameters, axes)
+            rank.write_rank_record(self._folder, self._rank, self._world, self.parameters, axes)
         folder = records.rank_folder(self._folder, self._rank)
         self._file = StepFile(folder, self.steps_over, self._last)
         self._take_state(self._file, list(self.parameters.by_name))

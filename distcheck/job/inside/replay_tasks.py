@@ -25,14 +25,14 @@ import msgspec
 import torch
 
 from distcheck.job import running, settings
-from distcheck.job.copying import Copy
+from distcheck.job.copying import ProjectCopy
 from distcheck.job.inside import choosing, state, tensors
 from distcheck.job.inside.batch_injection import BatchInjector
 from distcheck.job.inside.batch_source import ALL
-from distcheck.job.inside.forks import Forks, Written, how_ended
+from distcheck.job.inside.forks import Forks, Written, exit_description
 from distcheck.job.inside.marking import MARK
 from distcheck.job.inside.merged_batch import MergedBatch, limit_memory
-from distcheck.job.inside.watching import WatchedCopies
+from distcheck.job.inside.watching import ModulesOfCopies
 from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
 from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, norm_of, tolerance
 from distcheck.machine import devices
@@ -115,7 +115,7 @@ class Processes:
     @cached_property
     def _most(self) -> int:
         """The maximum number of copies at once, measured with the model but no copy on the GPU."""
-        return devices.copies_beside(self._gpu_bytes)
+        return devices.count_of_further_processes(self._gpu_bytes)
 
     def keep_spare(self) -> bool:
         """Return False: copies measure at every step."""
@@ -139,7 +139,7 @@ class Processes:
         shutil.copytree(self._folder / "clean", place, symlinks=True)
         asked = msgspec.structs.replace(self._asked, task=task, task_mode=mode, project=str(place))
         file = settings.write(asked, copy.folder)
-        words = Copy(self._project, place).words(sys.orig_argv)
+        words = ProjectCopy(self._project, place).words(sys.orig_argv)
         nothing = subprocess.DEVNULL
         copy.process = subprocess.Popen(
             words, cwd=place / self._here, env={**self._environment, settings.VARIABLE: str(file)},
@@ -150,11 +150,11 @@ class Processes:
     def _read(self, key: Key, step: int) -> dict[str, torch.Tensor] | None:
         copy, task = self._copies[key], msgspec.structs.replace(key[0], step=step)
         self.why.pop(task, None)
-        found = tensors.taken_from(copy.result(step))
+        found = tensors.pop_tensors(copy.result(step))
         if found is None:
-            raised = running.raised_in(copy.folder)
+            raised = running.noted_exceptions(copy.folder)
             code = copy.process.returncode if copy.process is not None else 0
-            self.why[task] = raised[0][1] if raised else how_ended(code)
+            self.why[task] = raised[0][1] if raised else exit_description(code)
         return found
 
     def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
@@ -182,7 +182,7 @@ class ReplayTasks:
         own = settings.own_inputs and "the reference has the script's own inputs"
         self.merged_batch = MergedBatch(job, hands.batch_source, self._apart or own or "")
         self.choice = choosing.ReferenceChoice()
-        self.watched = WatchedCopies(PERTURBED_RUNS, job.world)
+        self.watched = ModulesOfCopies(PERTURBED_RUNS, job.world)
         self.times: float | None = None  # one of the scales of a correct job
         self.draws = 0  # number of perturbations behind the step's spreads
         self.spreads: dict[str, float] = {}
@@ -196,7 +196,7 @@ class ReplayTasks:
         first = self._job.steps[0]
         self._job.tensors(0, step)  # read once, for all forked copies
         if step == first:
-            tasks = choosing.tries(self._job, self._hands.batch_source, self._apart)
+            tasks = choosing.trial_tasks(self._job, self._hands.batch_source, self._apart)
             if self._apart:  # needed later as well, and slow to start
                 several = product(range(self._job.world), range(1, PERTURBED_RUNS + 1))
                 tasks += [ReplayTask(rank, first, draw) for rank, draw in several]
@@ -318,7 +318,7 @@ class ReplayTasks:
         self.draws = len(draws)
         for name, gradient in found.items():
             there = [one[name] * (self.times or 1.0) for one in draws if name in one]
-            self.spreads[name] = state.spread_of(gradient, there, name, self._moves)
+            self.spreads[name] = state.distance_from_farthest(gradient, there, name, self._moves)
 
     def _says_too_little(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
         """Return True if a gradient deviates from its expectation by more than the tolerance that

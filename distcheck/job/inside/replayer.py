@@ -48,10 +48,10 @@ from distcheck.job.inside.joining import joined
 from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.modules import Modules
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.rank import numbers_of, targets_of
+from distcheck.job.inside.rank import number_of_targets, numeric_settings
 from distcheck.job.inside.replay_tasks import ReplayTasks
-from distcheck.job.inside.terms import Heard, count_of
-from distcheck.job.settings import IN_TURN, JobSettings, Replayed, ReplayedStep, ReplayTask
+from distcheck.job.inside.terms import Heard, divisor_of_loss
+from distcheck.job.settings import IN_TURN, JobSettings, ReplayedStep, ReplayResult, ReplayTask
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
@@ -137,11 +137,11 @@ class Replayer(NullListener):
             sys.excepthook(RuntimeError, RuntimeError(why), None)  # notes it for the parent
             os._exit(1)
         self._write(why)
-        ending.leave()
+        ending.exit_process()
 
     def _write(self, failure: str = "") -> None:
         copies, times = self._copies, self._copies.times
-        replayed = Replayed(
+        replayed = ReplayResult(
             mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
             unfolded=copies.merged_batch.why, pads=self._hands.batch_source.pads,
             scale=1.0 if times is None else times, scales=copies.choice.scales,
@@ -211,9 +211,9 @@ class Replayer(NullListener):
         own = self._parameters.by_name
         new = {name: tensor for name, tensor in own.items() if name not in self._loaded}
         kept = self._job.tensors(0, self._step)
-        state.load(new, kept, f"{kind}before/", self._moving)
+        state.load_recorded_tensors(new, kept, f"{kind}before/", self._moving)
         if new:
-            state.load(self._parameters.buffers(), kept, f"{kind}buffer/")
+            state.load_recorded_tensors(self._parameters.buffers(), kept, f"{kind}buffer/")
         self._loaded |= set(new)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
@@ -223,7 +223,7 @@ class Replayer(NullListener):
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
-        self._heard.append((name, reduction, value, targets_of(name, target, ignored)))
+        self._heard.append((name, reduction, value, number_of_targets(name, target, ignored)))
         self._copies.merged_batch.heard(self._heard[-1])
 
     def collective(self, name: str, place: str, given: Any) -> None:
@@ -248,7 +248,7 @@ class Replayer(NullListener):
             self._losses[place] = self._losses.get(place, 0.0) + float(loss.detach())
             passes = self._record.passes
             rows = len(passes[place % len(passes)].rows) if passes else 0
-            self._counts[place] = count_of(loss, self._heard, rows)
+            self._counts[place] = divisor_of_loss(loss, self._heard, rows)
         self._heard = []
 
     def backward_over(self) -> None:
@@ -366,7 +366,7 @@ class Replayer(NullListener):
         given = state.gradients(own)
         self._changes = any(not _same(self._left.get(n), given.get(n)) for n in own)
         self._out |= {f"step/{n}": g for n, g in given.items()}
-        self._groups = tuple(numbers_of(group) for group in optimizer.param_groups)
+        self._groups = tuple(numeric_settings(group) for group in optimizer.param_groups)
         recorded = self._job.records[0, self._step].groups
         self._kept_settings = []
         for group, then in zip(optimizer.param_groups, recorded, strict=False):
@@ -389,7 +389,7 @@ class Replayer(NullListener):
         self._at += 1
         steps = self._job.steps
         if self._at == len(steps) or not all(one.whole for one in self._job.at(steps[self._at])):
-            ending.leave()
+            ending.exit_process()
         self._begin()
         passes = self._record.passes
         if passes and not passes[0].batches:  # the script computes its inputs, from here on
@@ -403,7 +403,7 @@ class Replayer(NullListener):
         self._out |= {f"raw/{n}": g for n, g in raw.items()}
         if not skipped:
             by_name = self._parameters.by_name
-            self._out |= {f"after/{n}": tensors.whole(by_name[n]).clone() for n in names}
+            self._out |= {f"after/{n}": tensors.unsharded_on_cpu(by_name[n]).clone() for n in names}
         for name in (*raw, "loss"):
             spread = self._copies.spreads.get(name, float("nan"))
             self._out[f"spread/{name}"] = torch.tensor(spread)

@@ -166,32 +166,34 @@ def run_first_rank(world: int) -> None:
     spawning: Any = torch.multiprocessing
 
     def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> Any:
-        fn(0, *of_one(tuple(args), world))
+        fn(0, *with_one_rank(tuple(args), world))
         return SimpleNamespace(join=lambda *_: True, pids=list, processes=[])
 
     for module in (spawning, spawning.spawn if hasattr(spawning.spawn, "spawn") else spawning):
         module.spawn = module.start_processes = spawn
 
     def start(process: Any) -> None:
-        process._target(*of_one(process._args, world), **of_one(process._kwargs, world))
+        process._target(
+            *with_one_rank(process._args, world), **with_one_rank(process._kwargs, world)
+        )
 
     barrier: Any = synchronize.Barrier
     begin = barrier.__init__
-    barrier.__init__ = lambda own, n, *a, **k: begin(own, of_one(n, world), *a, **k)
+    barrier.__init__ = lambda own, n, *a, **k: begin(own, with_one_rank(n, world), *a, **k)
     multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
-def of_one(value: Any, world: int) -> Any:
+def with_one_rank(value: Any, world: int) -> Any:
     """Replace the world size by 1 in arguments: equal integers, and attributes or keys named so."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
         return 1 if value == world else value
     if isinstance(value, tuple):
-        return tuple(of_one(one, world) for one in value)
+        return tuple(with_one_rank(one, world) for one in value)
     if isinstance(value, Mapping):
         return {
-            key: of_one(one, world) if _COUNTS.search(str(key)) else one
+            key: with_one_rank(one, world) if _COUNTS.search(str(key)) else one
             for key, one in value.items()
         }
     if isinstance(value, Namespace) or dataclasses.is_dataclass(value):

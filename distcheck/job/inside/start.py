@@ -17,7 +17,13 @@ from typing import Any
 
 from distcheck import private
 from distcheck.job import in_use
-from distcheck.job.inside.marking import MARK, called, is_of_a_rank, mark_rank, note
+from distcheck.job.inside.marking import (
+    MARK,
+    is_rank_process,
+    launcher_names,
+    mark_rank,
+    write_note,
+)
 
 _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, for exceptions that ranks note themselves
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
@@ -25,13 +31,13 @@ _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 def begin(settings: str) -> None:
     """Note that this Python process exists, and wait for torch; do nothing in a rank's children."""
-    in_use.hold(os.path.dirname(settings))
-    own, of = f"{os.getpid()} {called()}", os.environ.get(MARK, "")
-    if of and of != own and of.partition(" ")[2] == called():
+    in_use.keep_in_use(os.path.dirname(settings))
+    own, of = f"{os.getpid()} {launcher_names()}", os.environ.get(MARK, "")
+    if of and of != own and of.partition(" ")[2] == launcher_names():
         return
-    if called():
+    if launcher_names():
         mark_rank()
-    note(settings, "python", "\0".join([str(os.getppid()), *sys.orig_argv]))
+    write_note(settings, "python", "\0".join([str(os.getppid()), *sys.orig_argv]))
     _note_what_ends_it(settings)
     if "torch" in sys.modules:
         _install(settings)
@@ -43,7 +49,7 @@ def begin(settings: str) -> None:
 def _note_what_was_missed(settings: str) -> None:
     """Note at exit that torch was imported without the hooks."""
     if "torch" in sys.modules and not _Waiting.has_installed:
-        note(settings, "missed")
+        write_note(settings, "missed")
 
 
 def _note_what_ends_it(settings: str) -> None:
@@ -60,9 +66,9 @@ def _note_what_ends_it(settings: str) -> None:
 def _note_raised(settings: str, error: Any) -> None:
     rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
     if "torch" in sys.modules:
-        from distcheck.job.inside.rank import world_of
+        from distcheck.job.inside.rank import rank_and_world_size
 
-        rank = str(world_of()[0])
+        rank = str(rank_and_world_size()[0])
     said = f"{type(error).__name__}: {error}"[:2000]
     if type(error).__name__ == _OF_SPAWN:  # the traceback of the rank
         said = str(error).strip().rpartition("\n")[2][:2000]
@@ -84,7 +90,7 @@ def _note_what_ends_processes(settings: str) -> None:
             runs(process)
         except Exception as error:
             distributed = sys.modules.get("torch.distributed")
-            if distributed is not None and distributed.is_initialized() and not is_of_a_rank():
+            if distributed is not None and distributed.is_initialized() and not is_rank_process():
                 _note_raised(settings, error)
             raise
 
@@ -92,7 +98,7 @@ def _note_what_ends_processes(settings: str) -> None:
 
 
 def _install(settings: str) -> None:
-    note(settings, "torch")
+    write_note(settings, "torch")
     try:
         from distcheck.job.inside import install
 

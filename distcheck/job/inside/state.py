@@ -13,7 +13,7 @@ import torch
 from distcheck.job.inside import tensors
 from distcheck.job.inside.grad_accumulation import GradAccumulation
 from distcheck.job.inside.parameters import Parameters
-from distcheck.job.inside.rank import averaged, state_digest
+from distcheck.job.inside.rank import models_like_averages, state_digest
 from distcheck.job.inside.step_file import StepFile
 from distcheck.machine.compat import fsdp2_dtypes
 from distcheck.machine.numerics import spacing
@@ -27,7 +27,7 @@ NOT_GRADIENTS = (
 )  # fmt: skip
 
 
-def load(
+def load_recorded_tensors(
     into: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor], kind: str,
     moves: torch.Generator | None = None,
 ) -> None:  # fmt: skip
@@ -43,7 +43,7 @@ def load(
 def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of existing gradients on the CPU."""
     return {
-        name: tensors.whole(parameter.grad).clone()
+        name: tensors.unsharded_on_cpu(parameter.grad).clone()
         for name, parameter in parameters.items()
         if parameter.grad is not None
     }
@@ -58,7 +58,7 @@ def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
                 parameter.grad = None
             elif parameter.grad is not None:
                 local(parameter.grad).copy_(number)
-            elif not tensors.is_in_parts(parameter):
+            elif not tensors.is_dtensor(parameter):
                 parameter.grad = number.to(parameter.device, parameter.dtype).clone()
 
 
@@ -106,7 +106,7 @@ def distance(
     return float((left / size) ** 0.5) if size else 0.0
 
 
-def spread_of(
+def distance_from_farthest(
     gradient: torch.Tensor, perturbed: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
     """Return the distance of a gradient from the farthest perturbed one.
@@ -157,7 +157,7 @@ class ExtraState:
             self.about["computed"] = str(coarsest).removeprefix("torch.")
         if self._notes:
             own = (self._added.local, self._added.sizes, self._added.norms)
-            self.about["held"] = averages_held(self._parameters, [id(one) for one in own])
+            self.about["held"] = untrained_copies(self._parameters, [id(one) for one in own])
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, file: StepFile) -> None:
         """Record an optimizer's state at the start of its step."""
@@ -185,14 +185,14 @@ def optimizer_state(
                     yield f"{name}/{key}", value
 
 
-def averages_held(parameters: Parameters, own: Collection[int]) -> tuple[str, ...]:
+def untrained_copies(parameters: Parameters, own: Collection[int]) -> tuple[str, ...]:
     """Return digests of untrained copies of the model: modules, and dictionaries with a tensor for
     each parameter, except distcheck's `own` (by id).
     """
     if parameters.has_parts:  # averages are sharded as well
         return ()
     names = set(parameters.by_name)
-    modules = averaged(parameters)
+    modules = models_like_averages(parameters)
     known = [*parameters.by_name.values(), *(one for m in modules for one in m.parameters())]
     storages = {one.untyped_storage().data_ptr() for one in known}
     found = [state_digest(one) for one in modules]
@@ -215,4 +215,6 @@ def _average_in(one: dict[Any, Any], names: set[str], storages: set[int]) -> str
         return ""
     if any(value.untyped_storage().data_ptr() in storages for value in held):
         return ""
-    return records.digest("".join(tensors.digest_of(tensors.whole(t)) for t in held).encode())
+    return records.digest(
+        "".join(tensors.digest_of(tensors.unsharded_on_cpu(t)) for t in held).encode()
+    )

@@ -18,7 +18,7 @@ from distcheck.recordings.jobs.watched import SUMS, WatchedCalls, WatchedStep
 _STATE = ("before/", "buffer/")
 
 
-class After(NamedTuple):
+class ParameterAfterStep(NamedTuple):
     """A parameter after a step, with its projections if only they were written."""
 
     digest: str
@@ -34,9 +34,11 @@ class StepFile:
     written again (`recordings.jobs.reading` looks them up).
     """
 
-    def __init__(self, folder: Path, step: int, last: Mapping[str, After] | None = None) -> None:
+    def __init__(
+        self, folder: Path, step: int, last: Mapping[str, ParameterAfterStep] | None = None
+    ) -> None:
         self._folder, self._step, self._last = folder, step, last or {}
-        self.after: dict[str, After] = {}
+        self.after: dict[str, ParameterAfterStep] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._digests: dict[str, str] = {}
@@ -60,7 +62,7 @@ class StepFile:
 
     def _written(self, state: Mapping[str, torch.Tensor], kind: str) -> Iterator[tuple[str, str]]:
         for name, one in state.items():
-            now = tensors.digest_of(tensors.held(one))
+            now = tensors.digest_of(tensors.local_shard_on_cpu(one))
             if now != self._digests.get(f"{kind}/{name}"):
                 yield name, now
 
@@ -81,11 +83,11 @@ class StepFile:
         self.has_restarted = True
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._kept[name] = tensors.held(tensor).clone()
+        self._kept[name] = tensors.local_shard_on_cpu(tensor).clone()
 
     def add_data(self, tensor: torch.Tensor) -> str:
         """Record part of a batch once, and return its digest."""
-        plain = tensors.held(tensor)
+        plain = tensors.local_shard_on_cpu(tensor)
         about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
         name = records.digest(about.encode())
         if f"data/{name}" not in self._kept:
@@ -96,8 +98,8 @@ class StepFile:
         """Record the digest of a parameter or buffer before the step, and contents if `keep`."""
         kind, _, of = name.partition("/")
         keep = self._is_part(name, tensor) or keep
-        plain = tensors.held(tensor)
-        now = After(tensors.digest_of(plain), plain.dtype, plain.shape, None)
+        plain = tensors.local_shard_on_cpu(tensor)
+        now = ParameterAfterStep(tensors.digest_of(plain), plain.dtype, plain.shape, None)
         self._digests[name] = now.digest
         last = self._last.get(of) if kind == "before" else None
         is_written = last is not None and last[:3] == now[:3] and (last.sums is None) == keep
@@ -110,23 +112,25 @@ class StepFile:
     def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """Record a parameter after the step. It is not copied, since `write` follows."""
         keep = self._is_part(f"after/{name}", tensor) or keep
-        plain = tensors.held(tensor)
+        plain = tensors.local_shard_on_cpu(tensor)
         sums = None if keep else sketches.sketch(plain)
-        self.after[name] = After(tensors.digest_of(plain), plain.dtype, plain.shape, sums)
+        self.after[name] = ParameterAfterStep(
+            tensors.digest_of(plain), plain.dtype, plain.shape, sums
+        )
         self._digests[f"after/{name}"] = self.after[name].digest
         self._kept[f"after/{name}" if sums is None else f"sums/after/{name}"] = (
             plain if sums is None else sums
         )
 
     def add_held(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        plain = tensors.held(tensor)
+        plain = tensors.local_shard_on_cpu(tensor)
         self._digests[name] = tensors.digest_of(plain)
         if self._is_part(name, tensor) or keep:
             self._kept[name] = plain.clone()
 
     def _is_part(self, name: str, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is sharded, and record this rank's shard."""
-        part = tensors.part_of(tensor)
+        part = tensors.describe_shard(tensor)
         if part is not None:
             self._parts[name] = part
         return part is not None
@@ -139,7 +143,7 @@ class StepFile:
         sharded gradients. They are not copied, since `write` follows.
         """
         for name, gradient in found.items():
-            plain = tensors.held(gradient)
+            plain = tensors.local_shard_on_cpu(gradient)
             if parts is not None and name in parts:
                 self._parts[f"{kind}/{name}"] = parts[name]
             self._is_part(f"{kind}/{name}", gradient)
@@ -176,7 +180,7 @@ class StepFile:
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
             self.after = {name: one for name, one in self.after.items() if one.sums is not None}
         stem = f"step-{self._step:06d}"
-        with private.drafted(self._folder / f"{stem}.safetensors") as draft:
+        with private.replaced_atomically(self._folder / f"{stem}.safetensors") as draft:
             save_file(_apart(kept), draft)
             checksum = records.checksum_of(draft)
         record = StepRecord(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from distcheck import private
 from distcheck.machine import compat
 from distcheck.machine.compat import WRAPPERS
-from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_states, set_library_states
+from distcheck.machine.seeds import LIBRARY_STATES_BYTES, library_rng_states, set_library_states
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs.records import MOST_ROWS, Shard, digest
 
@@ -25,27 +25,27 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU; unshard a DTensor, which is a collective call."""
     tensor = tensor.detach()
-    if is_in_parts(tensor):
+    if is_dtensor(tensor):
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return tensor.cpu().contiguous()
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or this rank's shard of a DTensor, on the CPU."""
     tensor = tensor.detach()
-    if is_in_parts(tensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.cpu().contiguous()
 
 
-def part_of(tensor: torch.Tensor) -> Shard | None:
+def describe_shard(tensor: torch.Tensor) -> Shard | None:
     """Describe this rank's shard of a DTensor; None for others. Raises ValueError for a shard that
     is neither a box of the tensor nor a term of a sum.
     """
-    if not is_in_parts(tensor):
+    if not is_dtensor(tensor):
         return None
     given: Any = tensor
     mesh, places = given.device_mesh, given.placements
@@ -59,7 +59,7 @@ def part_of(tensor: torch.Tensor) -> Shard | None:
         raise ValueError(f"shards that are combined by {', '.join(sorted(kinds))}")
     return Shard(
         shape=tuple(tensor.shape),
-        at=compat.part_in(tensor),
+        at=compat.shard_offset(tensor),
         of=tuple(mesh.mesh[whole].flatten().tolist()),
         adds=tuple(mesh.mesh[terms].flatten().tolist()) if kinds else (),
         mean=kinds == {"avg"},
@@ -68,11 +68,11 @@ def part_of(tensor: torch.Tensor) -> Shard | None:
 
 def write(found: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write tensors to a new file that appears atomically."""
-    with private.drafted(file) as draft:
+    with private.replaced_atomically(file) as draft:
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, draft)
 
 
-def taken_from(file: Path) -> dict[str, torch.Tensor] | None:
+def pop_tensors(file: Path) -> dict[str, torch.Tensor] | None:
     """Read and remove a file of tensors; None if it does not exist."""
     if not file.exists():
         return None
@@ -81,7 +81,7 @@ def taken_from(file: Path) -> dict[str, torch.Tensor] | None:
     return found
 
 
-def is_in_parts(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return True for a DTensor, of which this rank may hold a shard."""
     return hasattr(tensor, "full_tensor")
 
@@ -94,7 +94,7 @@ def digest_of(tensor: torch.Tensor) -> str:
     return digest(raw_bytes(plain))
 
 
-def any_held(parameters: Iterable[torch.Tensor]) -> bool:
+def has_nonzero_gradient(parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if a parameter has a nonzero gradient (its local shard, if sharded)."""
     for parameter in parameters:
         gradient = parameter.grad
@@ -160,13 +160,13 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def put(tensor: torch.Tensor, given: torch.Tensor) -> None:
+def replace_data(tensor: torch.Tensor, given: torch.Tensor) -> None:
     """Replace a tensor's data, of any shape, for all code that holds it; not that of its base."""
     with torch.no_grad():
         tensor.data = given.to(device=tensor.device, dtype=tensor.dtype).clone()
 
 
-def rows_of(tensors: list[torch.Tensor]) -> tuple[str, ...]:
+def digests_of_samples(tensors: list[torch.Tensor]) -> tuple[str, ...]:
     """Return a digest of each sample: the rows of all tensors with the first one's batch size."""
     batched = [t for t in tensors if t.dim() > 0 and t.shape[0] == tensors[0].shape[0]]
     if not batched or tensors[0].dim() == 0:
@@ -183,7 +183,7 @@ def has_drawn(before: torch.Tensor | None, now: torch.Tensor) -> bool:
 
 def random_state() -> torch.Tensor:
     """Return the RNG states of this process: torch, Python, NumPy if loaded, and CUDA if used."""
-    libraries = library_states().ljust(LIBRARY_STATES_BYTES, b"\0")
+    libraries = library_rng_states().ljust(LIBRARY_STATES_BYTES, b"\0")
     states = [torch.get_rng_state(), torch.frombuffer(bytearray(libraries), dtype=torch.uint8)]
     if _uses_gpu():
         states.append(torch.cuda.get_rng_state())
@@ -202,7 +202,7 @@ def set_random_state(state: torch.Tensor) -> None:
 
 def random_digests() -> dict[str, str]:
     found = {"torch": digest_of(torch.get_rng_state())}
-    states, half = library_states(), LIBRARY_STATES_BYTES // 2
+    states, half = library_rng_states(), LIBRARY_STATES_BYTES // 2
     for name, state in (("python", states[:half]), ("numpy", states[half:])):
         if state:
             found[name] = digest(state)

@@ -25,7 +25,7 @@ By = tuple[float, bool, bool]  # a factor: its number, and `computed` and `divid
 
 
 @dataclass(frozen=True)
-class End:
+class NodeOutput:
     """A node of the graph and the index of its output."""
 
     node: Node
@@ -44,7 +44,7 @@ def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[Term, ..
     return tuple(term for term, _ in found), why
 
 
-def count_of(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple[float, str]:
+def divisor_of_loss(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple[float, str]:
     """Return the divisor of a loss, and how it is a sum over samples.
 
     The divisor is the number of elements or targets of a mean, or the divisor of a sum; 0 if the
@@ -83,7 +83,9 @@ def _elements(node: Node) -> int:
     return each
 
 
-def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def gradients_of_term(
+    end: NodeOutput, parameters: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
     about = output_of_node(end.node, end.output)
     edge = torch.autograd.graph.GradientEdge(end.node, end.output)
     seed = torch.ones(about.shape, dtype=about.dtype)
@@ -92,7 +94,9 @@ def gradient_of(end: End, parameters: Sequence[torch.Tensor]) -> tuple[torch.Ten
     )
 
 
-def ends_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[list[tuple[Term, End]], str]:
+def ends_of(
+    loss: torch.Tensor, heard: Sequence[Heard]
+) -> tuple[list[tuple[Term, NodeOutput]], str]:
     """Return the terms with their places in the graph, or the reason why there are none."""
     try:
         return _ends(loss, heard), ""
@@ -102,13 +106,13 @@ def ends_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[list[tuple[Term
         return [], f"its graph cannot be read ({error})"
 
 
-def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
+def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOutput]]:
     ends = {
         value.grad_fn: number
         for number, (_, _, value, _) in enumerate(heard)
         if value.grad_fn is not None and value.numel() == 1
     }
-    found: list[tuple[Term, End]] = []
+    found: list[tuple[Term, NodeOutput]] = []
     waiting: list[tuple[Node, int, tuple[Factor, ...], bool]] = [
         (loss.grad_fn, loss.output_nr, (), True)
     ]
@@ -119,11 +123,11 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, End]]:
         if node in ends:
             name, reduction, *_ = heard[ends[node]]
             term = Term(name=name, reduction=reduction, call=ends[node], factors=factors)
-            found.append((term, End(node, output)))
+            found.append((term, NodeOutput(node, output)))
         elif (reduction := _reduces(node)) and not _passes(node):
             own = tuple(_as_factor(factor, outer=outer) for factor in _inside(node))
             term = Term(name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own)
-            found.append((term, End(node, output)))
+            found.append((term, NodeOutput(node, output)))
         else:
             parts = _parts(node, output)
             outer = outer and len(parts) == 1

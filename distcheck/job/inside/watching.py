@@ -14,8 +14,8 @@ from distcheck.recordings.jobs.watched import (
     OF_RANKS,
     Shape,
     WatchedStep,
-    of_rank,
     packed,
+    prefix_of_rank,
     shapes_of,
     unpacked,
 )
@@ -23,7 +23,7 @@ from distcheck.recordings.jobs.watched import (
 Tensors = dict[str, torch.Tensor]
 
 
-class WatchedCopies:
+class ModulesOfCopies:
     """Recorded modules of each rank, by copy."""
 
     def __init__(self, draws: int, world: int) -> None:
@@ -37,7 +37,7 @@ class WatchedCopies:
             left[task] = one
             if one is not None and any(name.startswith(OF_RANKS) for name in one):
                 left[task] = {n: t for n, t in one.items() if not n.startswith(OF_RANKS)}
-                several = {rank: unpacked(one, of_rank(rank)) for rank in range(self._world)}
+                several = {rank: unpacked(one, prefix_of_rank(rank)) for rank in range(self._world)}
                 self._found[task] = {r: seen for r, seen in several.items() if seen is not None}
         return left
 
@@ -49,8 +49,8 @@ class WatchedCopies:
             if seen is None:
                 continue
             perturbed = [self._of(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)]
-            spread = spreads(seen, [one for one in perturbed if one is not None])
-            out |= {**packed(seen, of_rank(rank)), f"{of_rank(rank)}spread": spread}
+            spread = distances_from_farthest(seen, [one for one in perturbed if one is not None])
+            out |= {**packed(seen, prefix_of_rank(rank)), f"{prefix_of_rank(rank)}spread": spread}
         self._found = {task: one for task, one in self._found.items() if task.step != step}
         return out
 
@@ -62,10 +62,12 @@ class WatchedCopies:
 
 
 def packed_all(seen: dict[int, WatchedStep]) -> Tensors:
-    return {n: t for rank, one in seen.items() for n, t in packed(one, of_rank(rank)).items()}
+    return {
+        n: t for rank, one in seen.items() for n, t in packed(one, prefix_of_rank(rank)).items()
+    }
 
 
-def spreads(seen: WatchedStep, perturbed: list[WatchedStep]) -> torch.Tensor:
+def distances_from_farthest(seen: WatchedStep, perturbed: list[WatchedStep]) -> torch.Tensor:
     """Return the distance of each tensor and gradient from the farthest perturbed one, or NaN."""
     found = torch.full(seen.sums.shape[:2], math.nan, dtype=torch.float64)
     places = seen.places()

@@ -15,10 +15,10 @@ import torch
 from distcheck.judge.checks.comparison import bitwise, within
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import Compare, comparison_with, match_ranks
-from distcheck.judge.checks.sensitivity import of_buffers
+from distcheck.judge.checks.sensitivity import mistakes_shown_by_buffers
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
-from distcheck.judge.oracles.forms import AfterBatch, BufferWays
+from distcheck.judge.oracles.forms import AfterBatch, AllowedBuffers
 from distcheck.recordings.recording import Kind
 
 
@@ -42,7 +42,7 @@ def _compare_batch(
 ) -> None:
     """Compare every rank with the full batch in a single process, if that changes any buffer."""
     specs = evidence.trace.layout.model.buffers
-    shown = of_buffers(after)
+    shown = mistakes_shown_by_buffers(after)
     for index, near in enumerate(after.buffers):
         if any(one.counts for one in shown):
             name, step = specs[index].name, expectation.step
@@ -66,7 +66,7 @@ def _comparison(
     to_the_bit = partial(bitwise, expected=expected)
     if actual is None or not evidence.contract.takes_any_buffers or torch.equal(actual, expected):
         return to_the_bit
-    ways: BufferWays = expectation.what
+    ways: AllowedBuffers = expectation.what
     left = [of_rank[0][index] for of_rank in ways.ways]
     if (source := _sent_by(evidence, expectation, index, left)) is not None:
         tally.remark("after the forward pass one rank's buffers are broadcast to every rank")

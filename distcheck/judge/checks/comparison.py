@@ -27,7 +27,7 @@ _STRUCT = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ComparedElement:
     """One element (or a whole tensor, if the index is empty) with its error and bound."""
 
     index: tuple[int, ...]
@@ -51,9 +51,9 @@ class Comparison:
 
     ok: bool
     elements: int
-    worst: Place | None = None
-    first: Place | None = None
-    places: tuple[Place, ...] = ()
+    worst: ComparedElement | None = None
+    first: ComparedElement | None = None
+    places: tuple[ComparedElement, ...] = ()
     ulps: dict[int, int] = field(default_factory=dict)
     undecided: str = ""
 
@@ -173,7 +173,7 @@ def by_norm(
     if math.isnan(error):
         error = float(_distance(actual, wanted, nan_is_expected=nan_is_expected).norm())
     norm = float(wanted.norm())
-    place = Place(
+    place = ComparedElement(
         index=(),
         actual=float(actual.double().norm()),
         expected=norm,
@@ -260,7 +260,7 @@ def _places(
     bound: torch.Tensor,
     order: torch.Tensor,
     fails: torch.Tensor,
-) -> tuple[Place, ...]:
+) -> tuple[ComparedElement, ...]:
     """Return the worst few failing elements, by `order`."""
     found = order.topk(min(_SHOWN, order.numel())).indices.tolist()
     return tuple(_place(actual, expected, bound, int(at)) for at in found if bool(fails[at]))
@@ -268,14 +268,14 @@ def _places(
 
 def _place(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, position: int
-) -> Place:
+) -> ComparedElement:
     index = index_of(position, actual.shape)
     got = actual.reshape(-1)[position]
     want = expected.reshape(-1)[position]
     limit = bound.reshape(-1)[position if bound.numel() > 1 else 0]
     actual_value, expected_value = _scalar(got), _scalar(want)
     distance = ulp_distance(actual_value, expected_value, actual.dtype)
-    return Place(
+    return ComparedElement(
         index=index,
         actual=actual_value,
         expected=expected_value,

@@ -51,7 +51,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         _remark_on_random_numbers(tally, evidence)
 
 
-def drew_alike(
+def first_shared_rng_state(
     trace: TraceReader, ranks: Sequence[int]
 ) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
     """Return the first step that several ranks started from one RNG state: the library, the step,
@@ -76,7 +76,7 @@ def drew_alike(
 
 
 def _remark_on_random_numbers(tally: Tally, evidence: Evidence) -> None:
-    library, step, groups = drew_alike(evidence.trace, evidence.with_data)
+    library, step, groups = first_shared_rng_state(evidence.trace, evidence.with_data)
     if groups:
         ranks = "; ".join(", ".join(map(str, group)) for group in groups)
         tally.remark(

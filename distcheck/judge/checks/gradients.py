@@ -22,8 +22,8 @@ from distcheck.judge.checks.matching import (
     note_not_given,
 )
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import EachItsOwn, Form
-from distcheck.judge.oracles.low_rank import Projection, projected
+from distcheck.judge.oracles.forms import Form, TensorsOfEachRank
+from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.recordings.recording import Kind
 from distcheck.records import FindingKind, TensorSpec
 
@@ -31,7 +31,7 @@ from distcheck.records import FindingKind, TensorSpec
 def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         forms = expectation.what
-        if isinstance(forms, EachItsOwn):
+        if isinstance(forms, TensorsOfEachRank):
             # Local SGD: each rank must hold the gradient of its own shard, bit for bit.
             for rank in evidence.ranks:
                 for index, own in enumerate(forms.parts[rank]):
@@ -70,7 +70,7 @@ def _comparison(
         return comparison_with(form, tally)
 
     def as_projection(actual: torch.Tensor) -> Comparison:
-        found = projected(actual, form)
+        found = fit_to_projection(actual, form)
         kept.append(found.kept)
         if found.why:
             tally.remark(f"{spec.name} at step {step} is {found.why}")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.oracles.forms import Gradients, OwnStep
-from distcheck.machine.numerics import wide
+from distcheck.judge.oracles.forms import Gradients, IndependentStep
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.layout import memory_order, spec_bytes
 from distcheck.records import TensorSpec
@@ -34,11 +34,11 @@ class RunOfEvents:
         return self.trace.layout.model.parameters
 
     @property
-    def as_prepared(self) -> list[OwnStep]:
+    def as_prepared(self) -> list[IndependentStep]:
         return [expectation.what for expectation in self.steps]
 
     def own(self, expectation: Expectation, index: int) -> Gradients:
-        found: OwnStep = expectation.what
+        found: IndependentStep = expectation.what
         return found.own[index]
 
     def named(self, parameter: str) -> Iterator[tuple[int, Gradients]]:
@@ -124,7 +124,7 @@ def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
     """Detect magnitudes that occur at one step on every rank together."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
-        there = [wide(g).abs().flatten() for g in own if g is not None]
+        there = [as_float64(g).abs().flatten() for g in own if g is not None]
         sizes = torch.cat(there) if len(there) == len(own) else torch.empty(0)
         sizes = sizes[sizes > 0]
         if not sizes.numel():
@@ -339,7 +339,7 @@ def clipped(event: events.Clipped, run: RunOfEvents) -> str:
     limit, norms = run.training.clip_norm, []
     for step in run.steps:
         found = run.trace.tensors(0, Kind.GRADIENT, step.step)
-        sizes = [wide(g).norm() for g in found if g is not None]
+        sizes = [as_float64(g).norm() for g in found if g is not None]
         norms.append(float(torch.stack(sizes).norm()) if sizes else 0.0)
     if limit is not None and any(norm > limit for norm in norms):
         return ""

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.comparison import (
+    ComparedElement,
     Comparison,
-    Place,
     bitwise,
     by_norm,
     equal_numbers,
     within,
 )
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Bits, Either, Form, Near, Numbers, Within
-from distcheck.judge.oracles.low_rank import Projected, Projection, projected
+from distcheck.judge.oracles.forms import Bits, EitherForm, Form, Near, Numbers, Within
+from distcheck.judge.oracles.low_rank import Projection, ProjectionFit, fit_to_projection
 from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import OF_A_STEP, Entry, EntryState, Kind, Recording
 from distcheck.recordings.traces.reader import TraceReader
@@ -83,7 +83,7 @@ def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
     if isinstance(form, Near):
         return partial(_near, form)
     if isinstance(form, Projection):
-        return lambda actual: comparison_of(actual, form, projected(actual, form))
+        return lambda actual: comparison_of(actual, form, fit_to_projection(actual, form))
     return partial(_either, form, tally)
 
 
@@ -94,9 +94,9 @@ def _near(form: Near, actual: torch.Tensor) -> Comparison:
     return replace(found, undecided=form.why) if may_be_rounding else found
 
 
-def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> Comparison:
+def comparison_of(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
     """Turn the fit of a low-rank result into a comparison of norms."""
-    place = Place(
+    place = ComparedElement(
         index=(),
         actual=float(actual.double().norm()),
         expected=float(form.mean.norm()),
@@ -108,7 +108,7 @@ def comparison_of(actual: torch.Tensor, form: Projection, found: Projected) -> C
     return Comparison(not found.why, actual.numel(), place, place if found.why else None)
 
 
-def _either(form: Either, tally: Tally, actual: torch.Tensor) -> Comparison:
+def _either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Comparison:
     """Compare with the first form, and if that fails, with the second."""
     first, second = (comparison_with(one, tally) for one in (form.first, form.second))
     assert first is not None

@@ -102,7 +102,7 @@ def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -
     )
 
 
-def hold_against(result: CheckResult, required: Compared) -> CheckResult:
+def require_coverage(result: CheckResult, required: Compared) -> CheckResult:
     """Turn a pass with less than the planned coverage into unknown, and list the missing part."""
     if result.verdict != "pass":
         return result

@@ -68,7 +68,7 @@ def _compare_average(
         present = [tensor for tensor in alike if tensor is not None]
         mean = mean_of(present)
         before = evidence.trace.tensor(evidence.ranks[0], Kind.PARAMETER, step, index)
-        found = sensitivity.of_average(evidence.ranks, present, mean.bound, before)
+        found = sensitivity.mistakes_shown_by_average(evidence.ranks, present, mean.bound, before)
         if found is not None:
             name = evidence.trace.layout.model.parameters[index].name
             tally.would_show(found, parameter=name, step=step)

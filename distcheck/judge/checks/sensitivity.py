@@ -11,9 +11,9 @@ from functools import partial
 import msgspec
 import torch
 
-from distcheck.judge.oracles.forms import AfterBatch, Either, Form, GradientForms, Near
-from distcheck.judge.oracles.low_rank import Projection, projected
-from distcheck.machine.numerics import distance, every, real_parts, wide
+from distcheck.judge.oracles.forms import AfterBatch, EitherForm, Form, GradientForms, Near
+from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
+from distcheck.machine.numerics import as_float64, distance, every_nth_number, real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import number
@@ -28,7 +28,7 @@ _IN_DOUBLE = 2.0**-48
 
 
 @dataclass(frozen=True)
-class Parts:
+class MeanSummands:
     """The summands of a mean, all in float64.
 
     `gradients` [W, n] and `shares` [W] give the mean as `shares @ gradients`; `own` [W] is the
@@ -46,7 +46,7 @@ class Parts:
 
 
 def shown_by(
-    parts_at: Callable[[int], Parts],
+    parts_at: Callable[[int], MeanSummands],
     *,
     elements: int,
     ranks: Sequence[int],
@@ -76,7 +76,7 @@ def _most(mistake: str, ranks: Sequence[int]) -> int:
 
 
 def _try(
-    parts: Parts,
+    parts: MeanSummands,
     stride: int,
     ranks: Sequence[int],
     before: torch.Tensor | None,
@@ -109,9 +109,11 @@ def _try(
         "divided-by-world": shows(mean.unsqueeze(0) / world, 1.0),
     }
     if before is not None:
-        of_all["stale"] = shows(every(stride, before).double().unsqueeze(0), 0.0)
+        of_all["stale"] = shows(every_nth_number(stride, before).double().unsqueeze(0), 0.0)
     if others:
-        rows = torch.stack([every(stride, other).double() for other in others[:_MOST_TWINS]])
+        rows = torch.stack(
+            [every_nth_number(stride, other).double() for other in others[:_MOST_TWINS]]
+        )
         of_all["other-parameter"] = shows(rows, 0.0).all().reshape(1)
     shown = {
         name: tuple(rank for rank, seen in zip(ranks, rows.tolist(), strict=True) if seen)
@@ -127,7 +129,7 @@ def _try(
     )
 
 
-def _added(scaled: torch.Tensor, parts: Parts) -> torch.Tensor:
+def _added(scaled: torch.Tensor, parts: MeanSummands) -> torch.Tensor:
     """Return each rank's relative contribution to the roundings: [W, n], or [W, 1] for norms."""
     sizes = scaled.abs()
     if not isinstance(parts.bound, torch.Tensor):
@@ -148,7 +150,7 @@ def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
     return float(ratios.min()) if ratios.numel() else float("inf")
 
 
-def of_step(
+def mistakes_shown_at_step(
     trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
 ) -> dict[str, tuple[Shown | None, ...]]:
     """Return the mistakes that comparing each parameter's reduced gradient would reveal, by layer,
@@ -176,37 +178,37 @@ def of_step(
     return found
 
 
-def of_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
+def mistakes_shown_by_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
     """Return, for code that communicates by itself, the mistakes that would be revealed: no
     communication, or another factor. `forms.computed` are each rank's gradients without
     communication.
     """
     return tuple(
-        of_unexchanged(ranks, forms.of(index), [own[index] for own in forms.computed])
+        mistakes_shown_by_tensor(ranks, forms.of(index), [own[index] for own in forms.computed])
         for index in range(len(forms.computed[0]))
     )
 
 
-def of_buffers(after: AfterBatch) -> tuple[Shown, ...]:
+def mistakes_shown_by_buffers(after: AfterBatch) -> tuple[Shown, ...]:
     """Return the same for the buffers of such code."""
     return tuple(
-        of_unexchanged(after.ranks, near, [own[index] for own in after.alone])
+        mistakes_shown_by_tensor(after.ranks, near, [own[index] for own in after.alone])
         for index, near in enumerate(after.buffers)
     )
 
 
-def of_unexchanged(
+def mistakes_shown_by_tensor(
     ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]
 ) -> Shown:
     """Return the mistakes revealed by comparing one tensor; `own`: values without communication."""
-    if isinstance(form, Either):
+    if isinstance(form, EitherForm):
         form = form.first
     if not isinstance(form, Near):
         form = Near(torch.zeros(()), 0.0)
         own = [None] * len(ranks)
-    right, allowed = wide(form.expected), form.tolerance
+    right, allowed = as_float64(form.expected), form.tolerance
     size = float(right.norm())
-    left = [torch.zeros_like(right) if one is None else wide(one) for one in own]
+    left = [torch.zeros_like(right) if one is None else as_float64(one) for one in own]
     apart = [not distance(one, right) <= allowed for one in left]
     shown = {
         "missing-sync": tuple(rank for rank, seen in zip(ranks, apart, strict=True) if seen),
@@ -251,10 +253,12 @@ class _Look:
             return NOTHING  # a loss multiplied by zero: no rank's part is known
         limit = self._forms.limit(index, own)
 
-        def parts_at(stride: int) -> Parts:
+        def parts_at(stride: int) -> MeanSummands:
             bits = self._forms.every(index, stride) if in_bits else None
-            return Parts(
-                gradients=torch.stack([every(stride, gradient).double() for gradient in own]),
+            return MeanSummands(
+                gradients=torch.stack(
+                    [every_nth_number(stride, gradient).double() for gradient in own]
+                ),
                 shares=shares,
                 # A GradScaler's scale is removed from a rank's local gradient, too.
                 own=1.0 / per_rank(shared.loss_scales),
@@ -326,7 +330,7 @@ class _Look:
         keep = _projection(result, form.rank)
 
         def fails(left: torch.Tensor) -> bool:
-            return bool(projected(left.to(result.dtype), form).why)
+            return bool(fit_to_projection(left.to(result.dtype), form).why)
 
         shown = {
             "missing-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
@@ -366,7 +370,7 @@ def _projection(result: torch.Tensor, rank: int) -> Callable[[torch.Tensor], tor
     return lambda tensor: (basis @ (basis.T @ tensor.reshape(rows, -1))).reshape(tensor.shape)
 
 
-def of_average(
+def mistakes_shown_by_average(
     ranks: Sequence[int],
     updates: Sequence[torch.Tensor],
     bound: torch.Tensor,
@@ -377,9 +381,11 @@ def of_average(
         return None
     even = updates[0].new_full((len(ranks),), 1.0 / len(ranks), dtype=torch.float64)
 
-    def parts_at(stride: int) -> Parts:
-        return Parts(
-            gradients=torch.stack([every(stride, update).double() for update in updates]),
+    def parts_at(stride: int) -> MeanSummands:
+        return MeanSummands(
+            gradients=torch.stack(
+                [every_nth_number(stride, update).double() for update in updates]
+            ),
             shares=even,
             own=torch.ones_like(even),
             weights=even,

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from distcheck.judge.checks.comparison import Comparison, Place
+from distcheck.judge.checks.comparison import ComparedElement, Comparison
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.records import CheckResult, Compared, Difference, FindingKind, number
-from distcheck.records.mistakes import Shown, both
+from distcheck.records.mistakes import Shown, merge_two_shown
 from distcheck.records.picture_sums import MOST_ELEMENTS, Aggregates, Element, Losses, worst_first
 
 _KEPT_BEFORE_SORTING = 16 * MOST_ELEMENTS
@@ -20,7 +20,7 @@ class Sums:
         self._shares: dict[str, dict[int, float]] = {}
         self._in_bits = True
         self._ulps: dict[int, int] = {}
-        self._elements: dict[tuple[str, int, Place], list[int]] = {}
+        self._elements: dict[tuple[str, int, ComparedElement], list[int]] = {}
         self._losses: dict[int, Losses] = {}
         self._digests: dict[int, dict[str, tuple[str, ...]]] = {}
 
@@ -80,7 +80,7 @@ class Sums:
         return worst_first([_element(*key, ranks) for key, ranks in self._elements.items()])
 
 
-def _share(place: Place | None) -> float:
+def _share(place: ComparedElement | None) -> float:
     if place is None or math.isnan(place.error):
         return math.inf
     if place.bound == 0:
@@ -88,7 +88,7 @@ def _share(place: Place | None) -> float:
     return place.error / place.bound
 
 
-def _element(parameter: str, step: int, place: Place, ranks: list[int]) -> Element:
+def _element(parameter: str, step: int, place: ComparedElement, ranks: list[int]) -> Element:
     return Element(
         parameter=parameter,
         step=step,
@@ -98,7 +98,7 @@ def _element(parameter: str, step: int, place: Place, ranks: list[int]) -> Eleme
     )
 
 
-def _as_data(place: Place) -> dict[str, Any]:
+def _as_data(place: ComparedElement) -> dict[str, Any]:
     """Return the common fields of an `Element` and a `Difference`."""
     numbers = ("actual", "expected", "error", "bound")
     others = ("index", "ulp", "actual_bits", "expected_bits")
@@ -154,7 +154,7 @@ class Tally:
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
         """Record, before a tensor is compared, the mistakes that this would reveal."""
         before = self._shown.get(parameter)
-        self._shown[parameter] = found if before is None else both(before, found)
+        self._shown[parameter] = found if before is None else merge_two_shown(before, found)
         if not found.counts:
             self._insensitive.add((parameter, step))
 
@@ -254,6 +254,6 @@ class Tally:
         )
 
 
-def _difference(place: Place, parameter: str, rank: int, step: int) -> Difference:
+def _difference(place: ComparedElement, parameter: str, rank: int, step: int) -> Difference:
     about = _as_data(place)
     return Difference(parameter=parameter, rank=rank, step=step, unit=place.unit, **about)

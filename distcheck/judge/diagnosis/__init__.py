@@ -18,8 +18,8 @@ import msgspec
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import gradients, layouts, other_causes, outcomes, state
 from distcheck.judge.diagnosis.measurements import Measurements
-from distcheck.judge.diagnosis.source_lines import culprit as culprit
-from distcheck.judge.diagnosis.wording import Failures, where
+from distcheck.judge.diagnosis.source_lines import line_of_first_wrong as line_of_first_wrong
+from distcheck.judge.diagnosis.wording import Failures, place_of_divergence
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.records import CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import name_cause, suggested
@@ -42,7 +42,10 @@ def diagnose(
     found = outcomes.explain(ends)
     if found and separation is not None and separation.depends:
         found.insert(
-            0, state.of_process(separation, f"its ranks did not finish ({found[0].cause})")
+            0,
+            state.cause_in_process_state(
+                separation, f"its ranks did not finish ({found[0].cause})"
+            ),
         )
     failed = {(r.check, r.layer): r for r in results if r.verdict == "fail"}
     checks = {check for check, _ in failed}
@@ -51,7 +54,9 @@ def diagnose(
     facts = facts or Measurements(world=len(ends))
     depends = separation is not None and separation.depends
     differed = (
-        [] if found and depends else state.of_rerun(failed, separation, alone=checks == {"rerun"})
+        []
+        if found and depends
+        else state.causes_of_nondeterminism(failed, separation, alone=checks == {"rerun"})
     )
     found += state.explain(failed, facts)
     of_gradients = _of_gradients(failed, facts, accept or "")
@@ -59,10 +64,10 @@ def diagnose(
         found += differed + [_of_one_run(cause) for cause in of_gradients]
     else:
         found += of_gradients + differed
-        found += _of_update(failed, facts, found) + other_causes.of_loss(failed)
+        found += _of_update(failed, facts, found) + other_causes.causes_of_wrong_loss(failed)
     if not found:
         found.append(_unexplained(failed, facts))
-    return _with_loss_contract(found, facts) + state.same_randomness(facts)
+    return _with_loss_contract(found, facts) + state.causes_of_shared_rng(facts)
 
 
 def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
@@ -72,17 +77,19 @@ def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Di
         moved_at = moved.first.step if moved is not None and moved.first is not None else None
         follows = moved_at is not None and moved_at < facts.layout.step
         return [] if follows else layouts.explain(failed, facts.layout)
-    found = other_causes.lost(facts) or other_causes.of_owners(facts)
+    found = other_causes.causes_of_lost_gradients(facts) or other_causes.causes_of_wrong_owners(
+        facts
+    )
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)
         found = _averaged(found, facts) + _of_batch(failed, facts)
-        found += [] if found else other_causes.of_passes(facts)
-        found += [] if found else other_causes.of_bits(failed, facts)
-        found += [] if found else other_causes.of_design(failed, facts, accept)
+        found += [] if found else other_causes.causes_of_unequal_passes(facts)
+        found += [] if found else other_causes.causes_of_other_bits(failed, facts)
+        found += [] if found else other_causes.causes_of_unaccepted_design(failed, facts, accept)
         found += [] if found else _server(failed, facts)
     if "local gradients" in checks and not found:
-        found = gradients.explain_left(facts)
-    return found + other_causes.of_average(failed, facts)
+        found = gradients.explain_local_gradients(facts)
+    return found + other_causes.causes_of_wrong_average(failed, facts)
 
 
 def _averaged(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
@@ -109,7 +116,7 @@ def _of_update(failed: Failures, facts: Measurements, found: list[Diagnosis]) ->
     if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
         return []
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
-    return other_causes.of_update(failed, facts, first)
+    return other_causes.causes_of_wrong_update(failed, facts, first)
 
 
 def needs_diagnosis(results: Sequence[CheckResult]) -> bool:
@@ -119,7 +126,7 @@ def needs_diagnosis(results: Sequence[CheckResult]) -> bool:
     return any(r.verdict == "fail" and r.check not in ("outcome", "rerun") for r in results)
 
 
-def steps_to_look_at(results: Sequence[CheckResult]) -> tuple[int, ...]:
+def steps_to_diagnose(results: Sequence[CheckResult]) -> tuple[int, ...]:
     """Return the first step whose gradients failed, the next step, and the first failed step."""
     failed = [r for r in results if r.verdict == "fail" and r.first is not None]
     steps = [(r.check, r.first.step) for r in failed if r.first is not None]
@@ -161,10 +168,10 @@ def _unexplained(failed: Failures, facts: Measurements) -> Diagnosis:
     """Report the strongest evidence if no cause is supported."""
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     assert first is not None
-    parts = [f"{first.check} diverge first: {where(first)}"]
+    parts = [f"{first.check} diverge first: {place_of_divergence(first)}"]
     reason = first.first_reason
     parts += [reason] if reason and (first.layer != ROUNDING or not facts.steps) else []
-    seen = gradients.describe_unexplained(facts) or gradients.describe_left(facts)
+    seen = gradients.describe_unexplained(facts) or gradients.describe_local_gradients(facts)
     parts.append(seen)
     evidence = "; ".join(filter(None, parts))
     if facts.trouble:
@@ -185,7 +192,8 @@ def _server(failed: Failures, facts: Measurements) -> list[Diagnosis]:
         name_cause(
             "parameter-server-differs",
             "every rank with data holds the right mean, but the rank without data does not: "
-            f"{where(first)}, got {first.first.actual}, expected {first.first.expected}",
+            f"{place_of_divergence(first)}, got {first.first.actual}, "
+            f"expected {first.first.expected}",
         )
     ]
 

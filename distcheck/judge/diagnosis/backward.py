@@ -7,9 +7,9 @@ from math import inf, sqrt
 import torch
 
 from distcheck.judge.diagnosis.measured import Measured, StepExpectation, StepView
-from distcheck.judge.diagnosis.measurements import LeftFacts, PassFacts
+from distcheck.judge.diagnosis.measurements import LocalGradientFacts, PassFacts
 from distcheck.judge.fitting import fit
-from distcheck.machine.numerics import wide
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 
 _MOST_ELEMENTS = 1 << 18  # elements of a model; larger ones are sampled with a stride
@@ -40,7 +40,9 @@ def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
     return fitted.factors[0] * promised if fitted.share <= 1e-5 else None
 
 
-def others(view: StepView, measured: list[Measured]) -> tuple[LeftFacts, ...]:
+def ranks_with_other_gradients(
+    view: StepView, measured: list[Measured]
+) -> tuple[LocalGradientFacts, ...]:
     """Return the ranks whose local gradient differs from their shard's gradient."""
     if not isinstance(view, StepExpectation):
         return ()  # its expectation is the recorded local gradient itself
@@ -48,7 +50,9 @@ def others(view: StepView, measured: list[Measured]) -> tuple[LeftFacts, ...]:
     return tuple(filter(None, (_of_rank(view, rank, measured) for rank in ranks)))
 
 
-def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) -> LeftFacts | None:
+def _of_rank(
+    expectation: StepExpectation, rank: int, measured: list[Measured]
+) -> LocalGradientFacts | None:
     pairs, names = [], []
     for m in measured:
         found, own = expectation.seen(rank, m.index), expectation.local(rank, m.index)
@@ -56,7 +60,7 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
             if (found is None) != (own is None):
                 return None  # not recorded: unknown
             continue
-        pairs.append((m.index, wide(found)))
+        pairs.append((m.index, as_float64(found)))
         if not torch.equal(found, own):
             names.append(m.name)
     if not names:
@@ -67,11 +71,11 @@ def _of_rank(expectation: StepExpectation, rank: int, measured: list[Measured]) 
     for index, found in pairs:
         own = expectation.shards[rank].gradients[index]
         assert own is not None
-        apart += float((found - wide(own)).norm()) ** 2
-        size += float(wide(own).norm()) ** 2
+        apart += float((found - as_float64(own)).norm()) ** 2
+        size += float(as_float64(own).norm()) ** 2
     buffers = () if source >= 0 else _other_buffers(expectation, rank, pairs)
     named = source >= 0 or buffers
-    return LeftFacts(
+    return LocalGradientFacts(
         rank=rank,
         parameters=tuple(names),
         distance=sqrt(apart / size) if size else 0.0,
@@ -95,7 +99,7 @@ def _autocast(
         except RuntimeError:  # an operation without such a kernel
             continue
         squares = [
-            float((found - wide(own)).norm()) ** 2
+            float((found - as_float64(own)).norm()) ** 2
             for index, found in pairs
             if (own := gradients[index]) is not None
         ]
@@ -127,7 +131,7 @@ def _other_buffers(
     def apart(sources: list[int]) -> float:
         gradients = expectation.references.shards.run(rank, step, buffers_of=sources).gradients
         return sum(
-            float((found - wide(own)).norm()) ** 2
+            float((found - as_float64(own)).norm()) ** 2
             for index, found in pairs
             if (own := gradients[index]) is not None
         )
@@ -150,7 +154,7 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
         gradient = expectation.shards[rank].gradients[index]
         if gradient is None:
             return False
-        wanted = wide(gradient)
+        wanted = as_float64(gradient)
         # Heuristic: far above float32 rounding; other ranks' gradients differ by far more.
         if float((found - wanted).norm()) > 1e-5 * float(wanted.norm()):
             return False
@@ -189,4 +193,4 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
 
 
 def _flat(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
-    return torch.cat([wide(t).reshape(-1)[::stride] for t in tensors if t is not None])
+    return torch.cat([as_float64(t).reshape(-1)[::stride] for t in tensors if t is not None])

@@ -89,7 +89,7 @@ def bound(
     return rounded + sum(abs(w) * c for w, c in coarse)
 
 
-def holds(
+def fits_combination(
     step: StepFacts,
     parameters: Sequence[ParameterFacts],
     rank: int,
@@ -144,7 +144,7 @@ def _scaled(
     found = [
         Reading(kind, factor)
         for factor in dict.fromkeys(named)
-        if holds(step, parameters, rank, [factor * b for b in base])
+        if fits_combination(step, parameters, rank, [factor * b for b in base])
     ]
     if all_parallel(step, parameters):
         return found
@@ -154,7 +154,7 @@ def _scaled(
         return found
     if abs(factor) <= tolerance:
         return []
-    if holds(step, parameters, rank, [factor * b for b in base]):
+    if fits_combination(step, parameters, rank, [factor * b for b in base]):
         return [Reading(kind, factor, tolerance)]
     return []
 
@@ -232,10 +232,10 @@ def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
         combined = [count * b for count, b in zip(counts, base, strict=True)]
         factor, tolerance = best_factor(step, parameters, rank, combined)
         for named in usual_factors(counts, step.shares):
-            if holds(step, parameters, rank, [named * c for c in combined]):
+            if fits_combination(step, parameters, rank, [named * c for c in combined]):
                 factor, tolerance = named, 0.0
                 break
-        if holds(step, parameters, rank, [factor * c for c in combined]):
+        if fits_combination(step, parameters, rank, [factor * c for c in combined]):
             for kind in _kinds_of(counts, factor, tolerance):
                 found.setdefault(kind, Reading(kind, factor, tolerance, counts=counts))
     return list(found.values())
@@ -282,7 +282,7 @@ def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
             most = sum(ratios[r] * (norms[r] + epsilon) for r in clipped) / len(clipped)
             shrunk = [min(1.0, most / (norm + epsilon)) for norm in norms]
             weights = [b * k for b, k in zip(base, shrunk, strict=True)]
-            if holds(step, parameters, rank, weights, slack):
+            if fits_combination(step, parameters, rank, weights, slack):
                 tolerance = most * (slack + max(loose))
                 return [Reading("clipped", most, tolerance)]
     return []

@@ -33,9 +33,9 @@ def explain(facts: Measurements) -> list[Diagnosis]:
     return [_among(one, facts) for one in _explain(facts)]
 
 
-def explain_left(facts: Measurements) -> list[Diagnosis]:
+def explain_local_gradients(facts: Measurements) -> list[Diagnosis]:
     """Return the causes of wrong local gradients if everything derived from them is right."""
-    found = next((left_otherwise(step) for step in facts.steps if step.left), [])
+    found = next((before_synchronization(step) for step in facts.steps if step.left), [])
     return [_among(one, facts) for one in found]
 
 
@@ -73,7 +73,7 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
         return [_not_finite(step)]
     if step.missing_elsewhere:
         return [_missing(step)]
-    before = left_otherwise(step)
+    before = before_synchronization(step)
     shorter = any(found.cause == "low-precision" for found in before)
     if before and (step.mean_of_left or shorter):  # such rounding resembles any other cause
         return before
@@ -100,7 +100,7 @@ def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
     return _extended(found, after=absent)
 
 
-def left_otherwise(step: StepFacts) -> list[Diagnosis]:
+def before_synchronization(step: StepFacts) -> list[Diagnosis]:
     """Return causes that precede synchronization. A loss scaled equally on all ranks, whose mean
     the ranks hold, is a matter of scale instead.
     """
@@ -311,7 +311,7 @@ def describe_unexplained(facts: Measurements) -> str:
     return text
 
 
-def describe_left(facts: Measurements) -> str:
+def describe_local_gradients(facts: Measurements) -> str:
     """Describe the ranks' local gradients if they are not the shards' gradients."""
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):

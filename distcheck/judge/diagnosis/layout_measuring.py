@@ -16,7 +16,7 @@ from distcheck.judge.diagnosis.measurements import (
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import full_batch_bound
 from distcheck.judge.oracles.references import AtStep
-from distcheck.machine.numerics import wide
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.records.mesh import Mesh
 
@@ -76,11 +76,11 @@ def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
         place = mesh.coordinate(rank, "data")
         held = at.references.whole.tensor(rank, Kind.OUTPUT, at.step, 0)
         form = expected.expected[place]
-        right = wide(form.expected)
+        right = as_float64(form.expected)
         allowed = max(form.tolerance, form.rounding)
         if held is None or not bool(right.any()):
             continue
-        found = wide(held[: len(form.expected)])
+        found = as_float64(held[: len(form.expected)])
         if not float((found - right).norm()) <= allowed:
             return _described(rank, found.flatten(1), right.flatten(1))
     return None
@@ -100,7 +100,7 @@ def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutp
     )
 
 
-class HeldGradients:
+class GradientVersions:
     """The ranks' versions of one gradient (None: missing), next to the right one. `without` are
     ranks that do not have the parameter either.
     """
@@ -109,8 +109,8 @@ class HeldGradients:
         self, held: Sequence[torch.Tensor | None], expected: torch.Tensor | None, mesh: Mesh,
         allowed: float = 0.0, without: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self._held = [None if h is None else wide(h) for h in held]
-        self._expected = None if expected is None else wide(expected)
+        self._held = [None if h is None else as_float64(h) for h in held]
+        self._expected = None if expected is None else as_float64(expected)
         self._mesh, self._allowed, self._without = mesh, allowed, without
 
     def of(self, name: str) -> LayoutParameter | None:
@@ -193,7 +193,7 @@ class HeldGradients:
         return ""
 
 
-class _Measuring(HeldGradients):
+class _Measuring(GradientVersions):
     """One parameter at one step."""
 
     def __init__(self, at: AtStep, mesh: Mesh, index: int) -> None:
@@ -238,7 +238,7 @@ class _Measuring(HeldGradients):
             return False
         for rank, held in enumerate(self._held):
             own = self._at.shards[self._mesh.coordinate(rank, "data")].gradients[self._index]
-            if held is None or own is None or not self._near(held, wide(own)):
+            if held is None or own is None or not self._near(held, as_float64(own)):
                 return False
         return True
 
@@ -248,7 +248,9 @@ class _Measuring(HeldGradients):
             return False
         pairs = zip(self._held, self._at.unexchanged, strict=True)
         return all(
-            held is not None and own[self._index] is not None and self._near(held, wide(alone))
+            held is not None
+            and own[self._index] is not None
+            and self._near(held, as_float64(alone))
             for held, own in pairs
             if (alone := own[self._index]) is not None
         )
@@ -258,7 +260,7 @@ class _Measuring(HeldGradients):
         if len(set(self._at.shares.counts)) < 2 and not self._at.exchanges_itself:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
-        present = [wide(part) for part in parts if part is not None]
+        present = [as_float64(part) for part in parts if part is not None]
         return len(present) == len(parts) and self._all_near(held, torch.stack(present).mean(0))
 
     def _lost_passes(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> tuple[int, ...]:
@@ -270,7 +272,7 @@ class _Measuring(HeldGradients):
             part = of_pass[self._index]
             if part is None:
                 continue
-            if self._all_near(held, expected - wide(part)):
+            if self._all_near(held, expected - as_float64(part)):
                 return (number,)
         return ()
 
@@ -279,7 +281,7 @@ class _Measuring(HeldGradients):
             return None
         before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]
         # The model is now in that step's state; the next query loads its own.
-        return None if before is None else wide(before)
+        return None if before is None else as_float64(before)
 
 
 def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Region | None:

@@ -18,7 +18,7 @@ from distcheck.judge.diagnosis.measurements import (
     LayoutParameter,
     WrongOutputs,
 )
-from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, place_of_divergence, some_of
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.odd_ranks import ranks_in_words
@@ -220,7 +220,7 @@ def _replicas(failed: Failures) -> Diagnosis:
     return name_cause(
         "replicated-gradients-differ",
         "every gradient is within its bound, but ranks that hold the same parameter are not "
-        f"bit-identical: {where(result)}",
+        f"bit-identical: {place_of_divergence(result)}",
     )
 
 
@@ -233,7 +233,10 @@ def _of_exchange(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
         found = [_wrong_loss(facts)]
     if not found and "buffers" in checks:
         result = next(result for (check, _), result in failed.items() if check == "buffers")
-        evidence = f"{where(result)}differs from the single-process reference on the global batch"
+        evidence = (
+            f"{place_of_divergence(result)}differs from the single-process reference on the global "
+            "batch"
+        )
         found = [name_cause("buffers-differ", evidence, "exchanging")]
     return found
 

@@ -15,7 +15,7 @@ from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import wide
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName, TensorSpec
 
@@ -164,7 +164,7 @@ class StepExpectation(AtStep, StepView):
         self, index: int, *, wire: str | None = None, loss: LossName | None = None
     ) -> Interval | None:
         """Return the mean and bound, like `RoundingBound.interval`."""
-        return rounding_bound.mean_at(self).interval(index, wire=wire, loss=loss)
+        return rounding_bound.mean_of_step(self).interval(index, wire=wire, loss=loss)
 
     def unmoved(self) -> tuple[int, ...]:
         """Return the ranks whose parameters did not change although a recomputed update does."""
@@ -193,7 +193,7 @@ class StepExpectation(AtStep, StepView):
     @property
     def half_quanta(self) -> Sequence[float]:
         """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
-        return rounding_bound.mean_at(self).half_quanta
+        return rounding_bound.mean_of_step(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -263,9 +263,9 @@ class Measured:
     def result(self, rank: int) -> torch.Tensor:
         return self._keep("result", rank, lambda: self._result(rank))
 
-    def by_what_was_left(self) -> "Given":
+    def by_what_was_left(self) -> "MeasuredFromLocal":
         """Return the same parameter, measured relative to recorded local gradients."""
-        return Given(self.view, self.index, self.name, self.elements, self.keeps)
+        return MeasuredFromLocal(self.view, self.index, self.name, self.elements, self.keeps)
 
     def _keep(self, name: str, rank: int, make: Callable[[], T]) -> T:
         if name not in self.keeps:
@@ -284,15 +284,15 @@ class Measured:
         gradient = self.view.local(rank, self.index)
         if gradient is None:
             return torch.zeros_like(self.interval.mean)
-        return wide(gradient)
+        return as_float64(gradient)
 
     def _result(self, rank: int) -> torch.Tensor:
         found = self.view.reduced(rank, self.index)
         assert found is not None
-        return wide(found)
+        return as_float64(found)
 
 
-class Given(Measured):
+class MeasuredFromLocal(Measured):
     """A parameter measured relative to the recorded local gradients instead of the shards': only
     the effect of synchronization remains, whatever went wrong before.
     """
@@ -302,7 +302,7 @@ class Given(Measured):
         return interval(parts, self.shares, rescaled=True)
 
     def _left(self, rank: int) -> torch.Tensor:
-        return wide(self._left_on(rank))
+        return as_float64(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:
         found = self.view.seen(rank, self.index)

@@ -108,7 +108,7 @@ class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
     hidden: bool = False
 
 
-class LeftFacts(msgspec.Struct, frozen=True, kw_only=True):
+class LocalGradientFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A rank whose recorded local gradient differs from its shard's gradient, in `parameters`.
 
     `distance` is relative to that gradient; `source` is the rank whose shard's gradient it is (-1:
@@ -164,7 +164,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     fits: tuple[Fit, ...]
     left_norms: Vector
     left_factors: tuple[float | None, ...]
-    left: tuple[LeftFacts, ...] = ()
+    left: tuple[LocalGradientFacts, ...] = ()
     left_elements: int
     mean_of_left: bool
     matches: tuple[Match, ...]

@@ -22,7 +22,7 @@ from distcheck.judge.diagnosis.measurements import (
 )
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import gamma, real_parts, smallest, unit_roundoff, wide
+from distcheck.machine.numerics import as_float64, gamma, real_parts, smallest, unit_roundoff
 from distcheck.records import Diagnosis, TensorSpec
 
 _MOST_SORTED = 1 << 20
@@ -44,7 +44,7 @@ def matches_of(
             yield from _earlier(view, earlier, one, step_gamma)
             yield from _others(one, measured)
             yield from _mixed(view, one, measured, step_gamma)
-    yield from permuted(measured)
+    yield from permuted_matches(measured)
 
 
 def _earlier(
@@ -92,7 +92,7 @@ def _size(view: StepView, index: int) -> float:
     for rank, (weight, factor) in enumerate(zip(view.weights, view.unscaled, strict=True)):
         gradient = view.local(rank, index)
         if gradient is not None and factor:
-            size += weight / len(view.weights) / abs(factor) * float(wide(gradient).norm())
+            size += weight / len(view.weights) / abs(factor) * float(as_float64(gradient).norm())
     return size
 
 
@@ -157,7 +157,7 @@ def _mixed(
                     )  # fmt: skip
 
 
-def permuted(measured: list[Measured]) -> Iterator[Match]:
+def permuted_matches(measured: list[Measured]) -> Iterator[Match]:
     """Match the wrong elements in any order, by sorting them.
 
     Sorting two vectors never increases their distance, and vectors within a bound have norms within
@@ -203,7 +203,7 @@ _SHORTER = ("float32", "float16", "bfloat16")
 _LEAST_ROUNDING = 0.05
 
 
-def mixture(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
+def mixture_counts(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
     """Count per rank the elements that equal the mean, the local gradient, or either."""
     counts: list[tuple[int, int, int]] = []
     interval = measured.interval
@@ -216,7 +216,7 @@ def mixture(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
     return means, owns, eithers
 
 
-def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
+def elements_by_kind(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
     """Count per kind and rank the elements that equal the mean or that kind's value."""
     world, interval = measured.world, measured.interval
     owns = [measured.left(rank) for rank in range(world)]
@@ -241,7 +241,7 @@ def kinds(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
     return tuple((kind, tuple(counts)) for kind, counts in found.items())
 
 
-class Rounded(NamedTuple):
+class MatchingDtype(NamedTuple):
     """A lower-precision dtype whose roundings match a rank's errors ("": none), and the proof in
     the result: `on_grid` and `of_terms`.
     """
@@ -251,7 +251,7 @@ class Rounded(NamedTuple):
     of_terms: bool = False
 
 
-def rounded(measured: Measured, unit: float, own: float) -> tuple[Rounded, ...]:
+def matching_dtypes(measured: Measured, unit: float, own: float) -> tuple[MatchingDtype, ...]:
     """Return, per rank, a dtype that the result proves, else the most precise one whose roundings
     match its errors. The size does not distinguish them: a bound for many ranks in one dtype covers
     the roundings of a single rank in the next.
@@ -259,11 +259,15 @@ def rounded(measured: Measured, unit: float, own: float) -> tuple[Rounded, ...]:
     found = []
     for rank, dtypes in enumerate(_shorter(measured, unit)):
         tried = [
-            Rounded(d, on_grid(measured, rank, d, own), of_terms(measured, rank, d))
+            MatchingDtype(
+                d,
+                is_representable(measured, rank, d, own),
+                is_mean_of_rounded_terms(measured, rank, d),
+            )
             for d in reversed(dtypes)
         ]
         shown = [one for one in tried if one.on_grid or one.of_terms]
-        found.append((shown or tried[-1:] or [Rounded()])[0])
+        found.append((shown or tried[-1:] or [MatchingDtype()])[0])
     return tuple(found)
 
 
@@ -289,7 +293,7 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
     return found
 
 
-def on_grid(measured: Measured, rank: int, dtype: str, own: float) -> bool:
+def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> bool:
     """Return True if a rank's result, or W times that, is representable in a dtype, up to one
     rounding of its own. A few elements may be so by chance.
     """
@@ -305,7 +309,7 @@ def on_grid(measured: Measured, rank: int, dtype: str, own: float) -> bool:
     return False
 
 
-def of_terms(measured: Measured, rank: int, dtype: str) -> bool:
+def is_mean_of_rounded_terms(measured: Measured, rank: int, dtype: str) -> bool:
     """Return True if a result is the mean of gradients that were each rounded to a dtype, before or
     after weighting, and added in their own dtype.
     """
@@ -377,7 +381,7 @@ class StepMeasuring:
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite else wrong
-        others = backward.others(self._view, measured)
+        others = backward.ranks_with_other_gradients(self._view, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: synchronization is measured relative to its input.
             wrong = [one.by_what_was_left() for one in wrong]
@@ -497,8 +501,8 @@ class StepMeasuring:
         q, r = torch.linalg.qr(columns)
         taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
         projected = [q.T @ y for y in taken]
-        of_mean, of_own, of_either = mixture(measured, unit)
-        by_rank = rounded(measured, unit, self._own_unit(measured))
+        of_mean, of_own, of_either = mixture_counts(measured, unit)
+        by_rank = matching_dtypes(measured, unit, self._own_unit(measured))
         return ParameterFacts(
             name=measured.name,
             elements=count,
@@ -517,7 +521,7 @@ class StepMeasuring:
             shorter=tuple(one.dtype for one in by_rank),
             on_grid=tuple(one.on_grid for one in by_rank),
             of_terms=tuple(one.of_terms for one in by_rank),
-            kinds=kinds(measured, unit),
+            kinds=elements_by_kind(measured, unit),
             coarse=self._coarse(count),
         )
 
@@ -588,7 +592,7 @@ class StepMeasuring:
             seen = self._view.seen(rank, measured.index)
             if seen is None:
                 return False
-            seen = wide(seen)
+            seen = as_float64(seen)
             mean += seen * (share / factor)
             size += share / abs(factor) * float(seen.norm())
         return isfinite(size) and all(

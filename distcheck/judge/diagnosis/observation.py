@@ -21,7 +21,7 @@ from distcheck.contract import (
     Scale,
 )
 from distcheck.judge import acceptance
-from distcheck.judge.checks.data import drew_alike
+from distcheck.judge.checks.data import first_shared_rng_state
 from distcheck.judge.diagnosis.backward import measured_passes
 from distcheck.judge.diagnosis.layout_measuring import measured_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
@@ -35,9 +35,9 @@ from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepM
 from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
     averaged_every,
+    buffers_updated_twice,
     measured_average,
     measured_update,
-    ran_twice,
     scaled_projection,
 )
 from distcheck.judge.fitting import fit
@@ -47,7 +47,7 @@ from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds
-from distcheck.machine.numerics import NotBoundedError, wide
+from distcheck.machine.numerics import NotBoundedError, as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import LossName
@@ -83,7 +83,7 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Me
 
 def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Measurements:
     look = _Look(job, ingredients, trace)
-    library, _, alike = drew_alike(trace, range(job.layout.world))
+    library, _, alike = first_shared_rng_state(trace, range(job.layout.world))
     seen: dict[str, Any] = {
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
@@ -130,7 +130,7 @@ class _Look:
         )
         if not alone or step >= self._written:
             return {}
-        return {"forward_twice": ran_twice(self._expect(step))}
+        return {"forward_twice": buffers_updated_twice(self._expect(step))}
 
     def at_gradients(self) -> dict[str, Any]:
         step, mesh = self._job.steps[0], self._references.mesh
@@ -145,7 +145,7 @@ class _Look:
             return {"lost": lost}
         return self._at_steps()
 
-    def _at_design(self, accepted: acceptance.Accepted) -> dict[str, Any]:
+    def _at_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
         if ("parameters", ROUNDING) in self._job.failed:
             return {"average": measured_average(self._expect(self._job.update_step))}
         if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
@@ -318,7 +318,7 @@ def _owned_elsewhere(expectation: StepExpectation) -> tuple[MisplacedGradient, .
 
 
 def _is_within(held: torch.Tensor, required: Interval) -> bool:
-    return bool(((wide(held) - required.mean).abs() <= required.bound).all())
+    return bool(((as_float64(held) - required.mean).abs() <= required.bound).all())
 
 
 def _overlaps(trace: TraceReader) -> Iterator[Overlap]:

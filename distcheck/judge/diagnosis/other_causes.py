@@ -4,7 +4,7 @@ import math
 
 from distcheck.judge.diagnosis import gradients
 from distcheck.judge.diagnosis.measurements import Measurements, PassFacts, UpdateFacts
-from distcheck.judge.diagnosis.wording import Failures, number_text, some_of, where
+from distcheck.judge.diagnosis.wording import Failures, number_text, place_of_divergence, some_of
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
@@ -13,14 +13,14 @@ from distcheck.records.odd_ranks import ranks_in_words
 _SHOWN = 4
 
 
-def lost(facts: Measurements) -> list[Diagnosis]:
+def causes_of_lost_gradients(facts: Measurements) -> list[Diagnosis]:
     if not facts.lost:
         return []
     evidence = f"{facts.lost}: the local gradient is lost before the first collective"
     return [name_cause("wrong-local-gradient", evidence, "lost")]
 
 
-def of_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
+def causes_of_other_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name gradients that are within the rounding bound, with other bits than promised or than each
     other.
     """
@@ -33,18 +33,18 @@ def of_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     what = "every gradient is within rounding of the right mean, but not bit-identical to that "
     result = failed.get(("gradients", BITWISE))
     if result is not None:
-        evidence = f"{what}of the promised order and scale: {where(result)}"
+        evidence = f"{what}of the promised order and scale: {place_of_divergence(result)}"
         if facts.other_order:
             evidence += f"; it is bit-identical in the order {facts.other_order}"
             return [name_cause("not-as-promised", evidence, "other-order")]
         return [name_cause("not-as-promised", evidence)]
     if not any(len(step.alike) > 1 for step in facts.steps):
         return []
-    evidence = f"{what}of the other ranks: {where(failed['agreement', '-'])}"
+    evidence = f"{what}of the other ranks: {place_of_divergence(failed['agreement', '-'])}"
     return [name_cause("replicas-not-bit-identical", evidence)]
 
 
-def of_passes(facts: Measurements) -> list[Diagnosis]:
+def causes_of_unequal_passes(facts: Measurements) -> list[Diagnosis]:
     """Name backward passes of a step that have different weights."""
     found = facts.passes
     if found is None or not facts.steps or facts.steps[0].step != found.step:
@@ -81,7 +81,7 @@ def _times(counts: list[float]) -> str:
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
-def of_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
+def causes_of_wrong_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name wrong averages of parameters, if averaging is accepted."""
     if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
@@ -97,7 +97,9 @@ def of_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     ]
 
 
-def of_design(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
+def causes_of_unaccepted_design(
+    failed: Failures, facts: Measurements, accept: str
+) -> list[Diagnosis]:
     """Name results that do not match the accepted design."""
     result = failed.get(("gradients", ROUNDING))
     if result is None or not accept.startswith(("low-rank", "quantized")):
@@ -111,20 +113,22 @@ def of_design(failed: Failures, facts: Measurements, accept: str) -> list[Diagno
         return [
             name_cause(
                 cause or "wrong-divisor",
-                f"{where(result)}: every rank holds {number_text(factor)} times a projection of "
-                "the mean",
+                f"{place_of_divergence(result)}: every rank holds {number_text(factor)} times a "
+                "projection of the mean",
                 "low-rank",
                 world=world,
             )
         ]
     reason = result.first_reason
     seen = gradients.describe_unexplained(facts)
-    evidence = "; ".join(filter(None, [where(result), reason, seen]))
+    evidence = "; ".join(filter(None, [place_of_divergence(result), reason, seen]))
     evidence = f"gradients are not within --accept {accept}: {evidence}"
     return [name_cause("exceeds-accepted-deviation", evidence)]
 
 
-def of_update(failed: Failures, facts: Measurements, first: CheckResult | None) -> list[Diagnosis]:
+def causes_of_wrong_update(
+    failed: Failures, facts: Measurements, first: CheckResult | None
+) -> list[Diagnosis]:
     """Name optimizer steps that differ from those of a single process."""
     result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
@@ -139,7 +143,7 @@ def of_update(failed: Failures, facts: Measurements, first: CheckResult | None) 
     evidence = (
         "with the ranks' gradients, the reference optimizer step yields different parameters "
     )
-    evidence += f"or a different optimizer state: {where(result)}"
+    evidence += f"or a different optimizer state: {place_of_divergence(result)}"
     reason = result.first_reason
     if seen is None:
         evidence += f"; {reason}" if reason else ""
@@ -202,7 +206,7 @@ def _update_text(seen: UpdateFacts, world: int) -> str:
     return text
 
 
-def of_owners(facts: Measurements) -> list[Diagnosis]:
+def causes_of_wrong_owners(facts: Measurements) -> list[Diagnosis]:
     if not facts.elsewhere:
         return []
     shown = ", ".join(
@@ -220,11 +224,11 @@ def of_owners(facts: Measurements) -> list[Diagnosis]:
     ]
 
 
-def of_loss(failed: Failures) -> list[Diagnosis]:
+def causes_of_wrong_loss(failed: Failures) -> list[Diagnosis]:
     results = [result for (check, _), result in failed.items() if check == "loss"]
     if not results or {check for check, _ in failed} - {"loss", "outcome"}:
         return []
     place = results[0].first
     numbers = f" is {place.actual}, but should be {place.expected}" if place else ""
     evidence = "gradients and parameters are right, but the returned loss is not: "
-    return [name_cause("wrong-loss", f"{evidence}{where(results[0])}{numbers}")]
+    return [name_cause("wrong-loss", f"{evidence}{place_of_divergence(results[0])}{numbers}")]

@@ -46,7 +46,7 @@ def measured_lines(trace: "TraceReader", step: int) -> Iterator[LineMeasurements
         )
 
 
-def culprit(
+def line_of_first_wrong(
     found: Sequence[Diagnosis], results: Sequence[CheckResult], facts: Measurements
 ) -> CallSite | None:
     """Return the line that the first wrong gradient passed through, if all causes agree on it."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.judge.diagnosis.measurements import Measurements
-from distcheck.judge.diagnosis.wording import Failures, positions_text, where
+from distcheck.judge.diagnosis.wording import Failures, place_of_divergence, positions_text
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis, FindingKind
@@ -36,7 +36,9 @@ _FACTORS = {
 }
 
 
-def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) -> list[Diagnosis]:
+def causes_of_nondeterminism(
+    failed: Failures, separation: Separation | None, *, alone: bool
+) -> list[Diagnosis]:
     """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if
     process state determines the result.
     """
@@ -44,11 +46,15 @@ def of_rerun(failed: Failures, separation: Separation | None, *, alone: bool) ->
     if result is None:
         return []
     if separation is not None and separation.depends:
-        return [of_process(separation, f"it first diverges at {where(result)}", passed=alone)]
+        return [
+            cause_in_process_state(
+                separation, f"it first diverges at {place_of_divergence(result)}", passed=alone
+            )
+        ]
     return [_nondeterministic(result, failed, separation, alone=alone)]
 
 
-def of_process(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
+def cause_in_process_state(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
     """Name the process state; `how` describes the rerun's difference, `passed`: the first world
     passed every check.
     """
@@ -80,7 +86,7 @@ def _nondeterministic(
     result: CheckResult, failed: Failures, separation: Separation | None, *, alone: bool
 ) -> Diagnosis:
     agreed = "everything matched the single-process reference, but two" if alone else "two"
-    evidence = f"{agreed} runs with the same seeds differ: {where(result)}"
+    evidence = f"{agreed} runs with the same seeds differ: {place_of_divergence(result)}"
     late = separation is not None and separation.factors == ("delays",)
     if late:
         evidence += "; a world with ranks delayed by some milliseconds differs as well"
@@ -122,7 +128,7 @@ def gradients_raced(failed: Failures) -> bool:
     return len(numbers) == 2 and float(there.error) > _NO_ROUNDING * max(numbers)
 
 
-def same_randomness(facts: Measurements) -> list[Diagnosis]:
+def causes_of_shared_rng(facts: Measurements) -> list[Diagnosis]:
     """Name ranks that draw equal random numbers: their dropout masks are copies."""
     if not facts.same_randomness:
         return []
@@ -137,7 +143,7 @@ def same_randomness(facts: Measurements) -> list[Diagnosis]:
     ]
 
 
-def drew_alike(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
+def warn_of_shared_rng(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
     """Yield the same as a warning, for a case in which no check failed because of it."""
     for result in results:
         if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
@@ -152,7 +158,8 @@ def _initial(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     result = _of("initial state", failed)
     if result is None:
         return []
-    evidence = f"the initial state differs from the single-process reference: {where(result)}"
+    where = place_of_divergence(result)
+    evidence = f"the initial state differs from the single-process reference: {where}"
     if facts.begins_alike:  # a broadcast cannot help
         evidence += "; it is the same on all ranks"
         return [name_cause("initial-state-differs", evidence, "alike")]
@@ -195,14 +202,14 @@ def _buffers(failed: Failures, facts: Measurements) -> list[Diagnosis]:
             name_cause(
                 "forward-ran-twice",
                 "gradients are right, but buffers changed as if each forward pass had run twice "
-                f"on its batch: {where(result)}",
+                f"on its batch: {place_of_divergence(result)}",
             )
         ]
     return [
         name_cause(
             "buffers-differ",
             "gradients are right, but buffers are not those of the local forward pass: "
-            f"{where(result)}, actual "
+            f"{place_of_divergence(result)}, actual "
             f"{result.worst.actual if result.worst else ''}, expected "
             f"{result.worst.expected if result.worst else ''}",
         )

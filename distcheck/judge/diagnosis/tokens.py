@@ -70,7 +70,7 @@ def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
     )
 
 
-def padded(step: StepFacts, where: str) -> Diagnosis:
+def cause_of_counted_padding(step: StepFacts, where: str) -> Diagnosis:
     """Name sums that are divided by each rank's positions, with equal weights of ranks."""
     factors = [n / p for n, p in zip(step.tokens, step.positions, strict=True)]
     return name_cause(
@@ -81,7 +81,7 @@ def padded(step: StepFacts, where: str) -> Diagnosis:
     )
 
 
-def of_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
+def causes_of_token_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
     """Name a factor of the right gradient that numbers of tokens explain."""
     if not step.tokens:
         return []

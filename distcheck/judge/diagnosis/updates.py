@@ -14,11 +14,11 @@ from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.fitting import fit
 from distcheck.judge.oracles import rounding_bound
-from distcheck.judge.oracles.averaging import agree, mean_of
-from distcheck.judge.oracles.low_rank import Projection, projected
+from distcheck.judge.oracles.averaging import mean_of, ranks_agree_bitwise
+from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import unit_roundoff, wide
+from distcheck.machine.numerics import as_float64, unit_roundoff
 from distcheck.recordings.recording import Kind
 
 # Heuristic, relative residual of an update that is a multiple of the right one.
@@ -55,7 +55,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
             wrong, parameters[spec.name] = True, parameters.get(spec.name, 0) + 1
             before = trace.tensor(rank, Kind.PARAMETER, step, index)
             assert before is not None, "the update was computed from it"
-            moved, right, held = (wide(t).reshape(-1) for t in (after, expected, before))
+            moved, right, held = (as_float64(t).reshape(-1) for t in (after, expected, before))
             rows.append((moved - held, right - held, held))
         for index, spec in enumerate(specs.optimizer):
             if expectation.references.update.is_sharded(index):
@@ -74,7 +74,7 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
     factor, decay, rest = _made_of(rows)
     times, counted = 1, tuple[str, ...]()
     if not decay and rest < _CLOSE:
-        times, counted = counted_replicas(expectation, factor)
+        times, counted = replicas_in_clipping_norm(expectation, factor)
     return UpdateFacts(
         step=step,
         ranks=tuple(trace.ranks[rank] for rank in ranks),
@@ -87,13 +87,15 @@ def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
         owners=expectation.contract.optimizer_state == "sharded"
         and not state
         and set(parameters.values()) == {trace.layout.world - 1},
-        norms=clipped_by_pieces(expectation),
+        norms=clipped_by_shard(expectation),
         counted=counted,
         times=times,
     )
 
 
-def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, tuple[str, ...]]:
+def replicas_in_clipping_norm(
+    expectation: StepExpectation, factor: float
+) -> tuple[int, tuple[str, ...]]:
     """Return the parameters with a wrong weight in the clipping norm, and the weight, if exactly
     one set explains the factor of the update; without a layout that set is all parameters.
 
@@ -107,7 +109,7 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
     if training.clip_norm is None or not 0 < factor < 1 - _SAME:
         return 1, ()
     held = [expectation.trace.tensor(0, Kind.GRADIENT, step, i) for i in range(len(names))]
-    squares = [0.0 if g is None else float(wide(g).square().sum()) for g in held]
+    squares = [0.0 if g is None else float(as_float64(g).square().sum()) for g in held]
     total, world = sum(squares), expectation.trace.layout.world
     if mesh is None:
         is_it = sqrt(total) > training.clip_norm and isclose(factor**-2, world, rel_tol=_CLOSE)
@@ -125,7 +127,7 @@ def counted_replicas(expectation: StepExpectation, factor: float) -> tuple[int, 
     return (share, tuple(names[i] for i in fits[0])) if len(fits) == 1 else (1, ())
 
 
-def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
+def clipped_by_shard(expectation: StepExpectation) -> tuple[float, ...]:
     """Return the norms of shards that were each clipped by their own norm, if that explains an
     update of plain SGD.
 
@@ -148,7 +150,7 @@ def clipped_by_pieces(expectation: StepExpectation) -> tuple[float, ...]:
         if before is None or after is None or gradient is None or expected is None:
             continue
         start, end, wanted_end, own = (
-            wide(t).reshape(-1) for t in (before, after, expected, gradient)
+            as_float64(t).reshape(-1) for t in (before, after, expected, gradient)
         )
         square += float(own.square().sum())
         right = wanted_end - start
@@ -207,7 +209,7 @@ def averaged_every(expectation: StepExpectation, written: int) -> int:
 
 def _is_average(expectation: StepExpectation) -> bool:
     trace, step = expectation.trace, expectation.step
-    if not agree(trace, step + 1):
+    if not ranks_agree_bitwise(trace, step + 1):
         return False
     try:
         updates = [
@@ -224,7 +226,7 @@ def _is_average(expectation: StepExpectation) -> bool:
             return False
         apart = apart or any(not torch.equal(present[0], other) for other in present[1:])
         mean = mean_of(present)
-        if not bool(((wide(held) - mean.mean).abs() <= mean.bound).all()):
+        if not bool(((as_float64(held) - mean.mean).abs() <= mean.bound).all()):
             return False
     return apart
 
@@ -247,19 +249,19 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)
         if not isinstance(form, Projection) or result is None:
             continue
-        y = wide(result)
-        if not projected(y, form).why:
+        y = as_float64(result)
+        if not fit_to_projection(y, form).why:
             continue
         wrong.append((y, form))
         along = float((y * form.mean).sum())
         if factor is None and along:
             factor = float(y.norm()) ** 2 / along
-    if not factor or any(projected(y / factor, form).why for y, form in wrong):
+    if not factor or any(fit_to_projection(y / factor, form).why for y, form in wrong):
         return None
     return factor
 
 
-def ran_twice(expectation: StepExpectation) -> bool:
+def buffers_updated_twice(expectation: StepExpectation) -> bool:
     """Return True if every wrong buffer continued from the right value as in a second forward pass.
     One pass changes a moving average from b to b + m (x - b), a second one on the same batch by (1
     - m) of that again; a counter by all of it.

@@ -18,7 +18,7 @@ from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
 
-def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
+def cause_of_negative_weights(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     """Name ranks with weight -1."""
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
     return name_cause(
@@ -28,7 +28,7 @@ def signed(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     )
 
 
-def chain(way: Reading, where: str) -> Diagnosis:
+def cause_of_chained_averages(way: Reading, where: str) -> Diagnosis:
     """Name a chain of averages with the running result."""
     total = sum(way.counts)
     shown = ", ".join(f"{count}/{total}" for count in way.counts)
@@ -39,7 +39,7 @@ def chain(way: Reading, where: str) -> Diagnosis:
     )
 
 
-def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
+def causes_of_smaller_weights(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Name a minority of ranks with a fraction of the usual weight: nothing was added twice."""
     most = max(way.counts)
     fewer = [rank for rank, count in enumerate(way.counts) if count < most]
@@ -59,7 +59,7 @@ def count_less(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     ]
 
 
-def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
+def causes_of_extra_factor(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Name a second mistake in addition to integer weights: a factor that neither the world size,
     the number of ranks with weight, nor the weights explain.
     """
@@ -74,7 +74,9 @@ def not_divided(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     return [name_cause("wrong-divisor", evidence, "further")]
 
 
-def dropped(step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool) -> Diagnosis:
+def cause_of_dropped_ranks(
+    step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool
+) -> Diagnosis:
     """Name ranks with weight 0. `mean`: the result is the right mean over the other ranks, as with
     a server that has no data by design.
     """
@@ -91,7 +93,7 @@ def dropped(step: StepFacts, positions: Sequence[int], evidence: str, *, mean: b
     )
 
 
-def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
+def cause_of_integer_weights(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     """Name integer rank weights: 0 for some, or more than 1."""
     counts = ", ".join(map(str, way.counts))
     absent = [rank for rank, count in enumerate(way.counts) if count == 0]
@@ -105,7 +107,7 @@ def counted(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     required = len(way.counts) / (len(way.counts) - len(absent)) if absent else 1.0
     # Heuristic: far above float32 rounding, far below one rank in a thousand.
     mean = isclose(way.factor, required, rel_tol=1e-4)
-    return dropped(step, absent, evidence, mean=mean)
+    return cause_of_dropped_ranks(step, absent, evidence, mean=mean)
 
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
@@ -131,7 +133,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if way.kind == "mean":
         return [] if way.factor == 1.0 else _scales(step, way, where)
     if way.kind == "by positions" and way.factor == 1.0:
-        return [tokens.padded(step, where)]
+        return [tokens.cause_of_counted_padding(step, where)]
     if way.kind in ("plain mean", "by samples") and step.tokens:
         unweighted = tokens.unweighted(step, way.kind, where)
         return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
@@ -148,22 +150,25 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if way.kind == "single":
         return _only_one(step, way, where)
     if way.kind == "counted":
-        if less := count_less(step, way, where):
+        if less := causes_of_smaller_weights(step, way, where):
             return less
-        return [counted(step, way, where), *not_divided(step, way, where)]
+        return [
+            cause_of_integer_weights(step, way, where),
+            *causes_of_extra_factor(step, way, where),
+        ]
     if way.kind == "signed":
-        return [signed(step, way, where)]
+        return [cause_of_negative_weights(step, way, where)]
     if way.kind in ("by samples", "by positions"):
         return []  # times a factor: two mistakes, neither of which is certain
     if way.kind == "chain":
-        return [chain(way, where)]
+        return [cause_of_chained_averages(way, where)]
     return _clipped(step, way, where)
 
 
 def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     general = _scale(step, way, where)
     evidence = f"{where}: every rank holds {number_text(way.factor)} times the mean over all tokens"
-    found = tokens.of_factor(step, way.factor, evidence)
+    found = tokens.causes_of_token_factor(step, way.factor, evidence)
     by_ranks = way.factor in (-1.0, len(step.shares), 1 / len(step.shares))
     return [*found, general] if by_ranks or not found else found
 
@@ -248,7 +253,7 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
         return found
     return [
         *found,
-        dropped(step, [1 - way.source], evidence, mean=way.factor == 1.0),
+        cause_of_dropped_ranks(step, [1 - way.source], evidence, mean=way.factor == 1.0),
         name_cause("duplicated-rank", evidence),
     ]
 
@@ -342,7 +347,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     found = [name_cause("missing-sync", left)]
     of_rest = next((way for way in rest[0] if way.kind == "counted"), None)
     if of_rest is not None:
-        return [*found, counted(step, of_rest, f"{where}, on the other ranks")]
+        return [*found, cause_of_integer_weights(step, of_rest, f"{where}, on the other ranks")]
     return found if all(map(_is_right, rest)) else []
 
 

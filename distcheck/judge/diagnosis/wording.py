@@ -9,7 +9,7 @@ from distcheck.records.odd_ranks import ranks_in_words
 Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
 
-def where(result: CheckResult) -> str:
+def place_of_divergence(result: CheckResult) -> str:
     """Return step, tensor and rank of the first divergence, or the check's reason."""
     place = result.first or result.worst
     return result.reason if place is None else place.place

@@ -24,16 +24,16 @@ import msgspec
 import torch
 
 from distcheck.judge.divergence.lockstep import LockstepComparison
-from distcheck.judge.divergence.modules import OF_BITS, OF_TWO, Both, first_wrong
+from distcheck.judge.divergence.modules import OF_BITS, OF_TWO, StepInBothRuns, first_wrong
 from distcheck.judge.divergence.noise_floor import (
     NOISE_FACTOR,
     STEM_OF,
     NoiseFloor,
     distance_between,
-    held,
     loss_of,
+    module_tensor_name,
     norm_of,
-    of_module,
+    recorded_tensor,
     tolerance,
 )
 from distcheck.machine.numerics import gamma, unit_roundoff
@@ -163,7 +163,7 @@ class Side(JobRecording):
         return "; ".join(groups)
 
 
-def sides(then: JobRecording, now: JobRecording) -> tuple[Side, Side]:
+def comparable_recordings(then: JobRecording, now: JobRecording) -> tuple[Side, Side]:
     """Return both recordings with the same tensors in the same order."""
     as_one = then.world != now.world
     names: dict[Kind, list[str]] = {}
@@ -193,7 +193,7 @@ def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> Side
     return Side(**{**about, "_names": dict(names)}, as_one=as_one)  # type: ignore[arg-type]
 
 
-def why_not(then: JobRecording, now: JobRecording) -> str:
+def why_not_comparable(then: JobRecording, now: JobRecording) -> str:
     """Return why jobs with different world sizes compute different values by design, or ""."""
     if then.world == now.world:
         return ""
@@ -304,17 +304,17 @@ class JobComparison(LockstepComparison):
                 if one.ops is not None and two.ops is not None:
                     yield self._sides[0].steps[step], rank, one.ops, two.ops
 
-    def _modules_until(self, last: int, *, bits: bool) -> Iterator[tuple[int, int, Both]]:
+    def _modules_until(self, last: int, *, bits: bool) -> Iterator[tuple[int, int, StepInBothRuns]]:
         for step in range(last + 1):
             for rank in range(self._sides[0].world):
                 other, own = (side.modules(rank, side.steps[step]) for side in self._sides)
                 if own is not None and other is not None:
                     spread = functools.partial(self._moved, step)
-                    both = Both(own, other, spread, self._unit(step), bits=bits)
+                    both = StepInBothRuns(own, other, spread, self._unit(step), bits=bits)
                     yield self._sides[0].steps[step], rank, both
 
     def _moved(self, step: int, name: str, gradient: bool) -> float | None:
-        of = of_module(name, gradient=gradient)
+        of = module_tensor_name(name, gradient=gradient)
         found = (one.spread(of, step + later) for one, later in self._floors)
         return max((one for one in found if one is not None), default=None)
 
@@ -369,7 +369,7 @@ class JobComparison(LockstepComparison):
         if spread is None:
             return None
         one, two = (
-            held(side, pair.kind, pair.rank, at, pair.name)
+            recorded_tensor(side, pair.kind, pair.rank, at, pair.name)
             if entry.state is EntryState.STORED else None
             for side, at, entry in zip(self._sides, places, (pair.one, pair.two), strict=True)
         )  # fmt: skip
@@ -391,7 +391,9 @@ class JobComparison(LockstepComparison):
 
     def _whole_norm(self, kind: Kind, rank: int, step: int) -> float:
         side = self._sides[0]
-        found = (held(side, kind, rank, side.steps[step], name) for name in side.names(kind))
+        found = (
+            recorded_tensor(side, kind, rank, side.steps[step], name) for name in side.names(kind)
+        )
         return math.hypot(*(norm_of(one) for one in found if one is not None))
 
     def _keep(self, pair: Pair, name: str, actual: float, expected: float, error: float,
@@ -410,7 +412,7 @@ class JobComparison(LockstepComparison):
         places = [side.steps[slot - 1] for side in self._sides]
         for name in self._sides[0].names(Kind.PARAMETER):
             one, two = (
-                held(side, Kind.PARAMETER, 0, at, name)
+                recorded_tensor(side, Kind.PARAMETER, 0, at, name)
                 for side, at in zip(self._sides, places, strict=True)
             )
             if one is not None and two is not None:
@@ -433,7 +435,7 @@ def compare_recordings(
     then: JobRecording, now: JobRecording, floors: Sequence[tuple[NoiseFloor, int]]
 ) -> JobComparison:
     """Compare two jobs as far as both go."""
-    one, two = sides(then, now)
+    one, two = comparable_recordings(then, now)
     comparison = JobComparison(one, two, floors)
     for step in range(min(len(one.steps), len(two.steps))):
         comparison.compare_step(step)

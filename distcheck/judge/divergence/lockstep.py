@@ -9,7 +9,7 @@ import torch
 from distcheck.judge.checks.comparison import Comparison, bitwise
 from distcheck.judge.checks.matching import compare_pair
 from distcheck.judge.checks.tally import Tally
-from distcheck.recordings.differing import Moment, Pair, TraceComparison, pair_of, pairs
+from distcheck.recordings.differing import DifferenceCount, Pair, TraceComparison, pair_of, pairs
 from distcheck.recordings.recording import Kind, Recording
 from distcheck.records import Difference
 
@@ -52,7 +52,7 @@ class LockstepComparison:
 
     def result(self) -> TraceComparison:
         moments = [
-            Moment(kind=kind, tensors=count, changed=self._changed[kind])
+            DifferenceCount(kind=kind, tensors=count, changed=self._changed[kind])
             for kind, count in self._compared.items()
         ]
         return TraceComparison(

@@ -49,7 +49,7 @@ class _Is(Enum):
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongModule:
     """The first wrong module, and the wrong part."""
 
     call: ModuleCall | None  # None: before all modules
@@ -59,7 +59,7 @@ class Wrong:
 
 
 @dataclass
-class Both:
+class StepInBothRuns:
     """Both runs of a step; `fits`: gradients may have a factor, `bits`: nothing may differ."""
 
     own: WatchedStep
@@ -97,20 +97,20 @@ class Both:
     def compared(self) -> int:
         return len(self._pairs)
 
-    def wrong(self) -> Wrong | None:
+    def wrong(self) -> WrongModule | None:
         return self._forward() or self._backward()
 
-    def _forward(self) -> Wrong | None:
+    def _forward(self) -> WrongModule | None:
         for call, _ in self._pairs:
             if not self._is_given_right(call):
                 continue
             far = [self._values[one] for one in call.outputs if self._is_far(self._values, one)]
             if far and (self.bits or self._is_more(call, far)):
-                return Wrong(call, "output", max(error for _, error, _ in far))
+                return WrongModule(call, "output", max(error for _, error, _ in far))
             if any(self._trains(one) for one in call.outputs) and not any(
                 self._trains(one) for one in call.inputs
             ):
-                return Wrong(call, "detached")
+                return WrongModule(call, "detached")
         return None
 
     def _is_given_right(self, call: ModuleCall) -> bool:
@@ -135,7 +135,7 @@ class Both:
         both = (self.own.watched.tensors[place], self.other.watched.tensors[beside])
         return both[0].trains != both[1].trains
 
-    def _backward(self) -> Wrong | None:
+    def _backward(self) -> WrongModule | None:
         place_of = {two: one for one, two in self._beside.items()}
         came = [place_of[two] for two in self.other.watched.backward if two in place_of]
         came += [one for one in self.own.watched.backward if one in self._beside]
@@ -146,7 +146,9 @@ class Both:
             right = [call for call in users if place not in call.outputs and self._ends_right(call)]
             last = [call for call, _ in self._pairs if call.number == self._number(place)][-1]
             of = _OF_MODEL if place in last.outputs else _name(self._names[place])
-            return Wrong(right[0] if right else None, "gradient", self._gradients[place][1], of)
+            return WrongModule(
+                right[0] if right else None, "gradient", self._gradients[place][1], of
+            )
         return None
 
     def _ends_right(self, call: ModuleCall) -> bool:
@@ -215,7 +217,7 @@ class Both:
 
     # -- for a report ----------------------------------------------------------------------------
 
-    def modules(self, wrong: Wrong | None) -> tuple[ModuleSeen, ...]:
+    def modules(self, wrong: WrongModule | None) -> tuple[ModuleSeen, ...]:
         """Return each module with its state, in the order of first calls."""
         paired = {call.key for call, _ in self._pairs}
         found: dict[str, list[ModuleCall]] = {}
@@ -224,7 +226,10 @@ class Both:
         return tuple(self._module(calls, paired, wrong) for calls in found.values())
 
     def _module(
-        self, calls: Sequence[ModuleCall], paired: set[tuple[str, int, int]], wrong: Wrong | None
+        self,
+        calls: Sequence[ModuleCall],
+        paired: set[tuple[str, int, int]],
+        wrong: WrongModule | None,
     ) -> ModuleSeen:
         there = [call for call in calls if call.key in paired]
         outputs = [one for call in there for one in call.outputs]
@@ -254,7 +259,9 @@ def _share(several: Sequence[tuple[_Is, float, float]]) -> float:
     return max((error / bound for _, error, bound in several if bound), default=0.0)
 
 
-def first_wrong(steps: Iterable[tuple[int, int, Both]], words: "ModuleWording") -> ByModule | None:
+def first_wrong(
+    steps: Iterable[tuple[int, int, StepInBothRuns]], words: "ModuleWording"
+) -> ByModule | None:
     """Return the first wrong module over (step, rank) in order; None if nothing was compared."""
     compared, last = 0, None
     for step, rank, both in steps:
@@ -285,7 +292,7 @@ class ModuleWording:
     right: str
     wrong: str
 
-    def sentence(self, wrong: Wrong | None, step: int, rank: int, compared: int) -> str:
+    def sentence(self, wrong: WrongModule | None, step: int, rank: int, compared: int) -> str:
         if wrong is None:
             return f"no module turned right inputs into a wrong output in {compared} calls"
         at = f"step {step}, rank {rank}"
@@ -329,7 +336,7 @@ def _name(tensor: str) -> str:
     return f"the {put} of {name or 'the model'}"
 
 
-def with_module(
+def add_module_evidence(
     found: Sequence[Diagnosis], modules: ByModule | None, named: Callable[[str], Diagnosis]
 ) -> list[Diagnosis]:
     """Add the first wrong module to the evidence of the first cause; if that is unexplained,

@@ -86,7 +86,7 @@ def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
     """Return the distances of perturbed runs from the job, while they make the same choices."""
     steps: list[dict[str, Perturbation]] = []
     for place, step in enumerate(job.steps):
-        why = next(filter(None, (chose_other(job, one, place) for one in perturbed)), "")
+        why = next(filter(None, (why_choice_differs(job, one, place) for one in perturbed)), "")
         if why:
             return NoiseFloor(steps=tuple(steps), why=why)
         found: dict[str, Perturbation] = {}
@@ -99,7 +99,7 @@ def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
     return NoiseFloor(steps=tuple(steps))
 
 
-def chose_other(job: JobRecording, perturbed: JobRecording, place: int) -> str:
+def why_choice_differs(job: JobRecording, perturbed: JobRecording, place: int) -> str:
     """Return why a run of the same command differs in a choice, or ""."""
     step = job.steps[place]
     if step not in perturbed.steps or perturbed.world != job.world:
@@ -128,7 +128,9 @@ def _distances(
         ranks = range(job.world) if kind is Kind.LOCAL_GRADIENT else range(1)
         for rank in ranks:
             for name in job.names(kind):
-                one, two = (held(side, kind, rank, step, name) for side in (job, perturbed))
+                one, two = (
+                    recorded_tensor(side, kind, rank, step, name) for side in (job, perturbed)
+                )
                 if one is not None and two is not None:
                     yield f"{stem}/{name}", distance_between(one, two), norm_of(one)
     for rank in range(job.world):
@@ -146,13 +148,13 @@ def _of_modules(one: WatchedStep, two: WatchedStep) -> Iterator[tuple[str, float
             distance_between = (one.sums[mine] - two.sums[other]).norm(dim=-1)
             for kind, size in enumerate(one.sums[mine].norm(dim=-1)):
                 yield (
-                    of_module(name, gradient=bool(kind)),
+                    module_tensor_name(name, gradient=bool(kind)),
                     float(distance_between[kind]),
                     float(size),
                 )
 
 
-def of_module(name: str, *, gradient: bool) -> str:
+def module_tensor_name(name: str, *, gradient: bool) -> str:
     """Return the name of a module call's tensor in a noise floor."""
     return f"module/{name}{'/gradient' * gradient}"
 
@@ -165,7 +167,9 @@ def loss_of(job: JobRecording, rank: int, step: int) -> float:
     return sum(one.loss or 0.0 for one in record.trained) / (record.scale or 1.0)
 
 
-def held(job: JobRecording, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
+def recorded_tensor(
+    job: JobRecording, kind: Kind, rank: int, step: int, name: str
+) -> torch.Tensor | None:
     """Return a rank's tensor at a step, whole or as 64 projections; None if not recorded."""
     if kind in STEMS:
         return job.gradient(kind, rank, step, name)

@@ -45,7 +45,7 @@ class ParameterAverages:
             next((step for step in range(phase, written, period) if _moved(trace, step)), phase)
             for phase in range(min(period, written))
         )
-        agreed = next((step for step in telling if agree(trace, step + 1)), None)
+        agreed = next((step for step in telling if ranks_agree_bitwise(trace, step + 1)), None)
         first = period - 1 if agreed is None else agreed % period
         return cls(period=period, first=first, seen=agreed is not None)
 
@@ -67,7 +67,7 @@ def _moved(trace: TraceReader, step: int) -> bool:
     )
 
 
-def agree(trace: TraceReader, slot: int) -> bool:
+def ranks_agree_bitwise(trace: TraceReader, slot: int) -> bool:
     """Return True if all ranks hold the same parameters, bitwise."""
     for index in range(len(trace.layout.model.parameters)):
         entries = [

@@ -36,7 +36,7 @@ _OTHER_KINKS = (
 )
 
 
-def allowed(
+def tolerances_between_devices(
     at: AtStep,
     expected: Gradients,
     tolerances: Sequence[float],

@@ -22,22 +22,22 @@ from distcheck.contract import DDPBuckets
 from distcheck.judge.oracles import order_exact, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     After,
+    AllowedBuffers,
     Bits,
-    BufferWays,
-    EachItsOwn,
-    Either,
+    EitherForm,
     GradientForms,
     Gradients,
     Limit,
     Near,
     RankLosses,
+    TensorsOfEachRank,
     Updates,
     number,
 )
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import distance, every, unit_roundoff, wide
+from distcheck.machine.numerics import as_float64, distance, every_nth_number, unit_roundoff
 from distcheck.recordings.recording import Kind
 
 _CLIPPED = (
@@ -48,7 +48,7 @@ _ROOM = 8.0  # Derived: one rounding each for root, sum, quotient and product, a
 
 
 @dataclass(frozen=True)
-class InOrder(GradientForms):
+class GradientsInPromisedOrder(GradientForms):
     """Gradients in the promised order; `mean` bounds the rounding of a mistaken sum."""
 
     gradients: Gradients
@@ -64,7 +64,7 @@ class InOrder(GradientForms):
     def every(self, index: int, stride: int) -> torch.Tensor | None:
         """Return every `stride`-th compared number."""
         found = self.gradients[index]
-        return None if found is None else every(stride, found).double()
+        return None if found is None else every_nth_number(stride, found).double()
 
 
 def bits(tensor: torch.Tensor | None) -> Bits | None:
@@ -72,7 +72,7 @@ def bits(tensor: torch.Tensor | None) -> Bits | None:
     return None if tensor is None else Bits(tensor)
 
 
-def gradients(at: AtStep) -> GradientForms | EachItsOwn:
+def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
     """Return the reduced gradients; each rank's local ones under local SGD."""
     if at.references.averages is not None:
         return local_gradients(at)
@@ -94,15 +94,15 @@ def gradients(at: AtStep) -> GradientForms | EachItsOwn:
     scale = at.shares.loss_scales[0]  # removed after synchronization, possibly a power of two
     if scale != 1.0:
         reduced = [g if g is None else g / scale for g in reduced]
-    mean = rounding_bound.mean_at(at)
-    return InOrder(at.shares, mean.computed, gradients=tuple(reduced), mean=mean)
+    mean = rounding_bound.mean_of_step(at)
+    return GradientsInPromisedOrder(at.shares, mean.computed, gradients=tuple(reduced), mean=mean)
 
 
-def local_gradients(at: AtStep) -> EachItsOwn:
+def local_gradients(at: AtStep) -> TensorsOfEachRank:
     """Return every rank's local gradients."""
     if at.references.unpromised:
-        return EachItsOwn(unpromised.own(at))
-    return EachItsOwn(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
+        return TensorsOfEachRank(unpromised.own(at))
+    return TensorsOfEachRank(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
 
 
 def loss(at: AtStep) -> RankLosses:
@@ -145,7 +145,7 @@ def _updated(at: AtStep, rank: int) -> After | None:
     near = _tolerances(at, rank)
     return {
         kind: tuple(
-            Either(Bits(t), Near(t, near[kind][index]), excuse=_CLIPPED)
+            EitherForm(Bits(t), Near(t, near[kind][index]), excuse=_CLIPPED)
             if near and t is not None
             else bits(t)
             for index, t in enumerate(tensors)
@@ -169,7 +169,7 @@ def _tolerances(at: AtStep, rank: int) -> Mapping[Kind, Sequence[float]]:
             0.0
             if one is None
             else max(distance(one, other) for other in (above, below) if other is not None)
-            + unit * float(wide(one).norm())
+            + unit * float(as_float64(one).norm())
             for one, above, below in zip(exact[kind], more[kind], less[kind], strict=True)
         ]
         for kind in exact
@@ -185,7 +185,7 @@ def _zeros_for_none(at: AtStep, rank: int) -> set[int]:
     return zeros and {i for i in zeros if all(own[i] is None for own in at.shard_gradients)}
 
 
-def buffers(at: AtStep) -> BufferWays:
+def buffers(at: AtStep) -> AllowedBuffers:
     """Return each rank's buffers after forward, from its own buffers or, if nothing is promised,
     from rank 0's.
     """
@@ -196,4 +196,4 @@ def buffers(at: AtStep) -> BufferWays:
             from_first = at.references.shards.run(rank, at.step, buffers_of=0)
             of_rank.append(tuple(from_first.buffers))
         ways.append(tuple(of_rank))
-    return BufferWays(tuple(ways), at.shares)
+    return AllowedBuffers(tuple(ways), at.shares)

@@ -17,14 +17,14 @@ import torch
 from distcheck.judge.oracles import bitwise, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     Bits,
-    EachItsOwn,
-    Either,
+    EitherForm,
     ExactParameters,
     Form,
     GradientForms,
     Limit,
     Numbers,
     RankLosses,
+    TensorsOfEachRank,
     Updates,
     number,
 )
@@ -32,7 +32,7 @@ from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shares import declared_factor
-from distcheck.machine.numerics import every
+from distcheck.machine.numerics import every_nth_number
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 
@@ -97,7 +97,7 @@ class ClosedForm:
     def _look(self, step: int, before: Standing) -> Standing:
         if before == "exact" and self._all_exact(step):
             return "exact"
-        mean = rounding_bound.mean_at(self._references.at(step))
+        mean = rounding_bound.mean_of_step(self._references.at(step))
         for index in range(len(self._at.specs)):
             interval = mean.interval(index)
             tolerance = mean.near[index] if mean.near else 0.0
@@ -111,7 +111,7 @@ class ClosedForm:
 
     def _all_exact(self, step: int) -> bool:
         for index, spec in enumerate(self._at.specs):
-            expected = as_tensor(spec, self.step(step).synced[spec.name])
+            expected = tensor_from_exact_values(spec, self.step(step).synced[spec.name])
             for result in self._results(step, index):
                 if result is None or not torch.equal(result, expected):
                     return False
@@ -133,9 +133,9 @@ class ExactGradients(GradientForms):
 
     def of(self, index: int) -> Form:
         spec = self.specs[index]
-        exact = Numbers(as_tensor(spec, self.exact.synced[spec.name]))
+        exact = Numbers(tensor_from_exact_values(spec, self.exact.synced[spec.name]))
         mean = None if self.mean is None else self.mean.of(index)
-        return exact if mean is None else Either(exact, mean)
+        return exact if mean is None else EitherForm(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
         """Return the rounding bound if sums are rounded, else float64's rounding."""
@@ -144,13 +144,13 @@ class ExactGradients(GradientForms):
 
         def elementwise(stride: int) -> torch.Tensor:
             pairs = zip(self.shares.in_mean, own, strict=True)
-            sizes = [abs(share) * every(stride, g).double().abs() for share, g in pairs]
+            sizes = [abs(share) * every_nth_number(stride, g).double().abs() for share, g in pairs]
             return torch.stack(sizes).sum(0) * _EXACT
 
         return elementwise
 
 
-def as_tensor(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
+def tensor_from_exact_values(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
     """Return `values`, exactly representable in the dtype, in the shape of `spec`."""
     floats = torch.frombuffer(expand(spec.name, values), dtype=torch.float64)
     return floats.to(getattr(torch, spec.dtype)).view(spec.shape)
@@ -164,25 +164,29 @@ def gradients(at: AtStep) -> ExactGradients:
         at.computed_where_unseen,
         specs=at.specs,
         exact=form.step(step),
-        mean=rounding_bound.mean_at(at) if _rounds(at) else None,
+        mean=rounding_bound.mean_of_step(at) if _rounds(at) else None,
         excuse=_ROUNDED if form.is_rounded_at(step) else "",
     )
 
 
-def local_gradients(at: AtStep) -> EachItsOwn:
+def local_gradients(at: AtStep) -> TensorsOfEachRank:
     """Return every rank's local gradients. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
     exact = form.step(at.step)
     parts: list[list[Form]] = [
-        [Numbers(as_tensor(spec, own[spec.name])) for spec in at.specs] for own in exact.local
+        [Numbers(tensor_from_exact_values(spec, own[spec.name])) for spec in at.specs]
+        for own in exact.local
     ]
     if form.began_rounded(at.step) or at.references.unpromised:
         again = bitwise.local_gradients(at).parts
         parts = [
-            [one if other is None else Either(one, other) for one, other in zip(*pair, strict=True)]
+            [
+                one if other is None else EitherForm(one, other)
+                for one, other in zip(*pair, strict=True)
+            ]
             for pair in zip(parts, again, strict=True)
         ]
-    return EachItsOwn(tuple(map(tuple, parts)))
+    return TensorsOfEachRank(tuple(map(tuple, parts)))
 
 
 def loss(at: AtStep) -> RankLosses:
@@ -192,10 +196,10 @@ def loss(at: AtStep) -> RankLosses:
     exact: tuple[Form, ...] = tuple(Bits(number(value)) for value in expected)
     if at.references.unpromised:  # micro-batches may not be representable fractions
         again = (Bits(number(shard.loss)) for shard in at.shards)
-        return unpromised.losses(at, [Either(*pair) for pair in zip(again, exact, strict=True)])
+        return unpromised.losses(at, [EitherForm(*pair) for pair in zip(again, exact, strict=True)])
     if form.began_rounded(at.step):
         pairs = zip(exact, bitwise.loss(at).forms, strict=True)
-        exact = tuple(Either(*pair) for pair in pairs)
+        exact = tuple(EitherForm(*pair) for pair in pairs)
     return RankLosses(exact, expected)
 
 
@@ -206,7 +210,9 @@ def parameters(at: AtStep) -> ExactParameters | Updates:
     if _rounds(at):
         return bitwise.parameters(at)
     after = at.references.kept(ClosedForm).step(at.step).after
-    return ExactParameters(tuple(Numbers(as_tensor(s, after[s.name])) for s in at.specs))
+    return ExactParameters(
+        tuple(Numbers(tensor_from_exact_values(s, after[s.name])) for s in at.specs)
+    )
 
 
 def _rounds(at: AtStep) -> bool:

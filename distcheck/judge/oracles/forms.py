@@ -54,7 +54,7 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Either:
+class EitherForm:
     """The first of two forms, or else the second. If only the second fits, an `excuse` is reported;
     if neither fits, the error is measured by the first with an excuse, else by the second.
     """
@@ -64,7 +64,7 @@ class Either:
     excuse: str = ""
 
 
-Form = Bits | Numbers | Within | Near | Projection | Either
+Form = Bits | Numbers | Within | Near | Projection | EitherForm
 
 
 def number(value: float) -> torch.Tensor:
@@ -107,7 +107,7 @@ class GradientForms(ABC):
 
 
 @dataclass(frozen=True)
-class EachItsOwn:
+class TensorsOfEachRank:
     """Tensors of every rank separately: `parts` [rank][tensor]."""
 
     parts: tuple[tuple[Form | None, ...], ...]
@@ -153,7 +153,7 @@ class InitialState:
 
 
 @dataclass(frozen=True)
-class BufferWays:
+class AllowedBuffers:
     """The allowed buffers of each rank after a step: one alternative or two."""
 
     ways: tuple[tuple[tuple[torch.Tensor, ...], ...], ...]
@@ -198,7 +198,7 @@ class ExactParameters:
 
 
 @dataclass(frozen=True)
-class OwnStep:
+class IndependentStep:
     """A step of the workload, independent of the strategy.
 
     Holds each rank's `own` gradients [parameter][rank], and properties of a separate model prepared

@@ -94,9 +94,9 @@ import torch
 from distcheck.contract import Batch
 from distcheck.judge.oracles.ghost_batch import GhostBatch, GhostSegment
 from distcheck.judge.oracles.longest_sum import LongestSum
-from distcheck.judge.oracles.shards import StepReference, load_state, stretch_sizes
+from distcheck.judge.oracles.shards import StepReference, load_state, micro_batch_sizes
 from distcheck.machine import seeds
-from distcheck.machine.numerics import real_parts, smallest, unit_roundoff, wide
+from distcheck.machine.numerics import as_float64, real_parts, smallest, unit_roundoff
 from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
@@ -159,7 +159,7 @@ def module_scales(
 
 def norm(tensor: torch.Tensor) -> float:
     """Return the L2 norm of the finite elements, in float64; complex numbers by both parts."""
-    parts = wide(tensor)
+    parts = as_float64(tensor)
     return float(torch.where(parts.isfinite(), parts, 0.0).norm())
 
 
@@ -198,7 +198,7 @@ class FullBatchReference(StepReference):
         return [
             GhostSegment(size, rank)
             for rank, samples in enumerate(shards)
-            for size in stretch_sizes(samples, count)
+            for size in micro_batch_sizes(samples, count)
         ]
 
     def run(

@@ -14,7 +14,7 @@ import torch
 from distcheck.judge.oracles import between_devices, kinks, model_outputs, rounding_bound
 from distcheck.judge.oracles.forms import (
     AfterBatch,
-    Either,
+    EitherForm,
     GradientForms,
     Gradients,
     Limit,
@@ -30,7 +30,7 @@ from distcheck.judge.oracles.full_batch import (
     tolerance_of,
 )
 from distcheck.judge.oracles.references import AtStep
-from distcheck.machine.numerics import distance, real_parts, wide
+from distcheck.machine.numerics import as_float64, distance, real_parts
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 
@@ -82,7 +82,7 @@ class FullBatchBound(GradientForms):
     sides: _Sides
     nan_is_expected: bool
 
-    def of(self, index: int) -> Near | Either | None:
+    def of(self, index: int) -> Near | EitherForm | None:
         expected, tolerance, sides = self.gradients[index], self.tolerances[index], self.sides
         if expected is None:
             return None
@@ -90,10 +90,10 @@ class FullBatchBound(GradientForms):
         near = Near(expected, tolerance, self.nan_is_expected, rounding, sides.why)
         if index in sides.further:
             wider = Near(expected, tolerance + sides.further[index])
-            return Either(near, wider, excuse=between_devices.EXCUSE)
+            return EitherForm(near, wider, excuse=between_devices.EXCUSE)
         if index not in sides.by_shards:
             return near
-        return Either(near, Near(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
+        return EitherForm(near, Near(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
         return lambda stride: self.tolerances[index] + self.sides.further.get(index, 0.0)
@@ -107,7 +107,9 @@ def gradients(at: AtStep) -> FullBatchBound:
     refused = _refused(at, expected, tolerances) if in_float32 else {}
     sides = _Sides()
     if refused and at.case.reference_device is not None:
-        further, rounding, why = between_devices.allowed(at, expected, tolerances, refused)
+        further, rounding, why = between_devices.tolerances_between_devices(
+            at, expected, tolerances, refused
+        )
         sides = _Sides(further=further, rounding=rounding, why=why or _ROUNDED_GRADIENTS)
     elif refused:
         by_shards = _on_other_sides(at, expected, tolerances, refused)
@@ -152,7 +154,7 @@ def _expected(at: AtStep, index: int) -> torch.Tensor | None:
     full = at.full_batch.gradients[index]
     if full is None or at.training.loss_scale is None:
         return full
-    interval = rounding_bound.mean_at(at).interval(index)
+    interval = rounding_bound.mean_of_step(at).interval(index)
     if interval is None or bool(interval.mean.isfinite().all()):
         return full
     parts = real_parts(full)
@@ -169,7 +171,7 @@ def tolerance(at: AtStep, index: int) -> float:
     exact = _relative_to_batch(at, index)
     if at.contract.wire is None and (at.accepted is None or at.accepted.family != "quantized"):
         return exact
-    interval = rounding_bound.mean_at(at).interval(index)
+    interval = rounding_bound.mean_of_step(at).interval(index)
     return exact if interval is None else exact + float(interval.bound.norm())
 
 
@@ -215,7 +217,7 @@ def _on_other_sides(
     """
     found = {}
     for index, too_far in refused.items():
-        full, interval = expected[index], rounding_bound.mean_at(at).interval(index)
+        full, interval = expected[index], rounding_bound.mean_of_step(at).interval(index)
         if full is None or interval is None:
             continue
         shards = torch.view_as_complex(interval.mean) if full.is_complex() else interval.mean
@@ -226,7 +228,7 @@ def _on_other_sides(
     left = [index for index in refused if index not in found]
     if at.references.mesh is None or not left:
         return found
-    return found | kinks.beside_kinks(at, left)
+    return found | kinks.gradients_on_sides_of_kinks(at, left)
 
 
 def _rounding(
@@ -261,7 +263,7 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
     """
     try:
         in_double = at.in_double
-        interval = rounding_bound.mean_at(in_double).interval(index)
+        interval = rounding_bound.mean_of_step(in_double).interval(index)
         full = in_double.full_batch.gradients[index]
         if interval is None or full is None:
             return False
@@ -285,7 +287,7 @@ def buffers(at: AtStep) -> AfterBatch | None:
         return None
     relative = relative_tolerance(at.full_batch_layer, at.shares.samples, at.full_batch.positions)
     return AfterBatch(
-        tuple(Near(wide(one), relative * norm(one)) for one in at.full_batch.buffers),
+        tuple(Near(as_float64(one), relative * norm(one)) for one in at.full_batch.buffers),
         tuple(tuple(shard.buffers) for shard in at.shards),
         tuple(at.trace.ranks),
     )
@@ -329,7 +331,7 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
     if not refused or not _losses_are_the_batchs(at):
         return MeanLoss(near, expected, bound)
     by_shards = Near(number(_mean_loss(at, [shard.loss for shard in at.shards])), bound)
-    return MeanLoss(Either(near, by_shards, excuse=_LONG_LOSS), expected, bound)
+    return MeanLoss(EitherForm(near, by_shards, excuse=_LONG_LOSS), expected, bound)
 
 
 def recorded_losses(at: AtStep) -> list[float]:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.compat import TorchDispatchMode
-from distcheck.machine.numerics import distance, smallest, unit_roundoff, wide
+from distcheck.machine.numerics import as_float64, distance, smallest, unit_roundoff
 
 # Heuristic: see above.
 _NEAR = 128 * unit_roundoff("float32")
@@ -93,7 +93,7 @@ class Units(TorchDispatchMode):
         return found
 
 
-def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
+def gradients_on_sides_of_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
     """Return the full batch's gradients of these parameters with units on the ranks' sides, as
     fitted to the recording; empty without units near a kink.
     """
@@ -105,15 +105,15 @@ def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
     held = [at.recorded_gradients(index) for index in indices]
     if not units or any(e is None for e in expected) or any(not h for h in held):
         return {}
-    right = [wide(e) for e in expected if e is not None]
-    apart = torch.cat([(wide(h[0]) - r).flatten() for h, r in zip(held, right, strict=True)])
+    right = [as_float64(e) for e in expected if e is not None]
+    apart = torch.cat([(as_float64(h[0]) - r).flatten() for h, r in zip(held, right, strict=True)])
     columns = []
     for unit in units:
         flipped = reference.run(at.step, within=Units([unit])).gradients
         moved = [flipped[index] for index in indices]
         if any(m is None for m in moved):
             return {}
-        parts = [wide(m) for m in moved if m is not None]
+        parts = [as_float64(m) for m in moved if m is not None]
         columns.append(torch.cat([(m - r).flatten() for m, r in zip(parts, right, strict=True)]))
     system = torch.stack(columns, dim=1)
     sides = torch.linalg.lstsq(system, apart.unsqueeze(1), driver="gelsd").solution.squeeze(1)
@@ -129,7 +129,7 @@ def beside_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
     return found
 
 
-class OtherSides(TorchDispatchMode):
+class UnitsOnOtherSides(TorchDispatchMode):
     """Moves all units near a kink (with a seed, a random half) to the other side in a forward pass.
     `others` collects names of other functions with kinks.
     """
@@ -220,7 +220,7 @@ def between_devices(at: AtStep, indices: Sequence[int]) -> tuple[dict[int, float
     reference, right = at.references.full_batch, at.full_batch.gradients
     found, others = dict.fromkeys(indices, 0.0), set[str]()
     for half in (None, 0):
-        mode = OtherSides(half)
+        mode = UnitsOnOtherSides(half)
         moved = reference.run(at.step, within=mode).gradients
         others |= mode.others
         for index in indices:

@@ -49,7 +49,7 @@ class LatticeStep:
     losses: list[Fraction]  # per rank
 
 
-def mixed(row: int, column: int, span: int) -> int:
+def lattice_value(row: int, column: int, span: int) -> int:
     """Return the value of sample `row` in `column`; also used for initial weights."""
     t = (131 * row + 71 * column + 17) % 257
     return t * t % 257 % span - span // 2
@@ -228,7 +228,7 @@ class _Contributions:
         def take(count: int, span: int) -> Vector:
             nonlocal at
             at += count
-            return [mixed(i, column, span) for column in range(at - count, at)]
+            return [lattice_value(i, column, span) for column in range(at - count, at)]
 
         x, image = take(_FEATURES, 5), take(_SIDE * _SIDE, 5)
         to_dense, to_head, to_conv = take(_HIDDEN, 3), take(_HEAD_OUT, 3), take(_KERNELS, 3)
@@ -300,7 +300,7 @@ def _initial(position: int, count: int) -> Vector:
     """Return initial values from the column of the parameter's position in the model: the module's
     own parameters come first (scale, table), then its layers' (dense, head, conv).
     """
-    return [mixed(element, position, 3) for element in range(count)]
+    return [lattice_value(element, position, 3) for element in range(count)]
 
 
 def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
@@ -318,4 +318,4 @@ def _odd(n: int) -> int:
     return n
 
 
-TABLE_PERIOD = [mixed(element, 6, 7) for element in range(257)]
+TABLE_PERIOD = [lattice_value(element, 6, 7) for element in range(257)]

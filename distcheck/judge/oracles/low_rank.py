@@ -77,7 +77,7 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Projected:
+class ProjectionFit:
     """The fit of a result: `error` and `bound` as L2 norms, `kept` the fraction of M's norm in it
     (1.0 for M itself); `why` is "" if it is right.
     """
@@ -112,13 +112,13 @@ def carried(
     return Projection(mean, bound, float(size.norm()), len(earlier), rank, world, unit)
 
 
-def projected(result: torch.Tensor, form: Projection) -> Projected:
+def fit_to_projection(result: torch.Tensor, form: Projection) -> ProjectionFit:
     """Return the fit of `result`: M itself, or a projection of it."""
     y, mean = result.to(form.mean.device).double(), form.mean
     distance = (y - mean).abs()
     if bool((distance <= form.bound).all()):
-        return Projected(float(distance.norm()), float(form.bound.norm()), 1.0)
-    failed = Projected(float(distance.norm()), float(form.bound.norm()), 0.0, "not the mean")
+        return ProjectionFit(float(distance.norm()), float(form.bound.norm()), 1.0)
+    failed = ProjectionFit(float(distance.norm()), float(form.bound.norm()), 0.0, "not the mean")
     rows = y.shape[0] if y.dim() else 1
     if y.dim() < 2 or min(rows, y.numel() // rows) <= form.rank or not bool(y.isfinite().all()):
         return failed
@@ -130,7 +130,7 @@ def projected(result: torch.Tensor, form: Projection) -> Projected:
     return found
 
 
-def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> Projected:
+def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> ProjectionFit:
     """Test if a matrix is P P^T M for a P of orthonormal columns."""
     rows, whole, rank, unit = len(matrix), float(form.mean.norm()), form.rank, form.unit
     eps = gamma(rows + form.world + rank + 4 + 2 * form.steps_before, unit) * rank * form.size
@@ -138,13 +138,13 @@ def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> 
     norm, tail = float(values.norm()), float(values[rank:].norm())
     if norm <= eps:
         if bool((form.mean.abs() <= form.bound).all()):  # gradients cancel: zero is their mean
-            return Projected(norm, eps, 1.0)
-        return Projected(whole, eps, 0.0, "zero, but the mean is not")
+            return ProjectionFit(norm, eps, 1.0)
+        return ProjectionFit(whole, eps, 0.0, "zero, but the mean is not")
     if whole == 0.0:
-        return Projected(norm, eps, 0.0, "nonzero, but the mean is zero")
+        return ProjectionFit(norm, eps, 0.0, "nonzero, but the mean is zero")
     if tail > eps:
         found = int((values > eps / sqrt(len(values))).sum())
-        return Projected(
+        return ProjectionFit(
             tail, eps, norm / whole, f"not the mean, and of rank {found} instead of {rank}"
         )
     inner = columns[:, :rank].T @ (wanted - matrix)
@@ -152,9 +152,9 @@ def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> 
     slack = 1.0 if rank == 1 else _UNORTHOGONAL
     bound = eps * (whole / norm + 2.0) + slack * gamma(rows + 4, unit) * norm
     if error <= bound:
-        return Projected(error, bound, norm / whole)
+        return ProjectionFit(error, bound, norm / whole)
     along = float((matrix * wanted).sum()) / norm**2
     why = "of an allowed rank, but not a projection of the mean plus the error feedback"
-    return Projected(
+    return ProjectionFit(
         error, bound, norm / whole, f"{why} ({1 / along if along else 0:.4g} times one)"
     )

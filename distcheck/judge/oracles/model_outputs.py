@@ -26,7 +26,7 @@ import torch
 from distcheck.judge.oracles.forms import Near, Outputs
 from distcheck.judge.oracles.full_batch import FullBatch, norm, relative_tolerance
 from distcheck.judge.oracles.references import AtStep
-from distcheck.machine.numerics import wide
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.records.layers import IN_FLOAT32
 
@@ -68,11 +68,11 @@ def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
     """Return the largest error in the outputs that ranks of a data coordinate recorded."""
     mesh, whole = at.references.mesh, at.references.whole
     assert mesh is not None, "outputs are recorded only in a mesh"
-    wanted, found = wide(part), [0.0]
+    wanted, found = as_float64(part), [0.0]
     for rank in mesh.ranks_of(place):
         held = whole.tensor(rank, Kind.OUTPUT, at.step, 0)
         if held is not None:
-            recorded = wide(held[: len(part)]).to(wanted.device)
+            recorded = as_float64(held[: len(part)]).to(wanted.device)
             found.append(float((recorded - wanted).norm()))
     return max(found)
 

@@ -59,7 +59,7 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
     return max(largest, default=0.0) / (2.0**bits - 2.0) * (1.0 + 2.0 ** (bits + 2) * _U)
 
 
-def widened(
+def quantized_interval(
     interval: Interval, halves: Sequence[float], weights: Sequence[float], dtype: torch.dtype
 ) -> Interval:
     """Widen an interval of gradients to quantized ones. If the mean is infinite, the bound is 0, as

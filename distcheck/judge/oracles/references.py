@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 
 from distcheck.contract import Contract
-from distcheck.judge.acceptance import Accepted, read
+from distcheck.judge.acceptance import AcceptedDeviation, read
 from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
@@ -38,7 +38,7 @@ from distcheck.records.expected_events import NotFinite
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, state_tensors, trainable
-from distcheck.training.optimizers import implement, is_of_group, put_back
+from distcheck.training.optimizers import is_group_number, restore_state_value, set_implementation
 
 
 class UpdateReference(StepReference):
@@ -51,7 +51,7 @@ class UpdateReference(StepReference):
     def is_sharded(self, index: int) -> bool:
         """Return True if only one rank holds a state tensor; numbers of groups are everywhere."""
         name = self._trace.layout.model.optimizer[index].name
-        return self._contract.optimizer_state == "sharded" and not is_of_group(name)
+        return self._contract.optimizer_state == "sharded" and not is_group_number(name)
 
     def holders(self, slot: int, index: int) -> list[int]:
         ranks = range(self._trace.layout.world)
@@ -97,13 +97,13 @@ class UpdateReference(StepReference):
             model.parameters(), one_group=self._contract.one_group
         )
         header = trace.header(rank, step)
-        implement(optimizer, header.implementation)
+        set_implementation(optimizer, header.implementation)
         for index, spec in enumerate(trace.layout.model.optimizer):
             source = self._source(rank, Kind.OPTIMIZER, step, index)
             before = trace.tensor(source, Kind.OPTIMIZER, step, index)
             if before is not None:
                 is_number = spec.name in trace.layout.model.numbers
-                put_back(optimizer, parameters, spec.name, before, is_number=is_number)
+                restore_state_value(optimizer, parameters, spec.name, before, is_number=is_number)
         self._ingredients.schedule(optimizer, step)
         training = self._ingredients.training
         if training.clip_norm is not None:
@@ -324,7 +324,7 @@ class AtStep(_Keeping):
         return self.references.in_double.at(self.step)
 
     @property
-    def accepted(self) -> Accepted | None:
+    def accepted(self) -> AcceptedDeviation | None:
         return read(self.case.accept)
 
     @property

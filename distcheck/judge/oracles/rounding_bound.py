@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.judge.acceptance import Accepted
+from distcheck.judge.acceptance import AcceptedDeviation
 from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
 from distcheck.judge.oracles.forms import (
     Averaged,
-    Either,
+    EitherForm,
     GradientForms,
     Gradients,
     Limit,
@@ -25,7 +25,7 @@ from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import NotBoundedError, every, real_parts, unit_roundoff
+from distcheck.machine.numerics import NotBoundedError, every_nth_number, real_parts, unit_roundoff
 from distcheck.recordings.recording import Kind
 from distcheck.records import LossName
 
@@ -48,7 +48,7 @@ class RoundingBound(GradientForms):
     near: tuple[float, ...] = ()  # additional tolerance if micro-batches are not promised
     why_near: str = ""
 
-    def of(self, index: int) -> Within | Either | None:
+    def of(self, index: int) -> Within | EitherForm | None:
         found = self.interval(index)
         if found is None:
             return None
@@ -58,12 +58,14 @@ class RoundingBound(GradientForms):
         own = [gradients[index] for gradients in self.gradients]
         is_complex = any(gradient is not None and gradient.is_complex() for gradient in own)
         mean = torch.view_as_complex(found.mean) if is_complex else found.mean
-        return Either(within, Near(mean, self.near[index]), excuse=self.why_near)
+        return EitherForm(within, Near(mean, self.near[index]), excuse=self.why_near)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
 
         def elementwise(stride: int) -> torch.Tensor:
-            found = self.interval(index, parts=own, take=lambda tensor: every(stride, tensor))
+            found = self.interval(
+                index, parts=own, take=lambda tensor: every_nth_number(stride, tensor)
+            )
             assert found is not None, "each rank has a gradient"
             return found.bound
 
@@ -110,7 +112,7 @@ class RoundingBound(GradientForms):
         )
         if not self.half_quanta:
             return found
-        return quantum.widened(found, self.half_quanta, shares, present[0].dtype)
+        return quantum.quantized_interval(found, self.half_quanta, shares, present[0].dtype)
 
     def _magnitudes(self, index: int, *, like: torch.Tensor) -> list[torch.Tensor] | None:
         """Return each rank's magnitudes, zeros without a gradient; None if there is one pass."""
@@ -138,7 +140,7 @@ class LowRank(GradientForms):
 
 def gradients(at: AtStep) -> GradientForms:
     """Return the reduced gradients of a step. Raises NotBoundedError, NotRecordedError."""
-    mean, accepted = mean_at(at), at.accepted
+    mean, accepted = mean_of_step(at), at.accepted
     if accepted is None or accepted.family != "low-rank":
         return mean
     return LowRank(
@@ -152,7 +154,7 @@ def gradients(at: AtStep) -> GradientForms:
     )
 
 
-def mean_at(at: AtStep) -> RoundingBound:
+def mean_of_step(at: AtStep) -> RoundingBound:
     """Return the mean of a step, whatever is communicated. Raises NotBoundedError."""
     return at.kept(_mean)
 
@@ -169,7 +171,7 @@ def _mean(at: AtStep) -> RoundingBound:
         nan_is_expected=at.nan_is_expected,
         near=unpromised.of_mean(at),
         why_near=unpromised.excuse(at),
-        opening=at.shares.lost or unpromised.said(at),
+        opening=at.shares.lost or unpromised.unpromised_sentence(at),
     )
 
 
@@ -186,7 +188,7 @@ def _half_quanta(at: AtStep) -> tuple[float, ...]:
 
 
 def _projection(
-    at: AtStep, accepted: Accepted, index: int, now: Interval | None
+    at: AtStep, accepted: AcceptedDeviation, index: int, now: Interval | None
 ) -> Projection | None:
     """Return the input of one parameter's compression. Raises NotRecordedError."""
     if now is None:
@@ -211,7 +213,7 @@ class _EarlierMeans:
 
     def of_step(self, step: int) -> list[Interval | None]:
         if step not in self._known:
-            mean = mean_at(at := self._references.at(step))
+            mean = mean_of_step(at := self._references.at(step))
             self._known[step] = [mean.interval(index) for index in range(len(at.specs))]
         return self._known[step]
 

@@ -48,10 +48,10 @@ def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: in
     first = ingredients.training.loss_scale
     if first is None:
         return 1.0
-    return scale_after(first, (all_finite(trace, rank, earlier) for earlier in range(step)))
+    return loss_scale_after(first, (all_finite(trace, rank, earlier) for earlier in range(step)))
 
 
-def scale_after(first: float, finite: Iterable[bool]) -> float:
+def loss_scale_after(first: float, finite: Iterable[bool]) -> float:
     """Return a GradScaler's scale after steps with finite or other gradients: halved after each of
     the latter, doubled after a growth interval of the former (torch.amp.GradScaler's defaults).
     """
@@ -71,7 +71,7 @@ def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
     return all(bool(g.isfinite().all()) for g in found if g is not None)
 
 
-def stretch_sizes(samples: int, micro_batches: int) -> list[int]:
+def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
     """Return the number of samples of each micro-batch of a shard; none is empty."""
     count = min(samples, micro_batches)
     return [samples // count + (n < samples % count) for n in range(count)]

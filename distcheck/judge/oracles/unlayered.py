@@ -5,7 +5,7 @@ from collections.abc import Set
 import torch
 from torch import nn
 
-from distcheck.judge.oracles.forms import Gradients, InitialState, OwnStep
+from distcheck.judge.oracles.forms import Gradients, IndependentStep, InitialState
 from distcheck.judge.oracles.references import AtStep
 from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
@@ -23,14 +23,14 @@ def initial_state(at: AtStep) -> InitialState | None:
     )
 
 
-def purpose(at: AtStep) -> OwnStep:
+def purpose(at: AtStep) -> IndependentStep:
     declared = {type(event) for event in at.ingredients.must_happen}
     of_model = declared & {
         events.Frozen, events.Unfrozen, events.EvalMode, events.Tied, events.OneStorage,
         events.Kinds,
     }  # fmt: skip
     model = _prepared(at) if of_model or events.RateChanged in declared else nn.Module()
-    return OwnStep(
+    return IndependentStep(
         own=own_gradients(at),
         trains={name: parameter.requires_grad for name, parameter in trainable(model)},
         training_mode=all(module.training for module in model.modules()),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distcheck.judge.oracles.forms import Bits, Either, Form, Near, RankLosses, number
+from distcheck.judge.oracles.forms import Bits, EitherForm, Form, Near, RankLosses, number
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
     module_scales,
@@ -27,7 +27,7 @@ from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import unit_roundoff
 
 
-def said(at: AtStep) -> str:
+def unpromised_sentence(at: AtStep) -> str:
     """Return the report's sentence about such micro-batches, or ""."""
     if not at.references.unpromised:
         return ""
@@ -64,7 +64,7 @@ def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
         pairs = zip(shard.gradients, tolerances, strict=True)
         found.append(
             tuple(
-                None if g is None else Either(Bits(g), Near(g, most), excuse=excuse(at))
+                None if g is None else EitherForm(Bits(g), Near(g, most), excuse=excuse(at))
                 for g, most in pairs
             )
         )
@@ -80,7 +80,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
         for shard in at.shards
     ]
     forms = tuple(
-        Either(form, Near(number(shard.loss), bound), excuse=excuse(at))
+        EitherForm(form, Near(number(shard.loss), bound), excuse=excuse(at))
         for form, shard, bound in zip(exact, at.shards, bounds, strict=True)
     )
     return RankLosses(forms, tuple(shard.loss for shard in at.shards), max(bounds, default=0.0))

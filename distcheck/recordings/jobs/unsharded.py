@@ -148,7 +148,7 @@ class _Replica:
         if alone and first.modules is not None:
             self._kept[SUMS] = self._job.tensors(self._ranks[0], self._step)[SUMS]
         file = folder / f"step-{self._step:06d}.safetensors"
-        with private.drafted(file) as draft:
+        with private.replaced_atomically(file) as draft:
             save_file({name: one.contiguous() for name, one in self._kept.items()}, draft)
         record = _replace(
             first,

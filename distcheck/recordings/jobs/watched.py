@@ -99,7 +99,7 @@ def shapes_of(watched: WatchedCalls) -> dict[str, Shape | None]:
     }
 
 
-def of_rank(rank: int) -> str:
+def prefix_of_rank(rank: int) -> str:
     """Return the prefix of a rank's recorded modules in a reference."""
     return f"{OF_RANKS}{rank}/"
 

@@ -90,7 +90,7 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
             assert tensor is not None, "the table says that it is stored"
             in_pairs = tensor.dtype in _IN_PAIRS
             held[_key(rank, kind, spec)] = torch.view_as_real(tensor) if in_pairs else tensor
-        with private.drafted(folder / f"slot-{slot:03}.safetensors") as draft:
+        with private.replaced_atomically(folder / f"slot-{slot:03}.safetensors") as draft:
             save_file(held, draft)
     return seal.digest(index)
 

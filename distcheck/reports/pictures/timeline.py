@@ -28,7 +28,7 @@ def draw(name: str, outcomes: Ends) -> Picture | None:
         return None
     named = {rank: {key: _name(call) for key, call in own.items()} for rank, own in calls.items()}
     unknown = sum(not own for own in named.values())
-    usual = {key: odd_ranks.usual(groups_of(named, key), unknown=unknown) for key in keys}
+    usual = {key: odd_ranks.majority_call(groups_of(named, key), unknown=unknown) for key in keys}
     drawing = Drawing(name, 700 if len(keys) > 9 else 320)
     width = min(26.0, (drawing.width - _LABEL - 6) / len(keys))
     strips = _Strips(drawing, width)

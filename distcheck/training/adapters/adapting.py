@@ -17,18 +17,18 @@ from distcheck.contract import CONTRACT_ATTRIBUTE, Batch, Build, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.records.run_facts import TAKEN_AS
 from distcheck.training import scripts
-from distcheck.training.adapters.called import adapt_row, calling
+from distcheck.training.adapters.called import adapt_row, call_of_method
 from distcheck.training.adapters.forms import Form, choose_form, form_of
 from distcheck.training.adapters.free_names import FreeNames, StartUp
 from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import Reached, function_of
+from distcheck.training.adapters.source import ReachedCode, function_of
 from distcheck.training.adapters.target import (
     Target,
-    begins_once,
     bound_later,
+    name_of_start_method,
     named_parameters,
     own_names,
     required,
@@ -102,7 +102,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     if start_up.making and hasattr(target.maker, "zero_grad"):
-        clears = calling(scene, start_up.made, "zero_grad", target.described)
+        clears = call_of_method(scene, start_up.made, "zero_grad", target.described)
         loaded = dataclasses.replace(loaded, zero_grad=clears)
     return _watched(loaded, scene, free, start_up, target)
 
@@ -139,7 +139,7 @@ def _usual_method(value: Any) -> str:
         return ""
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return ""
-    begins = begins_once(value, takes="model")
+    begins = name_of_start_method(value, takes="model")
     usual = next((name for name in FINISH if name in methods), "")
     if begins and not usual and "step" in methods:
         return "step"
@@ -241,7 +241,7 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
     later = bound_later(target.value, making.call)  # MPI is available only in the rank
-    if (first := begins_once(owner, takes="model")) not in ("", target.name):
+    if (first := name_of_start_method(owner, takes="model")) not in ("", target.name):
         start_up.make(making, first, lends=target.source.steps_its_optimizer)
         scene.uses.add("model")
         later = bound_later(target.value, start_up.ready)
@@ -293,7 +293,7 @@ def _speaks_mpi(target: Target, scene: Scene) -> bool:
 
 def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODULES) -> bool:
     """Return True if a function reaches mpi4py, through at most `most` other modules."""
-    reached, known = Reached(function, module), vars(module)
+    reached, known = ReachedCode(function, module), vars(module)
     values = [known[name] for name in reached.read if name in known]
     # A module with torch.distributed may use MPI only for a rank or a logger.
     has_torch = any(value is torch.distributed for value in values)

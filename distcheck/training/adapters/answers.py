@@ -32,7 +32,7 @@ def wait_for(answer: Any) -> Any:
     return answer
 
 
-def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
+def set_gradients_from(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
     """Make one or more tensors the parameters' gradients. Raises UsageError for other shapes."""
     tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
     fits = len(tensors) == len(parameters)
@@ -54,7 +54,7 @@ def take_back(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> 
         )
 
 
-class Stillness:
+class NoStepCheck:
     """Check that a call meant to change gradients does not also take an SGD step with them.
 
     A call that moves parameters in another way (weight decay, a broadcast) is judged like any
@@ -110,7 +110,7 @@ class AfterBackward:
             return answer
         self._is_first = False
         model = self._scene.live_model
-        still, hooks = Stillness(model), _hooks(model)
+        still, hooks = NoStepCheck(model), _hooks(model)
         gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         before = [(p, gradient.clone()) for p, gradient in gradients if _is_plain(gradient)]
         answer = wait_for(call())
@@ -132,7 +132,7 @@ class AfterBackward:
 
     def _take(self, pairs: Pairs) -> None:
         for parameter, tensor in pairs:
-            take_back([parameter], tensor, what=self._what)
+            set_gradients_from([parameter], tensor, what=self._what)
 
 
 def _hooks(model: nn.Module) -> set[tuple[int, str, int]]:

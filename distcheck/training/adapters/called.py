@@ -13,13 +13,18 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.answers import AfterBackward, present, take_back, wait_for
+from distcheck.training.adapters.answers import AfterBackward, present, set_gradients_from, wait_for
 from distcheck.training.adapters.forms import Form, is_context_function
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import COLLECTIVES
-from distcheck.training.adapters.target import Target, counts, takes_any_number, wants_list
+from distcheck.training.adapters.target import (
+    Target,
+    is_annotated_number,
+    takes_any_number,
+    wants_list,
+)
 from distcheck.training.loaded import LoadedStrategy
 
 Sync = Callable[[nn.Module, Step], None]
@@ -87,7 +92,11 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     takes_all, stepped = False, list[str]()
     if form.handed == "model" and form.called in ("after backward", "after the optimizer's step"):
         takes_all = takes_any_number(target.value) and not target.required
-        stepped = [p.name for p in target.parameters[1:2] if p.name == "step" and not counts(p)]
+        stepped = [
+            p.name
+            for p in target.parameters[1:2]
+            if p.name == "step" and not is_annotated_number(p)
+        ]
         if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:
             raise refusal(target, f"{target.described}, which takes neither a model nor gradients")
     filling = Filling(scene, target.value, what=target.described, supplied=supplied, also=stepped)
@@ -144,7 +153,7 @@ class _Owner:
         return self._scene.value(f"{listed}{meaning}")
 
 
-def calling(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
+def call_of_method(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
     """Return a call of a method of the object created last; a no-op without a name."""
 
     def call(model: nn.Module, step: Step) -> None:
@@ -225,7 +234,9 @@ def _of_all_gradients(target: Target, scene: Scene) -> Sync:
         if into:  # its return value is ignored
             answer = means
         # The return value, or else the list that it received, whose entries it may replace.
-        take_back(parameters, tensors if answer is None else answer, what=repr(target.spec))
+        set_gradients_from(
+            parameters, tensors if answer is None else answer, what=repr(target.spec)
+        )
 
     return sync
 
@@ -261,7 +272,7 @@ def _of_tensors(form: Form, target: Target, scene: Scene) -> Sync:
             return
         for parameter in parameters:
             assert parameter.grad is not None
-            take_back([parameter], reduce(parameter.grad), what=repr(target.spec))
+            set_gradients_from([parameter], reduce(parameter.grad), what=repr(target.spec))
             if form.divides:
                 parameter.grad.div_(step.shards)
 
@@ -280,6 +291,8 @@ def _reduce_flat(parameters: list[nn.Parameter], reduce: Any, step: Step, *, wha
         flat = torch.cat([parts[0].new_zeros(more), *parts])
         answer = reduce(flat)
         if answer.shape != flat.shape:
-            take_back(some, answer, what=what)
+            set_gradients_from(some, answer, what=what)
         pieces = answer[more:].split(sizes)
-        take_back(some, [t.view(p.shape) for t, p in zip(pieces, some, strict=True)], what=what)
+        set_gradients_from(
+            some, [t.view(p.shape) for t, p in zip(pieces, some, strict=True)], what=what
+        )

@@ -20,7 +20,7 @@ from torch import nn
 from distcheck.errors import UsageError, did_you_mean
 from distcheck.training.adapters import names
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import Reached, Source, function_of, own_globals
+from distcheck.training.adapters.source import ReachedCode, Source, function_of, own_globals
 from distcheck.training.adapters.target import Target, named_parameters, required
 from distcheck.training.adapters.unknown import NotGiven, options, stand_in
 
@@ -141,7 +141,7 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
     if module is None:
         return set(), []
     known = vars(module)
-    reached = Reached(value, module)
+    reached = ReachedCode(value, module)
     # Names filled in for another strategy of the same module are not the module's own.
     filled = known.get(_FILLED, {})
     defined = {n for n, v in known.items() if n not in filled or v is not filled[n]}
@@ -203,7 +203,7 @@ def _set_up(target: Target) -> list[Callable[..., Any]]:
     module = target.module
     if module is None:
         return []
-    reached = Reached(function_of(target.value), module)
+    reached = ReachedCode(function_of(target.value), module)
     empty = {n for n in reached.read - reached.written if _is_empty(module, n)}
     by_name: dict[str, list[Callable[..., Any]]] = {}
     for value in list(vars(module).values()):

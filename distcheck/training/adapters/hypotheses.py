@@ -25,7 +25,7 @@ from distcheck.training.adapters.names import NO_FINISH, meaning_of
 from distcheck.training.adapters.source import COLLECTIVES, SENDS_PARAMETERS, Source
 from distcheck.training.adapters.target import (
     Target,
-    is_of_one_process,
+    is_single_process_default,
     meaning_in,
     named_parameters,
     own_names,
@@ -126,7 +126,7 @@ def _facts(target: Target) -> tuple[tuple[str, str], ...]:
     facts = () if target.is_class else ("rank", "world_size", "optimizer")
     free = [p for p in target.parameters if p.name not in target.arguments]
     absent = [p for p in free if p.default is None and meaning_of(p.name) in facts]
-    found = [p for p in free if p in absent or is_of_one_process(p)]
+    found = [p for p in free if p in absent or is_single_process_default(p)]
     return tuple((p.name, repr(p.default) if target.is_class else f"@{p.name}") for p in found)
 
 

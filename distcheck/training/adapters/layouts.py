@@ -31,7 +31,7 @@ Accessor = Callable[[nn.Module], Mapping[str, torch.Tensor | None] | None]
 _ACCESSORS = ("full_parameters", "full_gradients")
 
 
-def laid_out(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
+def with_unsharded_model(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
     """Return the strategy with the full model unsharded after every step. Raises UsageError if it
     has only one of the two accessors.
     """

@@ -7,7 +7,7 @@ from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.target import (
     Parameters,
     Target,
-    begins_once,
+    name_of_start_method,
     named_parameters,
     own_names,
     required,
@@ -58,7 +58,7 @@ def template(target: Target) -> str:
         methods = own_names(made)
         own = f"{methods[0] if len(methods) == 1 else 'METHOD'}()"
         making = _handed(required(named_parameters(made)), _BEFORE_TRAINING)
-        begins = begins_once(made, takes="model")
+        begins = name_of_start_method(made, takes="model")
         lines = [
             "import torch.distributed as dist",
             "class Adapted:",

@@ -24,8 +24,8 @@ from distcheck.records import Adaptation
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
-    counts,
-    is_of_one_process,
+    is_annotated_number,
+    is_single_process_default,
     named_parameters,
     takes_any_name,
     wants_list,
@@ -36,7 +36,7 @@ from distcheck.training.adapters.unknown import (
     explain,
     options,
 )
-from distcheck.training.adapters.values import candidates, class_for, text_of
+from distcheck.training.adapters.values import argument_for_class, candidates, class_for
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Scene:
         finally:
             self.handed_once = once
             self._looked_at.pop()
-        return text_of(kind)
+        return argument_for_class(kind)
 
     def keep(self, name: str, text: str) -> Any:
         """Return the value of an option, created once per name: it may hold state."""
@@ -255,7 +255,7 @@ class Filling:
                 scene.check(assigned[p.name])
                 scene.used.add(p.name)
                 self._sources.append((p, "assigned", assigned[p.name]))
-            elif inspect.isclass(function) and is_of_one_process(p):
+            elif inspect.isclass(function) and is_single_process_default(p):
                 scene.assumed.append(f"{p.name}=@{p.name}")
                 self._sources.append((p, "meaning", meaning_of(p.name)))
             elif p.default is p.empty or p.name in also:
@@ -297,7 +297,7 @@ class Filling:
 
     def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
         """Return the meaning refined by the parameter's annotation and use."""
-        if meaning == "step" and counts(parameter):
+        if meaning == "step" and is_annotated_number(parameter):
             return "index"
         if meaning in ("parameters", "named_parameters"):
             if wants_list(parameter, Source(self._function)):

@@ -357,7 +357,7 @@ def _is_data(node: ast.AST) -> bool:
 _READS, _BINDS = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
-class Reached:
+class ReachedCode:
     """The code of a module that a call of one of its functions or classes runs: its sources, and
     the global names that it reads and binds.
     """

@@ -14,7 +14,7 @@ from distcheck.records import Adaptation
 from distcheck.training.adapters import names
 from distcheck.training.adapters.source import (
     COLLECTIVES,
-    Reached,
+    ReachedCode,
     Source,
     decorated,
     function_of,
@@ -141,14 +141,14 @@ class Target:
         """Its source, and those of all code that it reaches in its module."""
         if self.module is None or self.value is None:
             return [self.source]
-        return Reached(function_of(self.value), self.module).sources
+        return ReachedCode(function_of(self.value), self.module).sources
 
     @property
     def everything(self) -> list[Source]:
         """The reached sources, including the class that it is a method of."""
         if self.owner is None or self.module is None:
             return self.reached
-        return Reached(self.owner, self.module).sources
+        return ReachedCode(self.owner, self.module).sources
 
     @property
     def takes_closure(self) -> bool:
@@ -220,7 +220,7 @@ def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
     return parameter.name in names.LISTED_PARAMETERS or by_type or source.indexes(parameter.name)
 
 
-def counts(parameter: inspect.Parameter) -> bool:
+def is_annotated_number(parameter: inspect.Parameter) -> bool:
     """Return True if it is annotated as a number, as in `step: int`."""
     return parameter.annotation in (int, "int")
 
@@ -264,7 +264,7 @@ def required(parameters: Parameters) -> Parameters:
     return [p for p in parameters if p.default is p.empty]
 
 
-def is_of_one_process(parameter: inspect.Parameter) -> bool:
+def is_single_process_default(parameter: inspect.Parameter) -> bool:
     """Return True if its default describes a single process, as in `world_size=1, rank=0`."""
     name, default = parameter.name, parameter.default
     known = names.OF_ONE_PROCESS.get(names.meaning_of(name))
@@ -321,7 +321,7 @@ def sources_of(kind: type, name: str) -> list[Source]:
     return [source for sources in found.values() for source in sources]
 
 
-def begins_once(kind: Any, *, takes: str) -> str:
+def name_of_start_method(kind: Any, *, takes: str) -> str:
     """Return the method that a training loop calls once on a new object: it registers hooks that
     the constructor does not, or sets attributes that other methods read without reducing anything,
     or has a common name. `takes` is its argument: `model` (or its parameters), or empty for none.

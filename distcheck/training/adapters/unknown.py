@@ -32,11 +32,12 @@ def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) 
     suggested by the last part of the name or found in the file of `code`.
     """
     return " ".join(
-        f"{option} {name}={suggested(name.rpartition('.')[2], code) or 'VALUE'}" for name in names
+        f"{option} {name}={suggested_value(name.rpartition('.')[2], code) or 'VALUE'}"
+        for name in names
     )
 
 
-def suggested(name: str, code: Callable[..., Any] | None) -> str:
+def suggested_value(name: str, code: Callable[..., Any] | None) -> str:
     """The value that a name lets expect; empty where it says nothing."""
     words = [word for word in name.lower().split("_") if word in _BY_WORD]
     return _defaults(code).get(name, _BY_WORD[words[-1]] if words else "")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from distcheck.records.run_facts import Use
+from distcheck.records.run_facts import UsedFeature
 from distcheck.training.adapters.source import COLLECTIVES, Source
 
 _MOST_STEP = 10**5  # larger numbers are not step counts
@@ -57,17 +57,17 @@ _FACTORIES = ("zeros", "empty", "ones", "full")
 _OFTEN = 2  # lines kept per feature
 
 
-def uses_of(sources: Sequence[Source]) -> tuple[Use, ...]:
+def uses_of(sources: Sequence[Source]) -> tuple[UsedFeature, ...]:
     """Return the features that these sources use, each line once."""
     nodes = [(source, node) for source in sources for node in source.nodes]
     look = _Look(nodes)
-    found: dict[tuple[str, int], list[Use]] = {}
+    found: dict[tuple[str, int], list[UsedFeature]] = {}
     for source, node in nodes:
         for feature, number in look.at(node):
             line = source.line_of(node)
             kept = found.setdefault((feature, number), [])
             if len(kept) < _OFTEN and line not in [one.line for one in kept]:
-                kept.append(Use(feature=feature, line=line, number=number))
+                kept.append(UsedFeature(feature=feature, line=line, number=number))
     each = (use for kept in found.values() for use in kept)
     return tuple(sorted(each, key=lambda use: (use.feature, use.line)))
 
@@ -77,7 +77,7 @@ def names_collectives(sources: Sequence[Source]) -> bool:
     return any(source.words & COLLECTIVES for source in sources)
 
 
-def marks_in(sources: Sequence[Source]) -> tuple[str, ...]:
+def marker_attributes(sources: Sequence[Source]) -> tuple[str, ...]:
     """Return the attributes that these sources look up and that no torch parameter or module has: a
     training script sets them to mark the parameters that the code handles.
     """

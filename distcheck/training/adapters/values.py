@@ -19,7 +19,7 @@ from torch import nn
 
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import annotation, written
-from distcheck.training.adapters.unknown import suggested
+from distcheck.training.adapters.unknown import suggested_value
 
 _LIBRARIES = {"torch", "numpy", "mpi4py", *sys.stdlib_module_names}
 _DIVISORS = {
@@ -59,7 +59,7 @@ def _members(kind: type) -> set[str]:
     return set(dir(kind)).union(*own)
 
 
-def text_of(kind: type) -> str:
+def argument_for_class(kind: type) -> str:
     """Return the value of `--arg` that makes an object of a class; empty if it has no file."""
     try:
         file = inspect.getsourcefile(kind) or ""
@@ -73,7 +73,7 @@ def candidates(parameter: inspect.Parameter, function: Callable[..., Any]) -> li
     """Return the values to try for an argument, as `--arg` takes them."""
     text, name = annotation(parameter), parameter.name
     divides = ["@world_size"] if _may_divide(name, function) else []
-    first = [value] if (value := suggested(name, function)) else []
+    first = [value] if (value := suggested_value(name, function)) else []
     if "bool" in text:
         return ["False", "True"]
     if re.search("int|float|str", text):

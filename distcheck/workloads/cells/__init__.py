@@ -188,7 +188,7 @@ CELLS: Mapping[str, Cell] = {
         steps=1,
     ),
     "complex128": Cell(
-        place="distcheck.workloads.cells.dtypes:LongComplexParameters",
+        place="distcheck.workloads.cells.dtypes:Complex128Parameters",
         about="complex parameters with float64 components",
     ),
     "equal_twins": Cell(
@@ -230,7 +230,7 @@ CELLS: Mapping[str, Cell] = {
 }
 
 
-def place_of(spec: str) -> str:
+def class_of_cell(spec: str) -> str:
     """Return the place of a cell's class; any other workload unchanged."""
     return CELLS[spec].place if spec in CELLS else spec
 

@@ -70,7 +70,7 @@ class LongComplexLayers(ComplexLayers):
     dtype = torch.complex128
 
 
-class LongComplexParameters(CellWorkload):
+class Complex128Parameters(CellWorkload):
     """Gradients with two parts in float64."""
 
     own_dtypes = True

@@ -126,7 +126,7 @@ class WithDropout(CellWorkload):
         )
 
 
-class Averages(Layers):
+class RunningMeanModel(Layers):
     """Keeps a running mean of its inputs, in a new tensor every time."""
 
     mean: torch.Tensor
@@ -147,4 +147,4 @@ class ReassignedBuffers(CellWorkload):
     """A reassigned buffer: code that keeps its first tensor uses a stale one."""
 
     must_happen = (BufferReplaced(buffer="mean"),)
-    layers = Averages
+    layers = RunningMeanModel

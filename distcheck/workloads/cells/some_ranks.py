@@ -127,7 +127,7 @@ class ZeroOnSome(_Divided):
     layers = Branches
 
 
-class Noted(Layers):
+class LayersWithBuffer(Layers):
     """Layers with a buffer that does not affect the loss."""
 
     def __init__(self, classes: int) -> None:
@@ -139,7 +139,7 @@ class DifferentStarts(CellWorkload):
     """Every rank but rank 0 starts with different parameters, and a different buffer."""
 
     must_happen = (StartsApart(),)
-    layers = Noted
+    layers = LayersWithBuffer
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """Change the model on all ranks but rank 0, like a script without a seed."""

@@ -22,7 +22,7 @@ import msgspec
 
 from distcheck.errors import DistcheckError, FolderGoneError
 from distcheck.errors.defects import is_defect
-from distcheck.errors.shown_text import reported
+from distcheck.errors.shown_text import text_to_report
 from distcheck.records import Collective
 from distcheck.worlds import call_recorder, flight, linux, messages, mpi_segments
 from distcheck.worlds.jobs import Descriptors, Reporter, flush, leave
@@ -58,12 +58,14 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
         call_recorder.log_to(fds[STACKS])
         result = target(request.payload, own, reporter)
         flush()
-        reporter.send(messages.Done(result, _imported_since(inherited) + late_compiler.to_share()))
+        reporter.send(
+            messages.Done(result, _imported_since(inherited) + late_compiler.modules_to_share())
+        )
         look.over = True
         os.read(fds[RELEASE], 1)  # linger: a rank that exits breaks the connections of its peers
     except BaseException as error:
         flush()
-        reporter.send(as_event(error))
+        reporter.send(message_of_exception(error))
         code = 1
     finally:
         flush()
@@ -82,7 +84,7 @@ def _tell_before_exit(reporter: Reporter) -> None:
         try:
             if os.getpid() == own:
                 flight.still_open(_LAST_WORDS_S)  # a call that has just returned is complete
-                stack = shown_of(sys._getframe())
+                stack = displayed_stack(sys._getframe())
                 said = messages.Stacks(stack, last_collective(), flight.latest())
                 reporter.send(said, patience_s=_LAST_WORDS_S)
         finally:
@@ -173,7 +175,7 @@ class _FolderError(RuntimeError):
     """Raised if a rank removes or renames the working directory."""
 
 
-def as_event(error: BaseException) -> messages.Raised:
+def message_of_exception(error: BaseException) -> messages.Raised:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_own(f.filename)]
     text = "".join(traceback.format_list(frames))
     text += "".join(traceback.format_exception_only(error))
@@ -184,13 +186,13 @@ def as_event(error: BaseException) -> messages.Raised:
         exit_code, text, defect = int(error.exit_code), str(error), ""
     return messages.Raised(
         kind=kind,
-        message=messages.printable(reported(messages.text_of(error))),
-        traceback=messages.printable(reported(text)),
+        message=messages.printable(text_to_report(messages.text_of(error))),
+        traceback=messages.printable(text_to_report(text)),
         at=time.monotonic(),
         exit_code=exit_code,
         collective=last_collective(),
         collectives=flight.latest(),
-        defect=messages.printable(reported(defect)),
+        defect=messages.printable(text_to_report(defect)),
         within_call=call_recorder.raised_in(error) is not None,
     )
 
@@ -215,11 +217,11 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: RankInspector) -> N
     parts = []
     for ident, current in sys._current_frames().items():
         if ident != own:
-            parts.append(shown_of(current))
+            parts.append(displayed_stack(current))
     reporter.send(messages.Stacks("\n".join(parts), last_collective(), flight.latest()))
 
 
-def shown_of(current: FrameType) -> str:
+def displayed_stack(current: FrameType) -> str:
     """Format a stack without distcheck's frames, and without torch's if there are others."""
     shown = [f for f in _since_fork(traceback.extract_stack(current)) if not _is_own(f.filename)]
     while shown and shown[0].filename == threading.__file__:  # the start of a thread

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distcheck.worlds import linux, messages
-from distcheck.worlds.call_log import Logged, is_within_call, logged
+from distcheck.worlds.call_log import LoggedCall, is_within_call, read_logged_calls
 
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of the output usually contains the reason
 
@@ -36,7 +36,7 @@ class Child:
     stacks: messages.Stacks | None = None
     proven: messages.Proven | None = None  # why its world could not proceed, if that is known
     remarks: list[messages.Remarked] = field(default_factory=list)  # notes on its whole world
-    waits: messages.Waits | None = None  # its report that it is blocked
+    waits: messages.Blocked | None = None  # its report that it is blocked
     waits_count: int = 0  # number of such reports and retractions
     progress: messages.Progress | None = None
     progress_count: int = 0
@@ -111,8 +111,8 @@ class Child:
         return ""
 
     @property
-    def called(self) -> list[Logged]:
-        return logged(self._stacks_fd)
+    def called(self) -> list[LoggedCall]:
+        return read_logged_calls(self._stacks_fd)
 
     @property
     def was_within_call(self) -> bool:
@@ -131,8 +131,8 @@ class Child:
         elif isinstance(event, messages.Raised):
             self.raised = event
             self.woken = self.shaken and self.stacks is None
-        elif isinstance(event, messages.Waits | messages.GoesOn):
-            self.waits = event if isinstance(event, messages.Waits) else None
+        elif isinstance(event, messages.Blocked | messages.Unblocked):
+            self.waits = event if isinstance(event, messages.Blocked) else None
             self.waits_count += 1
         elif isinstance(event, messages.Proven):
             self.proven = event

@@ -28,10 +28,10 @@ from distcheck.worlds.local.helper_process import (
     HelperProcess,
     child_environment,
     folder_and_path,
-    in_order,
+    shuffled_variables,
 )
 from distcheck.worlds.shares import RankStart, Readable, Share
-from distcheck.worlds.stalls import Looks
+from distcheck.worlds.stalls import TimeBetweenLooks
 
 _PATIENCE_S = 30.0  # for a helper that still has to end ranks and their descendants
 _STOPPED_S = 30.0  # Heuristic: a helper may be stopped that long, as for a rank
@@ -61,7 +61,7 @@ class Forker:
         self._connection: socket.socket | None = None
         self._line: Line | None = None
         self._ready: messages.Ready | None = None
-        self._looks, self._stopped_s = Looks(time.monotonic()), 0.0
+        self._looks, self._stopped_s = TimeBetweenLooks(time.monotonic()), 0.0
 
     @property
     def usable(self) -> bool:
@@ -166,7 +166,7 @@ class Forker:
             payload=start.payload,
             cwd=folder,
             path=path,
-            env=in_order(environment, start.order_seed),
+            env=shuffled_variables(environment, start.order_seed),
             given=list(fds),
             fd_names=list(start.named_fds),
             imports=list(self._imports),

@@ -18,7 +18,7 @@ _LARGE_BYTES = 2 << 20
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ 0\s")
 
 
-class ManyForks:
+class HugePagesForForks:
     """Counts the forks of this process, and moves its memory into large pages once they are many.
 
     The first call costs as much as a few forks, later ones hardly anything if little has changed.
@@ -33,10 +33,10 @@ class ManyForks:
         self._count += 1
         if self._count >= self._next:
             self._next *= 2
-            gather_memory()
+            move_to_huge_pages()
 
 
-def gather_memory() -> None:
+def move_to_huge_pages() -> None:
     """Ask the kernel to move the memory that this process has written into large pages."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -21,7 +21,7 @@ from distcheck.machine.seeds import PINNED_ENVIRONMENT
 from distcheck.worlds import linux, messages, scratch, surroundings
 from distcheck.worlds.framing import Line
 from distcheck.worlds.local import child, late_compiler
-from distcheck.worlds.local.forks import ManyForks
+from distcheck.worlds.local.forks import HugePagesForForks
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
 # Imported by a variant in an order of its own: fast, and without global effects.
@@ -38,7 +38,7 @@ class Helper:
     """Forks on request, reaps children, and reports to the front end."""
 
     def __init__(
-        self, connection: socket.socket, front_pid: int, forks: ManyForks | None = None
+        self, connection: socket.socket, front_pid: int, forks: HugePagesForForks | None = None
     ) -> None:
         self._line = Line(connection, messages.Request)
         self._forks = forks
@@ -75,7 +75,7 @@ class Helper:
         self._line.send(notice)
 
     def _say_of(self, key: int, event: messages.ChildEvent) -> None:
-        self.say(messages.Of(key, event))
+        self.say(messages.RoutedEvent(key, event))
 
     def _wake_on_child_exit(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -184,7 +184,7 @@ def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[st
     _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
     linux.adopt_orphans()
-    helper = Helper(socket.socket(fileno=control_fd), front_pid, ManyForks(first=64))
+    helper = Helper(socket.socket(fileno=control_fd), front_pid, HugePagesForForks(first=64))
     try:
         if variant:
             _differ(variant)

@@ -22,11 +22,11 @@ import distcheck
 from distcheck.errors import FolderGoneError
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.machine.seeds import PINNED_ENVIRONMENT
-from distcheck.worlds.local.forks import ManyForks
+from distcheck.worlds.local.forks import HugePagesForForks
 from distcheck.worlds.surroundings import HASH_SEED
 
 _POLL_S = 0.001
-_forks = ManyForks(first=4)  # of this process; each fork stands for those of a world
+_forks = HugePagesForForks(first=4)  # of this process; each fork stands for those of a world
 
 # Use the front end's own package, wherever `path` would find one: two installations may be
 # importable, such as a checkout and an installed release.
@@ -230,7 +230,7 @@ def child_environment() -> dict[str, str]:
     return environment
 
 
-def in_order(variables: dict[str, str], seed: int | None) -> dict[str, str]:
+def shuffled_variables(variables: dict[str, str], seed: int | None) -> dict[str, str]:
     """Return environment variables in an order drawn from `seed`; unchanged for None."""
     if seed is None:
         return variables

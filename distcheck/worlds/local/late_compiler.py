@@ -80,7 +80,7 @@ def is_loaded() -> bool:
     return found is not None and not isinstance(found, LateModule)
 
 
-def to_share() -> list[str]:
+def modules_to_share() -> list[str]:
     """Return its name if processes like this one should be forked from one that has imported it."""
     return [NAME] if is_loaded() or any(name in sys.modules for name in _BRINGS) else []
 

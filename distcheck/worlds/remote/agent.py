@@ -27,9 +27,9 @@ from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote import bootstrap, protocol, secret
-from distcheck.worlds.remote.coordinator import LEAST_SILENCE_S, ask_store, placed
+from distcheck.worlds.remote.coordinator import LEAST_SILENCE_S, share_address, start_with_settings
 from distcheck.worlds.shares import RankStart, Region
-from distcheck.worlds.stalls import Looks
+from distcheck.worlds.stalls import TimeBetweenLooks
 from distcheck.worlds.world import World
 
 _CHUNK_BYTES = 1 << 20
@@ -61,7 +61,7 @@ class HostedChild(Child):
     def pass_on(self, event: messages.ChildEvent) -> None:
         assert self.host is not None
         age_s = time.monotonic() - event.at if isinstance(event, messages.Raised) else 0.0
-        self.host.send(messages.Of(self.rank, event, self.world, age_s))
+        self.host.send(messages.RoutedEvent(self.rank, event, self.world, age_s))
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Agent:
         except CannotRunError as failure:
             version, error = "none", str(failure)
         self.send(protocol.Hello({**identity, "torch": version}, error))
-        looks = Looks(time.monotonic())
+        looks = TimeBetweenLooks(time.monotonic())
         while self._over is None:
             self._silent_s += looks.since_last(time.monotonic())
             self._pool.pump(0.1)
@@ -271,7 +271,7 @@ class Agent:
             self._jobs.check(message.target, order.payload)
         with self._given(message.given) as fds:
             starts = {
-                order.rank: placed(
+                order.rank: start_with_settings(
                     RankStart(payload=order.payload, environment=order.environment),
                     index,
                     self._launch,
@@ -294,7 +294,7 @@ class Agent:
         )
 
     @contextlib.contextmanager
-    def _given(self, given: tuple[protocol.GivenThere, ...]) -> Iterator[dict[str, int]]:
+    def _given(self, given: tuple[protocol.ReplacedDescriptor, ...]) -> Iterator[dict[str, int]]:
         """Yield local replacements for the front end's descriptors. Traces of earlier worlds are
         freed, unless this world is a rerun that is compared with the last one.
         """
@@ -330,13 +330,13 @@ class Agent:
 
     def _send_signs(self) -> None:
         if not self._shares:
-            self.send(protocol.Signs(0, {}, ()))
+            self.send(protocol.RankHeartbeat(0, {}, ()))
         for world, hosted in self._shares.items():
             there = {r: c for r, c in hosted.share.children.items() if not c.gone}
             busy_s = {rank: child.busy_seconds for rank, child in there.items()}
             awake = tuple(rank for rank, child in there.items() if child.is_awake)
             stopped = tuple(rank for rank, child in there.items() if child.is_stopped)
-            self.send(protocol.Signs(world, busy_s, awake, stopped))
+            self.send(protocol.RankHeartbeat(world, busy_s, awake, stopped))
 
     def _send_trace(self, world: int, rank: int, hosted: HostedShare) -> None:
         for begin, end in written_parts(hosted.trace_fd, hosted.regions[rank]):
@@ -364,7 +364,7 @@ class StoreFinder:
         """Return the address last read from the store."""
         now = time.monotonic()
         if self._found is None or now - self._asked_at > _ASK_AGAIN_S:
-            place = ask_store(self._pool, self._launch, value="", deadline_s=self._patience_s)
+            place = share_address(self._pool, self._launch, value="", deadline_s=self._patience_s)
             self._found, self._asked_at = bootstrap.address_of(f"tcp://{place}"), now
         return self._found
 

@@ -43,18 +43,20 @@ class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The published address, and the number of ranks at the run's first start."""
 
     value: str
     first_size: int
 
 
-THROUGH_STORE = Job("distcheck.worlds.remote.bootstrap:through_store", StoreRequest, Word)
+THROUGH_STORE = Job(
+    "distcheck.worlds.remote.bootstrap:through_store", StoreRequest, PublishedAddress
+)
 
 
 @THROUGH_STORE.does
-def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Word:
+def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> PublishedAddress:
     """Exchange rank 0's address through the launcher's store. It is a job because only torch can
     access the store. Raises CannotRunError.
     """
@@ -75,7 +77,7 @@ def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Wo
             f"the launcher's store at {job.host}:{job.port} did not respond within "
             f"{job.deadline_s:g} s: {last}"
         ) from None
-    return Word(value=value.decode(), first_size=int(first))
+    return PublishedAddress(value=value.decode(), first_size=int(first))
 
 
 def address_of(meeting: str) -> tuple[str, int]:
@@ -175,7 +177,7 @@ def listen_here(name: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def announced_in(path: str, place: str) -> Iterator[None]:
+def publish_address_in_file(path: str, place: str) -> Iterator[None]:
     """Publish rank 0's address in a file until the end of the block. Raises CannotRunError."""
     target = Path(path)
     try:

@@ -20,7 +20,7 @@ import psutil
 
 from distcheck.errors import CannotRunError, MembershipError, RankLostError
 from distcheck.worlds import messages
-from distcheck.worlds.call_log import Logged
+from distcheck.worlds.call_log import LoggedCall
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import LocalShare
@@ -29,7 +29,7 @@ from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.handshake import Handshakes
 from distcheck.worlds.shares import RankStart, Region, Share, Shared, descriptors_of
-from distcheck.worlds.stalls import Looks
+from distcheck.worlds.stalls import TimeBetweenLooks
 from distcheck.worlds.surroundings import HASH_SEED, HASH_SEEDS, Surroundings
 
 _ENDED = "its process exited"
@@ -44,7 +44,7 @@ class RemoteChild(Child):
     is_awake: bool = False
     low_level_stacks: str = ""
     heard_stopped: bool = False
-    heard_called: list[Logged] = field(default_factory=list)  # sent when it is gone
+    heard_called: list[LoggedCall] = field(default_factory=list)  # sent when it is gone
 
     @property
     def is_stopped(self) -> bool:
@@ -52,7 +52,7 @@ class RemoteChild(Child):
         return self.heard_stopped and not self.gone
 
     @property
-    def called(self) -> list[Logged]:
+    def called(self) -> list[LoggedCall]:
         return self.heard_called
 
     def take(self, event: messages.AnyEvent) -> None:
@@ -145,7 +145,8 @@ class Link:
             for rank, start in starts.items()
         )
         given = tuple(
-            protocol.GivenThere(name, one.kind, one.key, one.size) for name, one in fds.items()
+            protocol.ReplacedDescriptor(name, one.kind, one.key, one.size)
+            for name, one in fds.items()
         )
         self.send(protocol.StartRanks(world, target, orders, given))
         if self.lost:
@@ -188,15 +189,15 @@ class RemoteShare(Share):
     def take(self, message: protocol.FromHost) -> None:
         if isinstance(message, protocol.Joining | protocol.Hello | protocol.DataPrepared):
             return
-        if isinstance(message, protocol.Signs):
+        if isinstance(message, protocol.RankHeartbeat):
             ranks = set(message.busy_s)
         else:
-            ranks = {message.key if isinstance(message, messages.Of) else message.rank}
+            ranks = {message.key if isinstance(message, messages.RoutedEvent) else message.rank}
         if not ranks <= self.children.keys():
             self._link.lose(
                 f"it names rank {max(ranks - self.children.keys())}, which it does not own"
             )
-        elif isinstance(message, protocol.Signs):
+        elif isinstance(message, protocol.RankHeartbeat):
             for rank, busy_s in message.busy_s.items():
                 child = self._child(rank)
                 child.busy_seconds, child.is_awake = busy_s, rank in message.awake
@@ -233,7 +234,7 @@ class Coordinator(Pool):
     """The front end's pool. `wait_ready` returns when every rank has a place."""
 
     def __init__(self, launch: Launch, *, deadline_s: float, identity: Mapping[str, str]) -> None:
-        super().__init__(helper_of(launch))
+        super().__init__(helper_for_launch(launch))
         self._launch, self._deadline_s = launch, deadline_s
         self._identity = identity
         self._secret = secret.shared_secret()
@@ -241,7 +242,7 @@ class Coordinator(Pool):
         self._worlds = 0
         self._gathered = False
         self._is_gathering = True  # until all have connected and run the same versions
-        self._beats = Looks(0.0)
+        self._beats = TimeBetweenLooks(0.0)
         self._asked_to_end = False
 
     @property
@@ -282,7 +283,7 @@ class Coordinator(Pool):
         if self._launch.world == len(self._launch.ranks_here):
             version = super().wait_ready()
             if self._launch.meeting.startswith("store://"):  # maybe the rest of a larger run
-                ask_store(self, self._launch, value="alone", deadline_s=self._deadline_s)
+                share_address(self, self._launch, value="alone", deadline_s=self._deadline_s)
             return version
         self.open()
         with self._listening() as server:
@@ -317,7 +318,7 @@ class Coordinator(Pool):
         self._worlds += 1
         ranks = self._launch.ranks_here
         own = {
-            rank: placed(starts[rank], index, self._launch, self.address)
+            rank: start_with_settings(starts[rank], index, self._launch, self.address)
             for index, rank in enumerate(ranks)
         }
         shares: list[Share] = [LocalShare(self, target=target, starts=own, fds=descriptors_of(fds))]
@@ -408,14 +409,14 @@ class Coordinator(Pool):
             elif scheme == "file":
                 server = stack.enter_context(bootstrap.listen_on_own())
                 here = bootstrap.place_of(server)
-                stack.enter_context(bootstrap.announced_in(name, here))
+                stack.enter_context(bootstrap.publish_address_in_file(name, here))
             elif scheme == "store":
                 server = stack.enter_context(
                     bootstrap.listen_on_way_to(*bootstrap.address_of(place))
                 )
                 super().wait_ready()
                 here = bootstrap.place_of(server)
-                ask_store(self, self._launch, value=here, deadline_s=self._deadline_s)
+                share_address(self, self._launch, value=here, deadline_s=self._deadline_s)
             else:
                 server = stack.enter_context(bootstrap.listen(*bootstrap.address_of(place)))
             yield server
@@ -504,13 +505,15 @@ def _about_refused(connections: int) -> str:
     )
 
 
-def helper_of(launch: Launch) -> CleanHelper:
+def helper_for_launch(launch: Launch) -> CleanHelper:
     """Return a helper for a launched process, whose hash seed depends on its rank as in a rerun."""
     number = Surroundings(("interpreters",)).interpreter_of(launch.rank)
     return CleanHelper(hash_seed=HASH_SEED if number is None else HASH_SEEDS[number])
 
 
-def placed(start: RankStart, index: int, launch: Launch, own_address: str) -> RankStart:
+def start_with_settings(
+    start: RankStart, index: int, launch: Launch, own_address: str
+) -> RankStart:
     """Return a rank's start with the settings of the process that runs it: its local rank, and the
     network interface that leads to the others. The launcher defines the machine index.
     """
@@ -534,7 +537,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def ask_store(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> str:
+def share_address(pool: Pool, launch: Launch, *, value: str, deadline_s: float) -> str:
     """Publish rank 0's address in the launcher's store, or wait for it if `value` is empty; return
     it. Raises MembershipError if the size of the run has changed.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from distcheck.worlds.framing import Line
-from distcheck.worlds.messages import Of
+from distcheck.worlds.messages import RoutedEvent
 
 PROTOCOL = 6  # incremented by every change of a message below
 SIGN_EVERY_S = 0.25
@@ -44,7 +44,7 @@ class Written(msgspec.Struct, tag=True):
     data: bytes
 
 
-class Signs(msgspec.Struct, tag=True):
+class RankHeartbeat(msgspec.Struct, tag=True):
     """Heartbeat with the state of the ranks: busy seconds, and which ranks are awake or stopped."""
 
     world: int
@@ -68,7 +68,7 @@ class Prepare(msgspec.Struct, tag=True):
     download: bool
 
 
-class GivenThere(msgspec.Struct, frozen=True):
+class ReplacedDescriptor(msgspec.Struct, frozen=True):
     """Local replacement for a descriptor of the front end; see `shares.Shared`."""
 
     name: str
@@ -92,7 +92,7 @@ class StartRanks(msgspec.Struct, tag=True):
     world: int
     target: str
     ranks: tuple[RankToStart, ...]
-    given: tuple[GivenThere, ...]
+    given: tuple[ReplacedDescriptor, ...]
 
 
 class ToRanks(msgspec.Struct, tag=True):
@@ -117,7 +117,7 @@ class Shutdown(msgspec.Struct, tag=True):
     summary: str
 
 
-FromHost = Joining | Hello | Of | Written | Signs | DataPrepared
+FromHost = Joining | Hello | RoutedEvent | Written | RankHeartbeat | DataPrepared
 FromFront = Prepare | StartRanks | ToRanks | Heartbeat | Shutdown
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from distcheck.addons.backend_probe.command import plan_probes, sweep
+from distcheck.addons.backend_probe.command import plan_probes, run_probes
 from distcheck.addons.backend_probe.records import ProbedCell
 from distcheck.worlds.pool import Pool
 
@@ -18,7 +18,7 @@ def probe(
     probes = plan_probes(
         world=3, operations=ops.split(), dtypes=dtypes.split(), forms=forms.split()
     )
-    cells, failure = sweep(
+    cells, failure = run_probes(
         pool, probes, backend=f"tests.world.bad_backends:{backend}", device="cpu", world=3,
         deadline_s=deadline_s, on_cell=lambda done: None,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_one_bad_cell_does_not_poison_the_next(pool: Pool) -> None:
 
 
 def test_a_backend_that_does_not_start_is_named(pool: Pool) -> None:
-    cells, failure = sweep(
+    cells, failure = run_probes(
         pool, plan_probes(world=2, operations=["broadcast"], dtypes=["float32"], forms=["plain"]),
         backend="tests.world.bad_backends:fails_to_start", device="cpu", world=2, deadline_s=30.0,
         on_cell=lambda done: None,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from distcheck.addons.backend_probe.command import look_at
+from distcheck.addons.backend_probe.command import check_availability
 from distcheck.addons.backend_probe.table import read_sweeps, render_text
 from distcheck.errors import UsageError
 from distcheck.machine import devices
@@ -182,7 +182,7 @@ def test_ends_of_the_command(folder: Path, backend: str, code: int, said: str) -
 )
 def test_backends_that_cannot_be_loaded(pool: Pool, backend: str, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        look_at(pool, backend=f"tests.world.bad_backends:{backend}", device="", world=3)
+        check_availability(pool, backend=f"tests.world.bad_backends:{backend}", device="", world=3)
 
 
 def test_a_missing_backend_that_was_requested_exits_3(pool: Pool) -> None:
@@ -198,7 +198,7 @@ def test_a_missing_backend_that_was_requested_exits_3(pool: Pool) -> None:
     assert found["nccl"]["missing"]
     assert not found["nccl"]["cells"]
     if not devices.gpu_count():
-        look = look_at(pool, backend="gloo", device="cuda", world=3)
+        look = check_availability(pool, backend="gloo", device="cuda", world=3)
         assert look.missing == "torch detects no CUDA device"
 
 

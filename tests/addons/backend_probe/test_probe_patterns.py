@@ -19,7 +19,7 @@ from distcheck.addons.backend_probe.records import (
     Sweep,
     exit_code_of,
 )
-from distcheck.addons.backend_probe.scene import FORMS, Buffer, ProbeScene, lay_out
+from distcheck.addons.backend_probe.scene import FORMS, Buffer, ProbeScene, buffer_layout
 from distcheck.addons.backend_probe.table import read_sweeps, render_json, render_text
 from distcheck.errors import ExitCode, UsageError
 from distcheck.worlds.world import World
@@ -134,7 +134,7 @@ def test_the_mean_bound_takes_both_ways_of_dividing_and_no_other_divisor() -> No
 @pytest.mark.parametrize("form", ["plain", "strided", "transposed"])
 @pytest.mark.parametrize(("rows", "cols"), [(4, 6), (1, 1), (0, 6), (3, 2)])
 def test_a_layout_is_the_view_that_torch_makes_of_it(form: str, rows: int, cols: int) -> None:
-    layout = lay_out(form, rows, cols)
+    layout = buffer_layout(form, rows, cols)
     values = list(range(1, rows * cols + 1))
     storage = torch.tensor(layout.place(values, [0] * layout.size))
     view = storage.as_strided(layout.shape, layout.strides, layout.offset)
@@ -147,9 +147,9 @@ def test_a_layout_is_the_view_that_torch_makes_of_it(form: str, rows: int, cols:
 
 
 def differ(actual: list, dtype: str = "float32", after: list | None = None) -> str:
-    layout = lay_out("plain", 1, 3)
+    layout = buffer_layout("plain", 1, 3)
     buffer = Buffer(1, None, after)
-    before = rank.before_call(Buffer(1, None, after or [1, 2, 3]), layout, dtype)
+    before = rank.storage_before_call(Buffer(1, None, after or [1, 2, 3]), layout, dtype)
     stored = list(before)
     stored[layout.offset : layout.offset + 3] = actual[:3]
     if len(actual) > 3:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distcheck.addons.engines import on_slurm
-from distcheck.addons.engines.running import Ended, Lost, Work, run_on
+from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_on
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.matrix import Planned
 from distcheck.records import PlannedCase, RunPlan
@@ -25,10 +25,10 @@ class Made:
 
     code = "there"
 
-    def __init__(self, work: Sequence[Work], ends: dict[int, Any]) -> None:
+    def __init__(self, work: Sequence[MatrixTask], ends: dict[int, Any]) -> None:
         self.work, self.ends, self.closed = work, ends, False
 
-    def ended(self) -> Iterator[tuple[Work, Ended | Lost]]:
+    def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
         for one in self.work:
             end = self.ends[one.number]
             if isinstance(end, BaseException):
@@ -69,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(**ends: Any) -> tuple[int, dict[str, Any], Made]:
         started: list[Made] = []
 
-        def start(address: str, work: Sequence[Work]) -> Made:
+        def start(address: str, work: Sequence[MatrixTask]) -> Made:
             started.append(Made(work, {int(name[1:]): end for name, end in ends.items()}))
             return started[0]
 
@@ -94,7 +94,7 @@ def test_reports_that_come_back_are_one(run: Any) -> None:
 @pytest.mark.parametrize(
     ("end", "why"),
     [
-        (Lost("Ray lost its task: OOM"), "Ray lost its task: OOM"),
+        (LostPart("Ray lost its task: OOM"), "Ray lost its task: OOM"),
         ((2, "", "x\ndistcheck: no such file\n\n"), "its distcheck exited with code 2: dis"),
         ((137, "", ""), "its distcheck exited with code 137: nothing"),
         (ended(3, digest="e"),
@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_tasks_and_shows_what_there_is(run: Any) -> None:
 
 def test_nothing_that_came_back_is_no_verdict(run: Any) -> None:
     with pytest.raises(CannotRunError, match="no part returned from slurm: gone"):
-        run(_1=Lost("gone"), _2=Lost("gone"), _3=Lost("gone"))
+        run(_1=LostPart("gone"), _2=LostPart("gone"), _3=LostPart("gone"))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from distcheck.addons.explore import command, delays, models, running
-from distcheck.addons.explore.command import seconds_of
-from distcheck.addons.explore.failure_database import FailureDatabase, as_python
+from distcheck.addons.explore.command import parse_duration
+from distcheck.addons.explore.failure_database import FailureDatabase, reproducing_program
 from distcheck.addons.explore.report import ONE_RANK, ExploreResult, _lines, show
 from distcheck.addons.explore.search import Finding, Search
 from distcheck.addons.explore.space import DIMENSIONS, cases
@@ -35,12 +35,12 @@ from distcheck.records.generated_words import (
     SHAPE,
     ModelLayer,
     ModelWords,
+    is_trainable_layer,
     parse,
-    trains,
 )
 from distcheck.store.run_folder import write_case
 from distcheck.training.building import describe_model, open_ingredients
-from distcheck.training.delays import Lateness
+from distcheck.training.delays import RankDelays
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.workloads.generated import WEIGHT_DECAY, describe, described
 from tests import documents
@@ -53,7 +53,7 @@ def test_a_model_is_what_its_words_say(model: ModelWords) -> None:
     built = described(model.words).model(sample_shape=SHAPE, classes=1)
     taking = [p for p in built.parameters() if p.requires_grad]
     assert taking
-    assert any(map(trains, model.layers))
+    assert any(map(is_trainable_layer, model.layers))
     strided = [p for p in built.parameters() if not p.is_contiguous()]
     if strided:
         assert "strided" in model.words
@@ -254,8 +254,8 @@ def test_every_case_of_a_simulated_space_can_be_replayed(case: Case) -> None:
     assert check_case(case) == case
     assert case.backend == "simulated:tree"
     assert not (case.schedules and (case.rerun or case.world == 1))
-    assert (f"schedules={case.schedules}," in as_python(case)) == bool(case.schedules)
-    assert 'backend="simulated:tree",' in as_python(case)
+    assert (f"schedules={case.schedules}," in reproducing_program(case)) == bool(case.schedules)
+    assert 'backend="simulated:tree",' in reproducing_program(case)
 
 
 def test_schedules_are_drawn_in_simulated_worlds_only() -> None:
@@ -315,7 +315,7 @@ def test_words_that_describe_nothing_get_one_sentence(words: str, why: str) -> N
     ("text", "seconds"), [("90s", 90), ("5m", 300), ("1h", 3600), ("0.5m", 30)]
 )
 def test_a_budget(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 BAD = {
@@ -518,7 +518,7 @@ def test_the_python_that_is_printed_says_all_that_the_case_does() -> None:
         def raise_for_verdict(self) -> None:
             called["raised"] = True
 
-    exec(as_python(case).partition("\n")[2], {"distcheck": Stand})
+    exec(reproducing_program(case).partition("\n")[2], {"distcheck": Stand})
     assert called == {
         "strategy": 'a "b".py:f', "world": 2, "workload": "generated:scale", "batch": 2, "steps": 1,
         "seed": 0, "dtype": "float32", "deadline_s": 3.0, "loss": "mean/world", "form": "model",
@@ -536,7 +536,7 @@ def test_delays_are_of_ranks_that_there_are(drawn: tuple[int, tuple[Delay, ...]]
 def test_a_rank_is_late_where_it_was_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("distcheck.training.delays.time.sleep", slept.append)
-    late = Lateness()
+    late = RankDelays()
     late.begin([Delay(rank=0, ms=10), Delay(rank=0, collective=2, ms=20)])
     progress = late.watching(lambda step, phase: None)
     for step in range(2):

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from distcheck.addons.explore.thorough_search import _without, search_thoroughly
 from distcheck.cli import root_command
 from distcheck.cli.commands import verify as verify_module
-from distcheck.cli.forecast import say_plan
+from distcheck.cli.forecast import print_plan_estimate
 from distcheck.errors import CannotRunError, DistcheckError, UsageError
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.cells_to_run import ALWAYS
 from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.settings import Request
-from distcheck.plan.thorough import ThoroughSearch, thorough_extras, widened
+from distcheck.plan.thorough import ThoroughSearch, thorough_extras, with_thorough_worlds
 from distcheck.records import Report
 from distcheck.records.run_facts import Explored
 from distcheck.reports import github, html_report, junit
@@ -58,7 +58,7 @@ def planned(*words: str, folder: Path, config: str = "") -> Planned:
 
 
 def test_worlds_that_were_not_given_are_two_to_six_and_cells_run_in_one() -> None:
-    cases = plan_cases(widened(request(), world_given=False))
+    cases = plan_cases(with_thorough_worlds(request(), world_given=False))
     usual = [case for case in cases if case.workload not in CELLS]
     assert {case.world for case in usual} == {2, 3, 4, 5, 6}
     assert {case.workload for case in usual} == set(ALWAYS)
@@ -67,20 +67,25 @@ def test_worlds_that_were_not_given_are_two_to_six_and_cells_run_in_one() -> Non
 
 
 def test_a_world_that_was_given_is_kept_for_all() -> None:
-    cases = plan_cases(widened(request(worlds=(3,)), world_given=True))
+    cases = plan_cases(with_thorough_worlds(request(worlds=(3,)), world_given=True))
     assert {case.world for case in cases} == {3}
     assert {case.workload for case in cases} == {*ALWAYS, *CELLS}
     plain = Request(strategies=("allreduce",))
-    assert widened(plain, world_given=False) == plain
+    assert with_thorough_worlds(plain, world_given=False) == plain
 
 
 def test_a_batch_for_few_ranks_has_only_worlds_that_it_fills() -> None:
-    assert widened(request(batch=3), world_given=False).worlds == (2, 3)
-    assert widened(request(batch=3), world_given=False).cell_worlds == (3,)
+    assert with_thorough_worlds(request(batch=3), world_given=False).worlds == (2, 3)
+    assert with_thorough_worlds(request(batch=3), world_given=False).cell_worlds == (3,)
 
 
 def test_only_worlds_that_were_not_given_may_be_left_out() -> None:
-    assert thorough_extras([widened(request(), world_given=False)]).spare == (2, 3, 5, 6)
+    assert thorough_extras([with_thorough_worlds(request(), world_given=False)]).spare == (
+        2,
+        3,
+        5,
+        6,
+    )
     assert thorough_extras([request(worlds=(2, 3))]).spare == ()
 
 
@@ -207,7 +212,7 @@ def test_the_cost_is_printed_first(
     monkeypatch.chdir(tmp_path)
     words = ("--strategy", "allreduce", "--thorough", "--explore-s", "90")
     whole = planned(*words, folder=tmp_path)
-    say_plan(whole, costs=True)
+    print_plan_estimate(whole, costs=True)
     captured = capsys.readouterr()
     assert captured.out == ""
     cells = len(CELLS)
@@ -216,7 +221,7 @@ def test_the_cost_is_printed_first(
         "world 4; explore allreduce for 90 s; about "
     )
     assert "a rough estimate" in captured.err
-    say_plan(whole, costs=False)
+    print_plan_estimate(whole, costs=False)
     assert capsys.readouterr().err == ""
     ran = CliRunner().invoke(root_command, ["plan", *words, "--json", "plan.json"])
     assert "  explore allreduce for 90 s\n" in ran.output

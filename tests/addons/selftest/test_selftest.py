@@ -7,18 +7,18 @@ import pytest
 from rich.console import Console
 
 from distcheck.addons.selftest import command
-from distcheck.addons.selftest.command import check_place, plan_selftest, representatives
+from distcheck.addons.selftest.command import check_place, plan_selftest, representative_mutants
 from distcheck.addons.selftest.records import (
-    Planted,
-    Row,
+    ListedMutant,
+    SelftestVerdict,
     Zoo,
-    count,
+    detection_counts,
     judge_correct,
     judge_mutant,
-    judge_naming,
+    judge_named_causes,
     show_checks,
 )
-from distcheck.addons.selftest.table import Detection, render, render_json, totals
+from distcheck.addons.selftest.table import SelftestResults, render, render_json, totals
 from distcheck.errors import CannotRunError, ExitCode, NotSimulatedError, UsageError
 from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
@@ -31,9 +31,9 @@ R, S32, AGREE, RERUN = (
 
 def planted(
     name: str, *caught: tuple[str, str], causes: tuple[str, ...] = ("missing-sync",)
-) -> Planted:
+) -> ListedMutant:
     asked = {"strategy": f"zoo.file:{name}", "world": 4}
-    return Planted(name=name, file="file", asked=asked, caught=caught, causes=causes)
+    return ListedMutant(name=name, file="file", asked=asked, caught=caught, causes=causes)
 
 
 def report(*failed: tuple[str, str], causes: tuple[str, ...] = (), unknown: bool = False) -> Report:
@@ -70,7 +70,7 @@ ZOO = Zoo(
     ],
 )
 def test_naming(found: set[str], allowed: set[str], naming: str) -> None:
-    assert judge_naming(found, allowed) == naming
+    assert judge_named_causes(found, allowed) == naming
 
 
 def test_a_mutant_is_caught_by_any_failure_and_missed_by_none() -> None:
@@ -99,32 +99,34 @@ def test_a_correct_case_that_fails_is_a_false_alarm() -> None:
 
 def test_what_was_planned_and_not_run_is_unknown() -> None:
     rows = [judge_mutant(planted("one", R), report(R, causes=("missing-sync",)))]
-    assert count(rows, planted=1, correct=0).exit_code is ExitCode.PASS
-    assert count(rows, planted=2, correct=0).exit_code is ExitCode.UNKNOWN
-    assert count(rows, planted=1, correct=1).exit_code is ExitCode.UNKNOWN
-    assert count([], planted=0, correct=0).exit_code is ExitCode.UNKNOWN
+    assert detection_counts(rows, planted=1, correct=0).exit_code is ExitCode.PASS
+    assert detection_counts(rows, planted=2, correct=0).exit_code is ExitCode.UNKNOWN
+    assert detection_counts(rows, planted=1, correct=1).exit_code is ExitCode.UNKNOWN
+    assert detection_counts([], planted=0, correct=0).exit_code is ExitCode.UNKNOWN
     for bad in (
         judge_mutant(planted("two", R), report()),
         judge_mutant(planted("two", R), report(R, causes=("hang",))),
         judge_correct(report(R).cases[0]),
     ):
-        assert count([*rows, bad], planted=5, correct=5).exit_code is ExitCode.MISMATCH
+        assert detection_counts([*rows, bad], planted=5, correct=5).exit_code is ExitCode.MISMATCH
 
 
 def test_correct_strategies_alone_can_pass() -> None:
     rows = [judge_correct(report().cases[0])]
-    assert count(rows, planted=0, correct=1).exit_code is ExitCode.PASS
+    assert detection_counts(rows, planted=0, correct=1).exit_code is ExitCode.PASS
 
 
 def test_a_case_that_cannot_be_run_is_told_and_neither_passed_nor_unknown() -> None:
     why = "its gradients may reach 979992 and float16 carries 65504"
-    out = Row(kind="correct", name="ring-w3", file="ring", verdict="left out", detail=why)
+    out = SelftestVerdict(
+        kind="correct", name="ring-w3", file="ring", verdict="left out", detail=why
+    )
     rows = (msgspec.structs.replace(judge_correct(report().cases[0]), file="ring"), out)
-    counts = count(rows, planted=0, correct=2)
+    counts = detection_counts(rows, planted=0, correct=2)
     assert (counts.passed, counts.left_out, counts.unknown) == (1, 1, 0)
     assert (counts.exit_code, out.good) == (ExitCode.PASS, True)
-    assert count([out], planted=0, correct=1).exit_code is ExitCode.UNKNOWN
-    found = Detection(rows=rows, counts=counts, environment={}, seconds=1.0)
+    assert detection_counts([out], planted=0, correct=1).exit_code is ExitCode.UNKNOWN
+    found = SelftestResults(rows=rows, counts=counts, environment={}, seconds=1.0)
     assert f"          ring-w3 is excluded: {why}" in list(totals(found))
     console = Console(width=100)
     with console.capture() as screen:
@@ -133,8 +135,8 @@ def test_a_case_that_cannot_be_run_is_told_and_neither_passed_nor_unknown() -> N
 
 
 def test_representatives_cover_every_check_and_layer_with_the_narrowest() -> None:
-    assert [m.name for m in representatives(ZOO.mutants)] == ["both", "apart", "again"]
-    assert representatives(()) == ()
+    assert [m.name for m in representative_mutants(ZOO.mutants)] == ["both", "apart", "again"]
+    assert representative_mutants(()) == ()
 
 
 def test_plans_by_name() -> None:
@@ -203,10 +205,10 @@ def test_a_mutant_that_cannot_show_is_not_planted(monkeypatch: pytest.MonkeyPatc
     assert asked == ["zoo.file:forks over simulated", "zoo.file:early over simulated"]
     assert [row.verdict for row in rows] == ["left out", "left out", "caught"]
     assert (rows[2].naming, rows[2].as_listed) == ("right", True)
-    counts = count(rows, planted=3, correct=0)
+    counts = detection_counts(rows, planted=3, correct=0)
     assert (counts.planted, counts.unknown, counts.exit_code) == (1, 0, ExitCode.PASS)
-    assert count(rows[:2], planted=2, correct=0).exit_code is ExitCode.UNKNOWN
-    said = list(totals(Detection(rows=tuple(rows), counts=counts, environment={})))
+    assert detection_counts(rows[:2], planted=2, correct=0).exit_code is ExitCode.UNKNOWN
+    said = list(totals(SelftestResults(rows=tuple(rows), counts=counts, environment={})))
     assert "          forks is excluded: it forks" in said
 
 
@@ -220,8 +222,8 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
         msgspec.structs.replace(judge_mutant(planted("gone", R), report()), replay="distcheck v"),
         judge_correct(report(R).cases[0]),
     )
-    found = Detection(
-        rows=rows, counts=count(rows, planted=3, correct=1), environment={"torch": "2"},
+    found = SelftestResults(
+        rows=rows, counts=detection_counts(rows, planted=3, correct=1), environment={"torch": "2"},
         elsewhere=ZOO.elsewhere,
     )  # fmt: skip
     text = "\n".join(shown(found).split("\n"))
@@ -243,8 +245,10 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
 
 def test_a_command_that_repeats_a_mutant_is_whole_on_a_narrow_screen() -> None:
     replay = "distcheck verify --strategy distcheck_mutants.subtle.absent:" + "zeros_" * 9
-    row = Row(kind="mutant", name="one", file="f", verdict="missed", replay=replay)
-    found = Detection(rows=(row,), counts=count([row], planted=1, correct=0), environment={})
+    row = SelftestVerdict(kind="mutant", name="one", file="f", verdict="missed", replay=replay)
+    found = SelftestResults(
+        rows=(row,), counts=detection_counts([row], planted=1, correct=0), environment={}
+    )
     console = Console(width=60)
     with console.capture() as screen:
         render(found, console)
@@ -252,7 +256,7 @@ def test_a_command_that_repeats_a_mutant_is_whole_on_a_narrow_screen() -> None:
     assert not [line for line in screen.get().splitlines() if line != line.rstrip()]
 
 
-def shown(found: Detection) -> str:
+def shown(found: SelftestResults) -> str:
     from distcheck.reports.terminal import console_for
 
     console = console_for(width=100)
@@ -262,4 +266,4 @@ def shown(found: Detection) -> str:
 
 
 def test_rows_are_unknown_until_they_are_judged() -> None:
-    assert not Row(kind="mutant", name="one").good
+    assert not SelftestVerdict(kind="mutant", name="one").good

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from distcheck.addons.simulated.calls import SimulatedCall, calling_stack, is_shown_by_a_library
+from distcheck.addons.simulated.calls import SimulatedCall, calling_stack, is_repr_by_library
 from distcheck.addons.simulated.in_flight import InFlight
 
 Use = Callable[[torch.Tensor], object]
@@ -112,6 +112,6 @@ def test_a_method_that_reads_memory_by_itself(seen: InFlight) -> None:
 )
 def test_what_a_library_shows_is_not_what_the_code_reads(file: str, shown: bool) -> None:
     found: list[bool] = []
-    names = {"found": found, "ask": is_shown_by_a_library}
+    names = {"found": found, "ask": is_repr_by_library}
     exec(compile("found.append(ask())", file, "exec"), names)
     assert found == [shown]

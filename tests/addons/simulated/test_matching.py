@@ -7,7 +7,7 @@ import torch
 
 from distcheck.addons.simulated import collectives
 from distcheck.addons.simulated.calls import SimulatedCall
-from distcheck.addons.simulated.world import Channel
+from distcheck.addons.simulated.world import GroupCalls
 
 LOOKS = 0
 
@@ -36,14 +36,14 @@ def message(
     )  # fmt: skip
 
 
-def got(channel: Channel, receive: SimulatedCall) -> list[float]:
+def got(channel: GroupCalls, receive: SimulatedCall) -> list[float]:
     """What a receive takes, of what has been sent before."""
     channel.post_message(receive)
     return [float(result) for result in receive.results]
 
 
 def test_messages_meet_in_the_order_in_which_they_were_sent() -> None:
-    channel = Channel("0", range(4), "gloo")
+    channel = GroupCalls("0", range(4), "gloo")
     for rank, tag, value in ((1, 0, 1.0), (2, 0, 2.0), (2, 7, 3.0), (2, 0, 4.0), (3, 0, 5.0)):
         channel.post_message(message("send", rank, 0, tag=tag, value=value))
     channel.post_message(message("send", 2, 1, value=6.0))
@@ -72,7 +72,7 @@ def test_few_and_many_tensors_are_written_alike(count: int) -> None:
     call.results = [torch.rand(rows * columns) for rows, columns in sizes]
     expected = [r.view(size) for r, size in zip(call.results, sizes, strict=True)]
     versions = [output._version for output in outputs]
-    collectives.deliver(call)
+    collectives.write_call_results(call)
     assert all(a.equal(b) for a, b in zip(outputs, expected, strict=True))
     assert [output._version for output in outputs] == versions
     assert call.delivered
@@ -82,7 +82,7 @@ def test_few_and_many_tensors_are_written_alike(count: int) -> None:
 def looks_in_a_ring(world: int) -> int:
     """How often calls are looked at where every rank sends to the next, and all receive then."""
     global LOOKS
-    channel, LOOKS = Channel("0", range(world), "gloo"), 0
+    channel, LOOKS = GroupCalls("0", range(world), "gloo"), 0
     for rank in range(world):
         channel.post_message(message("send", rank, (rank + 1) % world))
     for rank in range(world):

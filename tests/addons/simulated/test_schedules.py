@@ -7,17 +7,17 @@ import pytest
 
 from distcheck.addons.simulated import judged_schedules as judging
 from distcheck.addons.simulated.scheduler import Scheduler
-from distcheck.addons.simulated.schedules import SchedulePolicy, Tree
-from distcheck.addons.simulated.search import RunAll, ScheduleForks, search
+from distcheck.addons.simulated.schedules import SchedulePolicy, ScheduleTree
+from distcheck.addons.simulated.search import ScheduleForks, ScheduleRunner, search
 from distcheck.errors import UsageError
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.settings import Request
 from distcheck.records.schedules import (
     Choice,
-    Covered,
     Schedule,
     ScheduleRun,
-    Searched,
+    ScheduleSearchResult,
+    SearchCoverage,
     Turn,
     read_schedule,
 )  # fmt: skip
@@ -97,7 +97,7 @@ def ran(schedule: Schedule, *, end: str = "finished", bits: bytes = b"a") -> Sch
     return ScheduleRun(str(schedule), end, "what", (bits, bits), preemptions, turns)
 
 
-def all_of(one: Callable[[Schedule], ScheduleRun]) -> RunAll:
+def all_of(one: Callable[[Schedule], ScheduleRun]) -> ScheduleRunner:
     def run_all(
         schedules: Sequence[Schedule], *, usual: ScheduleRun | None = None
     ) -> list[ScheduleRun]:
@@ -212,7 +212,9 @@ def test_what_differs_in_a_shared_process_is_found_only_if_it_differs_alone() ->
     assert [one.results[0] for one in found] == [b"a"] * len(SEEDS)
 
 
-def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> tuple[Tree, list]:
+def interleaved(
+    turns: Sequence[int], most: int, limit: int, **more: object
+) -> tuple[ScheduleTree, list]:
     """Every schedule of ranks that take so many turns each, and the orders that they ran in."""
 
     def run_one(schedule: Schedule) -> tuple[ScheduleRun, tuple[int, ...]]:
@@ -238,7 +240,7 @@ def interleaved(turns: Sequence[int], most: int, limit: int, **more: object) -> 
         return run, tuple(order)
 
     usual, first = run_one(Schedule())
-    tree, orders = Tree(usual, most), [first]
+    tree, orders = ScheduleTree(usual, most), [first]
     for batch in tree.rounds(limit):
         runs = [run_one(schedule) for schedule in batch]
         orders += [order for _, order in runs]
@@ -289,21 +291,23 @@ def test_what_was_not_run_is_never_claimed(
 @pytest.mark.parametrize(
     ("covered", "said"),
     [
-        (Covered(most=2, preemptions=2),
+        (SearchCoverage(most=2, preemptions=2),
          "all 7 schedules with at most 2 preemptions were bit-identical"),
-        (Covered(most=1, preemptions=1, buffered=True),
+        (SearchCoverage(most=1, preemptions=1, buffered=True),
          "all 7 schedules with at most 1 preemption (each also with buffered sends) were"),
-        (Covered(most=9, preemptions=4, all=True), "all 7 possible schedules were bit-identical"),
-        (Covered(most=2, preemptions=1, further=3),
+        (SearchCoverage(most=9, preemptions=4, all=True),
+         "all 7 possible schedules were bit-identical"),
+        (SearchCoverage(most=2, preemptions=1, further=3),
          "7 schedules, which are all with at most 1 preemption and 3 of those with 2"),
-        (Covered(most=2, preemptions=0, further=7),
+        (SearchCoverage(most=2, preemptions=0, further=7),
          "7 schedules with at most 1 preemption, not all of"),
-        (Covered(most=2, preemptions=-1), "7 schedules with at most 1 preemption, not all of them"),
+        (SearchCoverage(most=2, preemptions=-1),
+         "7 schedules with at most 1 preemption, not all of them"),
     ],
 )  # fmt: skip
-def test_a_pass_says_which_schedules_were_run(covered: Covered, said: str) -> None:
+def test_a_pass_says_which_schedules_were_run(covered: SearchCoverage, said: str) -> None:
     usual = ran(Schedule())
-    verdict, reason, causes = judged(Searched(usual, usual, 7, 2, covered=covered))
+    verdict, reason, causes = judged(ScheduleSearchResult(usual, usual, 7, 2, covered=covered))
     assert (verdict, causes) == ("pass", [])
     assert reason.startswith(said)
 

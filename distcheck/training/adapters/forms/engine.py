@@ -16,7 +16,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Build, LossOf, Step
 from distcheck.errors import UsageError
-from distcheck.training.adapters.forms.wrapper import Carrier
+from distcheck.training.adapters.forms.wrapper import ModuleAroundWrapper
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
@@ -57,10 +57,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, target.value, what=what, supplied=taken)
     made: list[Engine] = []
-    modules: list[Carrier] = []
+    modules: list[ModuleAroundWrapper] = []
 
     def wrap(model: nn.Module) -> nn.Module:
-        modules.append(Carrier(model, lambda *inputs, **named: called()(*inputs, **named), None))
+        modules.append(
+            ModuleAroundWrapper(model, lambda *inputs, **named: called()(*inputs, **named), None)
+        )
         return modules[-1]
 
     def called() -> Any:

@@ -11,7 +11,7 @@ from distcheck.contract import Build
 from distcheck.errors import UsageError
 from distcheck.machine.compat import has_step_hooks
 from distcheck.training.adapters import names
-from distcheck.training.adapters.called import calling
+from distcheck.training.adapters.called import call_of_method
 from distcheck.training.adapters.forms.own_optimizer import WatchedOptimizer
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -61,7 +61,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
             raise UsageError(
                 f"{target.spec!r} created no optimizer with a step(), and did not change the step"
             )
-        return Around(made, inner, scene)
+        return WrappedOptimizer(made, inner, scene)
 
     finish, reset = target.adaptation.finish, target.adaptation.reset
     finish = "" if finish == names.NO_FINISH else finish
@@ -69,7 +69,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     how += f", reset {reset}() before every step" if reset else ""
     called = {"sync": finish, "begun": reset}
     phases: Any = {
-        moment: calling(scene, objects, name, target.described)
+        moment: call_of_method(scene, objects, name, target.described)
         for moment, name in called.items()
         if name
     }
@@ -112,7 +112,7 @@ class _OfBoth(dict[str, Any]):
             group[key] = value
 
 
-class Around(OptimizerProxy):
+class WrappedOptimizer(OptimizerProxy):
     """A user's optimizer around torch's own, `optim`; the loop sees both."""
 
     def __init__(

@@ -14,7 +14,7 @@ from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.answers import present
 from distcheck.training.adapters.forms import own_optimizer
-from distcheck.training.adapters.forms.optimizer import Around, optimizer_name
+from distcheck.training.adapters.forms.optimizer import WrappedOptimizer, optimizer_name
 from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Filling, Scene
@@ -79,7 +79,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         if sends:
             step, send = made.step, getattr(made, sends)
             made.step = lambda: (step(), send())
-        return Around(made, held[0] if held else made, scene, has_groups=False)
+        return WrappedOptimizer(made, held[0] if held else made, scene, has_groups=False)
 
     def sync(model: nn.Module, step: Step) -> None:
         for parameter in present(scene.parameters()):

@@ -10,7 +10,7 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.layouts import laid_out
+from distcheck.training.adapters.layouts import with_unsharded_model
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
 from distcheck.training.adapters.scene import Scene
@@ -66,7 +66,11 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if sync is not None:
         methods["sync"] = _adapt_sync(target.spec, sync)
     loaded = target.loaded("", **methods)
-    return laid_out(loaded, made, what=repr(target.spec)) if loaded.contract.parallel else loaded
+    return (
+        with_unsharded_model(loaded, made, what=repr(target.spec))
+        if loaded.contract.parallel
+        else loaded
+    )
 
 
 def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:

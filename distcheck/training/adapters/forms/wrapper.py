@@ -14,7 +14,7 @@ from torch import nn
 from distcheck.contract import Batch, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.called import calling
+from distcheck.training.adapters.called import call_of_method
 from distcheck.training.adapters.forms.strategy import adapt_scale_loss
 from distcheck.training.adapters.names import meaning_of
 from distcheck.training.adapters.refusals import refusal
@@ -22,8 +22,8 @@ from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
     Target,
-    begins_once,
     meaning_in,
+    name_of_start_method,
     named_parameters,
     own_classes,
     own_names,
@@ -78,7 +78,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
     hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
-    first = "" if is_trained else begins_once(build, takes="")
+    first = "" if is_trained else name_of_start_method(build, takes="")
     first = "" if first in (finish, reset) else first
     if not is_trained and not has_none and not hooks and not finish and not first:
         raise refusal(
@@ -124,9 +124,9 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     return target.loaded(
         f"{target.name} around the module, {how}{begins}",
         wrap=wrap,
-        sync=calling(scene, made, finish, what),
-        begun=calling(scene, made, reset if reset != clears else "", what),
-        zero_grad=calling(scene, made, clears, what) if clears else None,
+        sync=call_of_method(scene, made, finish, what),
+        begun=call_of_method(scene, made, reset if reset != clears else "", what),
+        zero_grad=call_of_method(scene, made, clears, what) if clears else None,
         scale_loss=scaled,
         backward=backward if runs_backward else None,
     )
@@ -212,7 +212,7 @@ def _only_method(build: Callable[..., Any]) -> str:
     if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
         return ""
     methods = own_names(build) if inspect.isclass(build) else []
-    methods = [name for name in methods if name != begins_once(build, takes="")]
+    methods = [name for name in methods if name != name_of_start_method(build, takes="")]
     return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
@@ -224,7 +224,7 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
             raise UsageError(
                 f"{target.spec!r} created a {type(made).__name__}, which is not a module"
             )
-        made = Carrier(model, forward, made)
+        made = ModuleAroundWrapper(model, forward, made)
     trained: nn.Module = made
     return trained
 
@@ -241,7 +241,7 @@ def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Mo
         )
 
 
-class Carrier(nn.Module):
+class ModuleAroundWrapper(nn.Module):
     """Module around a wrapper that is not one: its forward, and its or the model's parameters."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], made: Any) -> None:
