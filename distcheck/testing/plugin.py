@@ -150,7 +150,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Send a report to the pytest process; in a rank, this is the only remaining implementation."""
     session = sys.modules.get("distcheck.testing.session")
     if session is not None:
-        session.tell(report)
+        session.send_subtest_report(report)
 
 
 def _is_of_unittest(item: pytest.Function) -> bool:

@@ -104,7 +104,7 @@ def view() -> WorldView | None:
 
 def _owned() -> Owned:
     threads = registry.load("simulated").threads()
-    owned: Owned = threads.owned(inherited().item)
+    owned: Owned = threads.per_rank_test_state(inherited().item)
     return owned
 
 
@@ -238,8 +238,8 @@ def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapp
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
     threads = registry.load("simulated").threads()
-    named = {k: threads.own_copy(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
-    return threads.own_body(prepared.body), prepared.args, named
+    named = {k: threads.copy_for_rank(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
+    return threads.body_for_rank(prepared.body), prepared.args, named
 
 
 def _cut(text: str) -> str:

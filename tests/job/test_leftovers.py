@@ -131,7 +131,7 @@ from mpi4py import MPI
 from distcheck.job.inside import ending
 print(*{words[-1] for words in map(str.split, open("/proc/self/maps"))
         if words[-1].startswith("/dev/shm/")}, flush=True)
-ending.leave()
+ending.exit_process()
 """
 
 
@@ -172,7 +172,7 @@ def replayed(folder: Path, how: str) -> "subprocess.Popen[bytes]":
         "import sys; from pathlib import Path; from distcheck.job import running\n"
         "where = Path(sys.argv[1])\n"
         "words = [sys.executable, 'script.py', sys.argv[1], sys.argv[2]]\n"
-        "ran = running.run_kept(words, where / 'settings.json', folder=where, variables={},"
+        "ran = running.run_silently(words, where / 'settings.json', folder=where, variables={},"
         " without=('NOTHING_',), deadline_s=300.0)\nsys.exit(ran.code)"
     )
     words = [sys.executable, "-c", program, str(folder), how]

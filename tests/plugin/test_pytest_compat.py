@@ -90,7 +90,7 @@ def test_it(request):
     assert other.funcargs == {}
     other.funcargs["of_another_run"] = 1
     before = other._request
-    pytest_compat.begin_again(other)
+    pytest_compat.reset_fixture_state(other)
     assert other.funcargs == {}
     assert other._request is not before
     assert other.stash[pytest_compat.caplog_handler_key].records == []

@@ -105,7 +105,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         **dict.fromkeys(("cli/streams.py", "job/running.py", "worlds/local/child.py",
                          "testing/fixtures.py"), "descriptors that are open already"),
     }),
-    "a text is printed; errors/shown_text.say masks it": (prints, {
+    "a text is printed; errors/shown_text.print_displayable masks it": (prints, {
         "errors/shown_text.py": "here",
         "reports/files.py": "a report or annotations, which are masked already",
         "store/trust.py": "lines that were made fit to be shown",

@@ -205,7 +205,7 @@ def test_fsdp2_says_what_it_computes_with(tmp_path: Path) -> None:
         "    assert [tuple(whole.shape) for whole in wholes()] == [(2, 2), (2,)]\n"
         "    own = dict(compat.fsdp2_parameters(one))\n"
         "    assert [id(p) for p in own] == [id(p) for p in one.parameters()]\n"
-        "    assert [compat.part_in(p) for p in own] == [(0, 0), (0,)]\n"
+        "    assert [compat.shard_offset(p) for p in own] == [(0, 0), (0,)]\n"
         "    print(*(holds() for _, holds in compat.fsdp2_holding(one)))\n"
         "linear = torch.nn.Linear(2, 2)\n"
         "print(compat.fsdp2_dtypes(linear)[0], [*compat.fsdp2_parameters(linear)])\n"
@@ -369,7 +369,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
     print(compat.recorded_calls(nccl=False, stacks=False))
 else:
     print([])
-compat.isolate_threads()
+compat.isolate_groups_by_thread()
 """
 
 

@@ -28,7 +28,7 @@ dist.destroy_process_group()
 from distcheck.machine import seeds
 seeds.pin_determinism()
 assert torch.are_deterministic_algorithms_enabled()
-assert late_compiler.to_share() == []
+assert late_compiler.modules_to_share() == []
 assert not late_compiler.is_loaded(), "plain training loaded it"
 assert "sympy" not in sys.modules
 """
@@ -92,7 +92,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 child = os.fork()
 if child == 0:
     USE
-    assert late_compiler.is_loaded() and late_compiler.to_share() == ["torch._dynamo"]
+    assert late_compiler.is_loaded() and late_compiler.modules_to_share() == ["torch._dynamo"]
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """.replace("USE", use)

@@ -10,7 +10,7 @@ processes have a copy each; it is swapped whenever another rank runs.
                    modules are shared, and so are modules with compiled code.
  working directory once a rank has changed it
  streams           sys.stdout and sys.stderr
- job state         attributes that a job declares (`jobs.of_each_rank`)
+ job state         attributes that a job declares (`jobs.with_rank_state`)
 """
 
 import _random
