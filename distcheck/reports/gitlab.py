@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from distcheck.reports.json_report import render as as_json
 from distcheck.reports.sarif import located
 
 _SEVERITY = {"error": "major", "warning": "minor", "note": "info"}
@@ -21,4 +20,4 @@ def render(document: Mapping[str, Any]) -> str:
         }
         for one in located(document)
     ]
-    return msgspec.json.format(msgspec.json.encode(entries), indent=2).decode() + "\n"
+    return as_json(entries)

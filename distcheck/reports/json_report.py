@@ -177,7 +177,7 @@ def render_json(report: Report) -> str:
     return render(as_document(report))
 
 
-def render(document: dict[str, Any]) -> str:
+def render(document: dict[str, Any] | list[Any]) -> str:
     document = without_secrets(document)
     try:
         data = msgspec.json.encode(document)

@@ -30,7 +30,7 @@ ROOT = Path(distcheck.__file__).parent
 ASK = ("replay", "recheck", "compare")
 RUN_NOTHING = ("bundle", "report", "open", "merge", "explain", "backends", "train")
 RUN_WHAT_THE_PERSON_NAMED = ("verify", "plan", "explore")  # in a configuration of their own
-WRITE = ("job", "record", "scale", "selftest")
+WRITE = ("job", "record", "scale", "selftest", "list", "runs", "doctor")
 # Modules that read a case from a file: a new one asks, or says here why it need not.
 READERS = {
     **dict.fromkeys(

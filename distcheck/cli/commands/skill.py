@@ -22,10 +22,10 @@ def command(install: str | None) -> None:
     from importlib.resources import files
     from pathlib import Path
 
-    from distcheck import private
     from distcheck.errors import CannotRunError
     from distcheck.errors.shown_text import print_displayable
     from distcheck.records.symptoms import symptoms
+    from distcheck.reports.files import write_text
 
     rows = [f"| {one.text} | `{'`, then `'.join(one.commands)}` |" for one in symptoms().values()]
     text = files("distcheck.cli").joinpath("skill.md").read_text("utf-8")
@@ -36,7 +36,7 @@ def command(install: str | None) -> None:
     place = Path(install) / "distcheck" / "SKILL.md"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        private.publish(str(place), text)
     except OSError as error:
         raise CannotRunError(f"{place} cannot be written: {error.strerror}") from error
+    write_text(str(place), text, option="--install")
     print_displayable(f"wrote {place}")
