@@ -383,7 +383,10 @@ OPTION = {
         (_BY_NAME, f"{_BY_NAME}\n    most_cases: int | None\n"),
     ],
     "distcheck/plan/cases.py": [
-        ("    return name_apart(cases)\n", "    return name_apart(cases)[: request.most_cases]\n")
+        (
+            "    return with_unique_ids(cases)\n",
+            "    return with_unique_ids(cases)[: request.most_cases]\n",
+        )
     ],
 }
 # The matrix on the command line and in a file; in Python, with no rank started.

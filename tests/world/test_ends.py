@@ -336,7 +336,7 @@ def test_an_interrupted_search_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "_looks_closer", interrupted)
+    monkeypatch.setattr(Session, "_look_closer", interrupted)
     with pytest.raises(Interrupted) as caught:
         distcheck.verify("tests.mutants.scale:missing_division", world=2, workload="mlp")
     found = [one for case in caught.value.report.cases for one in case.diagnosis]

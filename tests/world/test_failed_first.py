@@ -15,7 +15,7 @@ def verdicts(file: Path) -> list[str]:
 
 
 def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None:
-    worlds = [word for n in "345" for word in ("--world", n)]
+    worlds = [word for n in "3456" for word in ("--world", n)]
     both = ("verify", "--strategy", "bad.py:no_sync", "--strategy", "bad.py:good", *SURE)
     first = distcheck(*both, *worlds, "--fail-fast", "--json", "first.json")
     assert first.returncode == 1
