@@ -40,8 +40,8 @@ def _owners(path: Path) -> set[int]:
 
 
 def is_private_folder(path: Path, *, strictly: bool = False) -> bool:
-    """Return True if a path is a folder (no link) that `is_ones_own` and that no other user can
-    write to; with `strictly`, if it belongs to this user.
+    """Return True if a path is a folder (no link) that `has_trusted_owner` and that no other user
+    can write to; with `strictly`, if it belongs to this user.
     """
     try:
         about = path.lstat()

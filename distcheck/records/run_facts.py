@@ -51,8 +51,9 @@ class ByModule(msgspec.Struct, frozen=True, kw_only=True):
 # Text of a rerun in separate interpreters, and of other bits there that are also right.
 SEPARATELY = "in separate interpreters"
 DIFFERS = "; there the bits differ"
-# Beginnings of notes about the form in which code was called.
-TAKEN_AS, FOUND_AS = "taken as: ", "its form was found by trying: "
+# Beginnings of notes about the form in which code was called, and about properties of it that were
+# not judged because it fails there. Screens never cut these notes.
+TAKEN_AS, FOUND_AS, LIMIT = "taken as: ", "its form was found by trying: ", "limit: "
 
 
 class UsedFeature(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER, ROUNDING
 from distcheck.records.mesh import MESH
 from distcheck.records.mistakes import SENSITIVITY, Shown, joined_list, scales, shares
-from distcheck.records.run_facts import DIFFERS, FOUND_AS, SEPARATELY, TAKEN_AS
+from distcheck.records.run_facts import DIFFERS, FOUND_AS, LIMIT, SEPARATELY, TAKEN_AS
 from distcheck.reports.failures import (
     PrintedCauses,
     by_evidence,
@@ -196,7 +196,7 @@ def print_group(
     for found in dict.fromkeys(map(sentence_on_modules, right)):
         lines.add("module", found, most=3)
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
-    of_form = [note for note in notes if note.startswith((TAKEN_AS, FOUND_AS))]
+    of_form = [note for note in notes if note.startswith((TAKEN_AS, FOUND_AS, LIMIT))]
     others = [note for note in notes if note not in of_form]
     shown = [*of_form, *others[: max(1, _MOST_NOTES - len(of_form))]]
     shown = shown if alone or verdict != "pass" else []

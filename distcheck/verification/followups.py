@@ -36,7 +36,7 @@ from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdic
 from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import MISUSES, RankEnd
 from distcheck.records.layers import IN_FLOAT64
-from distcheck.records.run_facts import TAKEN_AS
+from distcheck.records.run_facts import LIMIT, TAKEN_AS
 from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.training.jobs import DIGEST, DigestRequest
 from distcheck.verification.session import Session
@@ -162,7 +162,7 @@ def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> 
         return report
     odd, another, such = _ODD[follow_up.kind]
     note = (
-        f"{odd} are not judged: the code fails on the one in {of.workload} "
+        f"{LIMIT}{odd} are not judged: the code fails on the one in {of.workload} "
         f"({_error(follow_up.of)}), but not on {another}, which ran instead; a model with such a "
         f"parameter ({such}) fails; pass --workload {of.workload} to judge it"
     )

@@ -92,8 +92,8 @@ def enter_world_of_one() -> None:
 
 def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
     """Create the default process group; return the `torch.distributed.Store` of the rendezvous.
-    `store_fd` comes from `meeting_place`. `registered` is torch's name of the backend if it is
-    registered already.
+    `store_fd` comes from `rendezvous_endpoint`. `registered` is torch's name of the backend if it
+    is registered already.
     """
     import torch.distributed as dist
 

@@ -23,6 +23,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART
+from distcheck.records.run_facts import LIMIT
 from distcheck.reports import brief, training_report
 from distcheck.reports.brief import next_step
 from distcheck.reports.failures import ends_of_ranks
@@ -333,6 +334,18 @@ def test_what_is_cut_ends_in_dots_and_the_screen_says_where_it_is_whole() -> Non
     *_, whole = summary_lines(document_of(report), width=80)
     assert whole == 'more    "..." in full: --html FILE'
     assert "in full" not in render_text(REPORTS["mismatch"], width=80)
+
+
+def test_a_limit_of_the_verdict_is_not_among_the_notes_that_are_counted() -> None:
+    limit = f"{LIMIT}{'small tensors are not judged ' * 12}end"
+    case = REPORTS["pass"].cases[0]
+    report = msgspec.structs.replace(
+        REPORTS["pass"],
+        cases=(msgspec.structs.replace(case, notes=("one", "two", "three", limit)),),
+    )
+    screen = render_text(report, width=80)
+    assert " ".join(limit.split()) in " ".join(screen.split())
+    assert "more notes" in screen
 
 
 def test_causes_of_which_the_same_is_seen_are_shown_once() -> None:
