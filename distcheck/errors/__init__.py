@@ -108,7 +108,7 @@ _ALIKE = 0.6  # of difflib's ratio
 
 
 def most_similar_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to another one, ignoring case; "" if none is."""
+    """Return the known name most similar to a given one, ignoring case; "" if none is."""
     import difflib  # only errors need it
 
     lower = {one.lower(): one for one in known}
