@@ -1,5 +1,6 @@
 """In a persistent rank: runs one test after another, and restores the process state in between."""
 
+import gc
 import os
 import pickle
 import signal
@@ -34,7 +35,7 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     rank.enter(rendezvous, fds[STORE], first.options, reporter)
     before = _Before()
     for test in requests(fds, RequestedTest):
-        before.destroy_left_groups()
+        before.destroy_left_objects()
         item = items[test.nodeid]
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
@@ -156,15 +157,17 @@ class _Before:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
-    def destroy_left_groups(self) -> None:
-        """Destroy groups left by the last test. This waits for the next test, when every rank has
-        finished the last one: destroying a group closes connections that a slower peer may still be
-        using or opening.
+    def destroy_left_objects(self) -> None:
+        """Destroy garbage and groups left by the last test. This waits for the next test, when
+        every rank has finished the last one: destroying a group closes connections that a slower
+        peer may still be using or opening. Garbage goes first and now, because the destructor of a
+        DDP model or a group may block, and would do so within a collective of the next test.
         """
         import torch.distributed as dist
 
         from distcheck.machine import compat  # imports torch, which pytest must not
 
+        gc.collect()
         groups = compat.groups()
         left: list[Any] = [group for group in groups if group not in self._groups]
         for group in left:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,19 @@ def test_a_test_knows_its_own_collectives_alone(world: WorldView, number: int) -
     for _ in range(3):
         dist.all_reduce(torch.ones(number + 1))
     assert [entry.shapes for entry in flight.latest()] == [str(number + 1)] * 3
+
+
+class _InACycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+_left_behind: list["weakref.ref[_InACycle]"] = []
+
+
+@pytest.mark.world(2, reuse=True)
+@pytest.mark.parametrize("number", range(3))
+def test_garbage_of_a_test_is_destroyed_before_the_next(world: WorldView, number: int) -> None:
+    """Not within a collective of the next one, where its destructor could block."""
+    assert [ref for ref in _left_behind if ref() is not None] == []
+    _left_behind.append(weakref.ref(_InACycle()))
