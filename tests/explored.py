@@ -1,4 +1,4 @@
-"""Planted bugs that lattice and cnn miss, for `distcheck explore`. NAME: what is the least case.
+"""Planted bugs that `exact` and `cnn` miss, for `distcheck explore`. NAME: what is the least case.
 
 Each is right in a world of 4 with equal shards, contiguous gradients, nothing frozen, in time.
 """

@@ -109,8 +109,8 @@ def plan_training(
         **options,
     )
     case = plan.plan_cases(request)[0]  # on a GPU, the others are for comparison
-    if workload == "lattice":
-        raise UsageError("lattice has no accuracy; pass mlp, cnn or vgg11")
+    if workload == "exact":
+        raise UsageError("workload exact has no accuracy; pass mlp, cnn or vgg11")
     return msgspec.structs.replace(case, strategy=strategy or "")
 
 

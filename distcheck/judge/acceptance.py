@@ -100,9 +100,9 @@ def check_asked(
             f"--accept {text} requires at least two periods; pass --steps {2 * accepted.amount} "
             "or more"
         )
-    if "lattice" in workloads and not keeps_lattice(text):
+    if "exact" in workloads and not keeps_exact_sums(text):
         raise UsageError(
-            f"workload lattice only checks exact sums, which --accept {text} excludes; pass a "
+            f"workload exact only checks exact sums, which --accept {text} excludes; pass a "
             "different --workload"
         )
 
@@ -149,8 +149,8 @@ def keeps_scalars(text: str | None) -> bool:
     return accepted is None or accepted.family != "low-rank"
 
 
-def keeps_lattice(text: str | None) -> bool:
-    """Return True if the lattice check remains meaningful: sums that are exact or rounded."""
+def keeps_exact_sums(text: str | None) -> bool:
+    """Return True if workload `exact` remains meaningful: sums that are exact or rounded."""
     accepted = read(text)
     return accepted is None or accepted.family == "low-precision"
 

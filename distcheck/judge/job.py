@@ -16,7 +16,7 @@ from distcheck.judge.checks.tally import Tally
 from distcheck.judge.jobs import JUDGE, JudgeRequest
 from distcheck.judge.oracles import expect
 from distcheck.judge.oracles.forms import AfterBatch, GradientForms
-from distcheck.judge.oracles.lattice import HeadroomError
+from distcheck.judge.oracles.integers import HeadroomError
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine import devices, seeds

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from distcheck.contract import Contract, Training
 from distcheck.judge.acceptance import read
-from distcheck.judge.oracles import lattice
+from distcheck.judge.oracles import integers
 from distcheck.machine.numerics import unit_roundoff
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
@@ -20,7 +20,7 @@ BUFFERS = (
     "buffers, such as BatchNorm's running statistics, are compared before the first step and "
     "between the two runs, but not with the single-process reference"
 )
-_NOT_DIVIDED = ("lattice", "composite", "twelve_steps")  # workloads of the default run
+_NOT_DIVIDED = ("exact", "composite", "twelve_steps")  # workloads of the default run
 
 
 def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
@@ -216,9 +216,9 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     accepted = read(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"
-    if "lattice" not in case.layers:
+    if "exact" not in case.layers:
         return ""
-    return lattice.why_not_carried(contract, shard_sizes=sizes)
+    return integers.why_not_carried(contract, shard_sizes=sizes)
 
 
 def _why_too_few_samples(case: Case, sizes: Sequence[Sequence[int]]) -> str:

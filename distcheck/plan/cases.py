@@ -14,7 +14,7 @@ from distcheck import backends
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, UsageError, did_you_mean
 from distcheck.judge import acceptance
-from distcheck.judge.oracles import lattice
+from distcheck.judge.oracles import integers
 from distcheck.machine import devices
 from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
@@ -128,9 +128,9 @@ def check_request(request: Request) -> None:
     if request.dtype is not None and request.dtype not in DTYPES:
         meant = did_you_mean(request.dtype, DTYPES)
         raise UsageError(f"unknown dtype {request.dtype!r}{meant}; known are {', '.join(DTYPES)}")
-    if request.dtype not in (None, *EXACT_DTYPES) and "lattice" in request.workloads:
+    if request.dtype not in (None, *EXACT_DTYPES) and "exact" in request.workloads:
         raise UsageError(
-            f"workload lattice does not run in {request.dtype}, which cannot represent integer "
+            f"workload exact does not run in {request.dtype}, which cannot represent integer "
             f"sums over a batch exactly; pass --dtype {' or '.join(EXACT_DTYPES)}, or a "
             "different --workload"
         )
@@ -200,7 +200,7 @@ def check_case(case: Case) -> Case:
         strategies=(case.strategy,),
         worlds=(case.world,),
         workloads=(case.workload,),
-        data=datasets.SYNTHETIC if case.data == "lattice" else case.data,
+        data=datasets.SYNTHETIC if case.data == "exact" else case.data,
         **{name: getattr(case, name) for name in (*_AS_ASKED, *_OF_A_CASE)},
     )
     alike = [c for c in plan_cases(request) if c.reference_device == case.reference_device]
@@ -241,9 +241,9 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
         check_workload(spec)
     workloads = dict.fromkeys(request.workloads or ALWAYS)
     if request.dtype not in (None, *EXACT_DTYPES):
-        workloads.pop("lattice", None)
-    if not acceptance.keeps_lattice(request.accept):
-        workloads.pop("lattice", None)
+        workloads.pop("exact", None)
+    if not acceptance.keeps_exact_sums(request.accept):
+        workloads.pop("exact", None)
     if not request.workloads and (request.accept or request.dtype not in (None, *EXACT_DTYPES)):
         workloads.pop("twelve_steps")  # only a mean handles the range of its gradients
     if not request.workloads and not acceptance.keeps_scalars(request.accept):
@@ -290,7 +290,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     without = known.without if cell is None else cell.without
     layers = tuple(layer for layer in layers if layer not in without)
     data = known.data if cell is None else datasets.SYNTHETIC
-    is_lattice = workload.partition(":")[0] == "lattice"
+    is_exact = workload.partition(":")[0] == "exact"
     companion = dtype == "float64" and request.dtype is None
     by_default = workload in DEFAULT_RUN and DEFAULT_RUN[workload].rerun
     reruns = cell is not None or bool(request.workloads) or by_default
@@ -307,7 +307,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         data=data or request.data,
         batch=_batch_of(request, world),
         steps=steps,
-        layers=("lattice",) if is_lattice else (IN_FLOAT64,) if companion else layers,
+        layers=("exact",) if is_exact else (IN_FLOAT64,) if companion else layers,
         rerun=reruns and not companion,
         loss=cast("LossName", request.loss),
         accept=acceptance.spelled(request.accept),
@@ -328,7 +328,7 @@ def plan_checks(
     model, accepted = facts.model, acceptance.read(case.accept)
     needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
-    own = "lattice" if exact == "lattice" else BITWISE
+    own = "exact" if exact == "exact" else BITWISE
     further = known_layers.further_layers(case.layers)
     gradient_layers = [layer for layer in (exact, bounded, *semantic, *further) if layer]
     planned = [
@@ -347,7 +347,7 @@ def plan_checks(
     if exact or bounded:
         planned.append(needs.loss(own))
     planned += [needs.loss(layer) for layer in semantic]
-    updated = () if own == "lattice" else model.optimizer
+    updated = () if own == "exact" else model.optimizer
     # Bits of an update depend on the kind of device, and for some dtypes on an element's position.
     same_update = case.reference_device is None and not rounds_by_position(case, facts.contract)
     if local_sgd:
@@ -391,9 +391,9 @@ def _layers(
     if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
-    if "lattice" in case.layers:
-        if not _lattice_inexact(case, facts.contract, sizes):
-            return "lattice", "", []
+    if "exact" in case.layers:
+        if not _why_inexact(case, facts.contract, sizes):
+            return "exact", "", []
         return (BITWISE if ordered else ""), ROUNDING, []
     exact = BITWISE if BITWISE in case.layers and ordered else ""
     # A forward pass over the full batch would draw other random numbers than the shards.
@@ -403,19 +403,19 @@ def _layers(
     return exact, bounded, semantic
 
 
-def _lattice_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
+def _why_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
     world, loss = len(case.with_data), contract.loss_given(case.loss)
     shards = [n for step in sizes for n in step] if loss == "tokens" else []  # sums over them
     if loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes), *shards)):
         return f"a loss of {loss} over {world} ranks is not exact"
-    return lattice.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
+    return integers.why_not_exact(contract, dtype=case.dtype, world=world, shard_sizes=sizes)
 
 
 def _fallback_note(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> str:
-    if "lattice" in case.layers:
-        inexact = _lattice_inexact(case, facts.contract, sizes)
+    if "exact" in case.layers:
+        inexact = _why_inexact(case, facts.contract, sizes)
         return f"not judged bitwise: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:

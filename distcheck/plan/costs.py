@@ -15,7 +15,7 @@ INTERPRETERS_S = 2.0  # and in each further interpreter of a rerun, concurrently
 # Measured on one quiet core of 2024: the start and end of a world; the start of a rank; a sample's
 # forward and backward (mean of float32 and float64 if both are run by default).
 _WORLD_S, _RANK_S = 0.3, 0.1
-_SAMPLE_S = {"lattice": 2e-5, "mlp": 3e-5, "cnn": 2e-4, "composite": 4e-4, "vgg11": 1.1e-2,
+_SAMPLE_S = {"exact": 2e-5, "mlp": 3e-5, "cnn": 2e-4, "composite": 4e-4, "vgg11": 1.1e-2,
     "twelve_steps": 1e-6,
 }  # fmt: skip
 _UNKNOWN_SAMPLE_S = 2e-4  # user's workload: Heuristic: as a cnn

@@ -229,9 +229,9 @@ def _fields(
     for values in itertools.product(*several.values()):
         request = {**fields, **dict(zip(several, values, strict=True))}
         workloads = request["workloads"]
-        if request["dtype"] not in exact and exact and "lattice" in workloads:
+        if request["dtype"] not in exact and exact and "exact" in workloads:
             # Judged in its own dtypes; alone it is refused, with the reason.
-            request["workloads"] = [name for name in workloads if name != "lattice"]
+            request["workloads"] = [name for name in workloads if name != "exact"]
             if not request["workloads"]:
                 continue
         yield request

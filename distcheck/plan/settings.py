@@ -156,9 +156,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Setting(
             kind=Words,
-            takes='names of workloads, as in ["lattice", "cnn"]',
+            takes='names of workloads, as in ["exact", "cnn"]',
             help="Workload to train; may be repeated.",
-            default="lattice, cnn, composite and twelve_steps, and the cell absent_on_some, "
+            default="exact, cnn, composite and twelve_steps, and the cell absent_on_some, "
             "which counts only if all ranks finish it",
             metavar="NAME",
             repeated=True,

@@ -121,7 +121,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--workload", self.workload, "--dtype", self.dtype, "--batch", str(self.batch)]
         words += ["--steps", str(self.steps), "--seed", str(self.seed), "--backend", self.backend]
         words += ["--device", self.device] if self.device != "cpu" else []
-        words += ["--data", self.data] if self.data != "lattice" else []
+        words += ["--data", self.data] if self.data != "exact" else []
         words += ["--data-dir", self.data_dir] if self.data_dir else []
         words += ["--no-separate"] if not self.separate else []
         words += ["--schedules", str(self.schedules)] if self.schedules else []

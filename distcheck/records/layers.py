@@ -1,7 +1,7 @@
 """The layers of expectation, by the names that JSON, screens and pages use. No torch.
 
-Code uses the constants below. No other module spells a name out, except for that of the lattice,
-which is a workload as well (`tests/unit/test_layers.py`).
+Code uses the constants below. No other module spells a name out, except "exact", which is a
+workload as well (`tests/unit/test_layers.py`).
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import msgspec
 
 NO_LAYER = "-"  # of checks that compare without an expectation
 EXACT, BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64 = (
-    "lattice",
+    "exact",
     "bitwise",
     "rounding",
     "full batch float32",
@@ -22,8 +22,8 @@ _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float3
 class Layer(msgspec.Struct, frozen=True):
     """A source of expected values: its name, its reference, and its file in `judge/oracles/`.
 
-    Cases in `dtypes` are judged by it; those of the lattice only by the lattice. `full_batch`: the
-    reference is the gradient and the loss of the full batch.
+    Cases in `dtypes` are judged by it; those of workload `exact` only by layer `exact`.
+    `full_batch`: the reference is the gradient and the loss of the full batch.
     """
 
     name: str

@@ -131,7 +131,7 @@ def _words_of(case: Case) -> list[str]:
     words = ["distcheck", "verify", "--strategy", case.strategy]
     for name in ("backend", "device", "data", "data_dir", "batch", "deadline_s"):
         value = getattr(case, name)
-        if value != getattr(_USUAL, name) and (name, value) != ("data", "lattice"):
+        if value != getattr(_USUAL, name) and (name, value) != ("data", "exact"):
             shown = f"{value:g}" if name == "deadline_s" else str(value)
             words += [f"--{name.replace('_', '-')}", shown]
     words += [] if case.separate else ["--no-separate"]
@@ -283,7 +283,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     """Add the results of a pass: equal results, the largest error, and the sensitivity."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
-        (EXACT, EXACT, "bit-identical in exact integer arithmetic"),
+        (EXACT, EXACT, "bit-identical in integer arithmetic"),
         (BITWISE, BITWISE, "bit-identical in the declared reduction order"),
     ):
         names = _names(r for r in results if r.layer == layer and r.check != "local gradients")

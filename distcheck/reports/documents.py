@@ -45,7 +45,7 @@ _WITHOUT_TENSORS = (*_OF_RANKS_ALONE, _DATA, PURPOSE)
 _SEVERAL = {"--strategy": "strategy", "--world": "world", "--workload": "workload"}
 _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--seed": "seed"}
 _MASKED = "<$"  # beginning of a masked secret
-_MAY_BE_LEFT_OUT = "lattice"  # by a dtype or accepted deviation without it
+_MAY_BE_LEFT_OUT = "exact"  # by a dtype or accepted deviation without it
 _WITH_PLAN = (["distcheck", "verify"], ["distcheck", "record"])  # commands that always have one
 OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 

@@ -36,7 +36,7 @@ from distcheck.workloads.cells import class_of_cell
 
 STRATEGY_GROUP = "distcheck.strategies"
 # Workloads whose names accept parameters after a colon.
-DESCRIBED = ("generated", "lattice", "composite", "mlp")
+DESCRIBED = ("generated", "exact", "composite", "mlp")
 _AS_IT_IS = Adaptation()
 # Libraries that provide engines: import name, and name on PyPI.
 PACKAGES = {

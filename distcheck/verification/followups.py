@@ -6,8 +6,8 @@ such a call, that is the cause, and replaces its consequences.
 
 Five kinds of correct code fail in the default cases, but not in typical trainings:
 
-- code that cannot handle a scalar (0-d) parameter (`x[:]`, `len(x)`), which the lattice and the
-  composite have, or a 5-d one (`channels_last`), which the composite has. These cases rerun with
+- code that cannot handle a scalar (0-d) parameter (`x[:]`, `len(x)`), which workloads `exact` and
+  `composite` have, or a 5-d one (`channels_last`), which `composite` has. These cases rerun with
   another parameter in its place, and replace the first reports
 - code of one tensor that its author calls on a vector of all gradients, and that cannot handle a
   small tensor (`torch.chunk(x, world_size)`). These cases rerun with such a vector
@@ -51,9 +51,9 @@ _ODD = {
     "flat": ("small tensors", "a vector of all gradients", "fewer rows than ranks"),
 }
 _WITHOUT: dict[Kind, dict[str, str]] = {
-    "no scalar": {name: f"{name}:no-scalar" for name in ("lattice", "composite")},
+    "no scalar": {name: f"{name}:no-scalar" for name in ("exact", "composite")},
     "no volume": {"composite": "composite:no-volume"},
-    "flat": {name: name for name in ("lattice", "composite")},
+    "flat": {name: name for name in ("exact", "composite")},
 }
 # A dtype, in the terms of torch, NumPy, Python and the backends.
 _DTYPE = re.compile(
@@ -126,7 +126,7 @@ def _with_equal_shards(report: CaseReport) -> Case | None:
     case, shards = report.case, len(report.case.with_data)
     equal = case.batch // shards * shards
     is_it = any(cause.cause in ("unweighted-mean", "unexplained") for cause in report.diagnosis)
-    if not is_it or equal == case.batch or "lattice" in case.layers or case.dtype != "float32":
+    if not is_it or equal == case.batch or "exact" in case.layers or case.dtype != "float32":
         return None
     name = as_file_name(f"{case.id}-batch-{equal}")
     return msgspec.structs.replace(case, id=name, batch=equal, rerun=False)

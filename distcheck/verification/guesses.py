@@ -314,7 +314,7 @@ def _smallest(case: Case) -> Case:
     if ":" in case.workload or case.accept or trained_with(case.adaptation.form):
         return small
     dtype = case.dtype if IN_FLOAT64 not in case.layers else "float32"
-    data = datasets.SYNTHETIC if case.data == "lattice" else case.data
+    data = datasets.SYNTHETIC if case.data == "exact" else case.data
     layers = known_layers.layers_of(dtype)
     return msgspec.structs.replace(
         small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=about("mlp").steps

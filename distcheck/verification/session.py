@@ -141,13 +141,13 @@ class JudgeTask:
 def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
     """Return the steps of each judge, for at most `most` judges.
 
-    Steps are not shared if the lattice, which trains from its own start, or events of a run need
-    all of them, or a GPU judges, where a step takes less time than the start of a process. A short
-    world gets fewer judges: starting one takes the cores from the rerun's ranks.
+    Steps are not shared if workload `exact`, which trains from its own start, or events of a run
+    need all of them, or a GPU judges, where a step takes less time than the start of a process. A
+    short world gets fewer judges: starting one takes the cores from the rerun's ranks.
     """
     if steps == 0:
         return []
-    is_whole = "lattice" in run.case.layers or run.facts.must_happen
+    is_whole = "exact" in run.case.layers or run.facts.must_happen
     if is_whole or run.case.judged_on != "cpu":
         return [tuple(range(steps))]
     judges = min(steps, most)

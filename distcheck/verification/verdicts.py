@@ -166,7 +166,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
 
     This concerns the bitwise layer, the initial state, and the rounding bound, whose bound covers
     summing and dividing the ranks' own gradients, while the reference has those of this machine's
-    kernels. Comparisons between ranks, the lattice's exact sums, and the full batch, whose bound
+    kernels. Comparisons between ranks, the exact sums of integers, and the full batch, whose bound
     covers another order of computation, stand.
     """
     return [
@@ -252,7 +252,7 @@ def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
     """Note on failures that begin after the first one that they may follow from it.
 
     Every step is judged from the ranks' own state, but ranks that have diverged have no common
-    loss; and the lattice trains from its own start.
+    loss; and workload `exact` trains from its own start.
     """
     cause = earliest_failure(results)
     if cause is None or cause.first is None:
@@ -272,8 +272,8 @@ def _mark_consequences(results: Sequence[CheckResult]) -> list[CheckResult]:
 def _may_follow(result: CheckResult, cause: CheckResult) -> bool:
     if result.verdict != "fail" or result.first is None or cause.first is None:
         return False
-    same_lattice = result.layer == cause.layer == "lattice"
-    return result.first.step > cause.first.step or (same_lattice and result.check != cause.check)
+    both_exact = result.layer == cause.layer == "exact"
+    return result.first.step > cause.first.step or (both_exact and result.check != cause.check)
 
 
 def _outcome_check(

@@ -28,7 +28,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABOUT: Mapping[str, About] = {
-    "lattice": About(steps=12, data="lattice"),
+    "exact": About(steps=12, data="exact"),
     "mlp": About(in_float64=True),
     "transformer": About(in_float64=True),
     "experts": About(in_float64=True),
@@ -63,7 +63,7 @@ class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
 # Each property is covered by one workload: the rerun where collectives are few, float64 where the
 # model is rich, many steps where they are cheap.
 DEFAULT_RUN: Mapping[str, InDefaultRun] = {
-    "lattice": InDefaultRun(steps=3),
+    "exact": InDefaultRun(steps=3),
     "cnn": InDefaultRun(rerun=True),
     "composite": InDefaultRun(in_float64=True),
     "twelve_steps": InDefaultRun(),

@@ -380,12 +380,12 @@ def test_code_that_fails_on_small_tensors_gets_a_vector(
     name: str, verdict: str, world: int
 ) -> None:
     report = distcheck.verify(
-        f"{HERE / 'guessed.py'}:{name}", workload=["lattice", "cnn"], world=world, batch=96
+        f"{HERE / 'guessed.py'}:{name}", workload=["exact", "cnn"], world=world, batch=96
     )
-    of_lattice = [case for case in report.cases if case.case.workload == "lattice"]
-    forms = [(case.case.adaptation.form, case.verdict) for case in of_lattice]
+    of_exact = [case for case in report.cases if case.case.workload == "exact"]
+    forms = [(case.case.adaptation.form, case.verdict) for case in of_exact]
     assert forms == [("flat-mean", verdict)]
-    assert any("small tensors are not judged" in note for note in of_lattice[0].notes)
+    assert any("small tensors are not judged" in note for note in of_exact[0].notes)
 
 
 def test_a_form_that_was_found_says_how_to_pin_it() -> None:

@@ -39,7 +39,7 @@ def wrong(model):
 CONFIG = """
 strategies = ["ddp", "sync.py:right"]
 worlds = [2, 4]
-workloads = ["lattice", "mlp"]
+workloads = ["exact", "mlp"]
 backends = ["gloo"]
 dtypes = ["float32"]
 seeds = [0, 1]

@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 DISTCHECK = [sys.executable, "-m", "distcheck"]
 STRATEGIES = ("allreduce", "ddp", "gather_scatter")
 # Without the composite model and float64, where time is short.
-FEWER = ("--workload", "lattice", "--workload", "cnn", "--dtype", "float32")
+FEWER = ("--workload", "exact", "--workload", "cnn", "--dtype", "float32")
 TO_SHARE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 NO_GPU = re.compile(
     r"no NVIDIA (GPU|driver)|needs an? (NVIDIA )?GPU(, but|;) this machine has none"

@@ -57,7 +57,7 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 DEFAULT = [
-    "lattice-float32-cuda", "cnn-float32-cuda", "composite-float32-cuda",
+    "exact-float32-cuda", "cnn-float32-cuda", "composite-float32-cuda",
     "composite-float64-cuda", "cnn-float32-cuda-against-cpu",
 ]  # fmt: skip
 

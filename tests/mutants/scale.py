@@ -89,9 +89,9 @@ def one_parameter_twice(model: nn.Module, step: Step) -> None:
             parameter.grad /= step.world_size
 
 
-@mutant(caught="gradients lattice, parameters lattice", workload="lattice")
+@mutant(caught="gradients exact, parameters exact", workload="exact")
 def forgets_scalars(model: nn.Module, step: Step) -> None:
-    """A parameter without dimensions is summed and never divided; only the lattice has one."""
+    """A parameter without dimensions is summed and never divided; only workload `exact` has one."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         if parameter.dim() > 0:
@@ -99,13 +99,13 @@ def forgets_scalars(model: nn.Module, step: Step) -> None:
 
 
 @mutant(
-    caught="local gradients lattice, gradients lattice, parameters lattice",
-    workload="lattice",
+    caught="local gradients exact, gradients exact, parameters exact",
+    workload="exact",
     world=2,
 )
 def clips_large_norms_first(model: nn.Module, step: Step) -> None:
-    """Every rank clips by its own norm, which is above 1 in the lattice alone. What it steps to is
-    off the lattice, and so are local gradients from the next step on.
+    """Every rank clips by its own norm, which is above 1 in workload `exact` alone. The results are
+    no integers, and so are local gradients from the next step on.
     """
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for parameter in model.parameters():

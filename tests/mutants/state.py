@@ -109,7 +109,7 @@ class ComputesInBFloat16:
         _mean(model, step)
 
 
-@mutant(caught="loss lattice", workload="lattice")
+@mutant(caught="loss exact", workload="exact")
 class ReportsAnotherLoss:
     """Gradients are right, the loss that is printed is not."""
 

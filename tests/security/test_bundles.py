@@ -250,7 +250,7 @@ def test_known_or_asked(tmp_path: Path, checkout: Path, monkeypatch: pytest.Monk
     (checkout / "link.py").symlink_to(tmp_path / "theirs.py")
     known = [
         {}, {"strategy": "mine.py:f"}, {"strategy": str(checkout / "mine.py:f")},
-        {"workload": "lattice"}, {"workload": "generated:seed=1"}, {"workload": "tied_weights"},
+        {"workload": "exact"}, {"workload": "generated:seed=1"}, {"workload": "tied_weights"},
         {"workload": "distcheck.workloads.mlp:MLP"},
         {"adaptation": {"arguments": [["x", "@group"], ["y", "1"]]}},
     ]  # fmt: skip

@@ -272,7 +272,7 @@ def record(**changes: Any) -> bytes:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"workload": "lattice"}, {"workload": "generated:seed=1"}, {"batch": 8}, {"steps": 1}],
+    [{}, {"workload": "exact"}, {"workload": "generated:seed=1"}, {"batch": 8}, {"steps": 1}],
     ids=str,
 )
 def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:

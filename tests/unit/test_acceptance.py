@@ -71,8 +71,8 @@ def test_what_makes_no_sense_together_is_refused() -> None:
         plan_cases(request("local-sgd:4"))
     with pytest.raises(UsageError, match="not in bfloat16; remove --dtype"):
         plan_cases(request("quantized:8", dtype="bfloat16"))
-    with pytest.raises(UsageError, match="lattice only checks exact sums"):
-        plan_cases(request("quantized:8", workloads=("lattice",)))
+    with pytest.raises(UsageError, match="exact only checks exact sums"):
+        plan_cases(request("quantized:8", workloads=("exact",)))
 
 
 def test_cases_owe_what_there_is_to_owe() -> None:
@@ -86,7 +86,7 @@ def test_cases_owe_what_there_is_to_owe() -> None:
         own,
         ("composite", "float64", ("full batch float64",)),
     ]
-    assert plans["low-precision:bf16"] == [("lattice", "float32", ("lattice",)), *full]
+    assert plans["low-precision:bf16"] == [("exact", "float32", ("exact",)), *full]
     assert plans["quantized:8"] == full
     assert plans["low-rank:2"] == [("cnn", "float32", ("bitwise", "rounding"))]
     assert plans["local-sgd:2"] == [("cnn", "float32", ("bitwise", "rounding")), own]

@@ -239,10 +239,10 @@ def test_an_edited_case_is_refused(adaptation: Adaptation, message: str) -> None
         plan.check_case(case)
 
 
-def test_a_lattice_owes_no_bits_of_a_loss_that_is_not_exact() -> None:
-    request = Request(strategies=("ddp",), worlds=(3,), workloads=("lattice",), loss="mean/world")
+def test_exact_requires_no_bits_of_a_loss_that_is_not_exact() -> None:
+    request = Request(strategies=("ddp",), worlds=(3,), workloads=("exact",), loss="mean/world")
     (case,) = plan.plan_cases(request)
-    assert "not exact" in plan._lattice_inexact(case, Contract(), [[16, 16, 16]])
+    assert "not exact" in plan._why_inexact(case, Contract(), [[16, 16, 16]])
 
 
 def test_defaults_are_left_alone_and_kwargs_take_what_is_left() -> None:

@@ -80,10 +80,10 @@ def test_oracles_know_no_strategy_and_no_loop() -> None:
     assert not found(of("judge/oracles"), lambda path: imports_of(path, forbidden))
 
 
-def test_the_lattice_oracle_shares_nothing_with_its_workload() -> None:
-    lattice = PACKAGE / "judge" / "oracles" / "lattice.py"
-    assert not imports_of(lattice, ("torch",))
-    own = imports_of(lattice, ("distcheck",))
+def test_the_integer_oracle_shares_nothing_with_its_workload() -> None:
+    exact = PACKAGE / "judge" / "oracles" / "integers.py"
+    assert not imports_of(exact, ("torch",))
+    own = imports_of(exact, ("distcheck",))
     assert own == {"distcheck.contract", "distcheck.contract.Contract"}
 
 

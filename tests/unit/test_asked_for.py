@@ -29,10 +29,10 @@ def plan_of(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunPla
 
 @pytest.mark.parametrize(
     "words",
-    ["--strategy allreduce", TWO, f"{TWO} --workload mlp --workload lattice --dtype float32",
+    ["--strategy allreduce", TWO, f"{TWO} --workload mlp --workload exact --dtype float32",
      f"{TWO} --workload=mlp --seed 07 --backend gloo --device cpu --dtype float64",
      "--strategy ./mine.py:sync --strategy mine.py:sync --world=02 --accept low-precision:bf16",
-     "--strategy allreduce --thorough --world 3 --workload lattice --explore-s 0",
+     "--strategy allreduce --thorough --world 3 --workload exact --explore-s 0",
      f"{TWO} --shard 2/4", "--world 2 --arg a=--world"],
 )  # fmt: skip
 def test_plans_requested_cases(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_every_cell_is_a_workload_that_says_what_it_is() -> None:
 def test_thorough_adds_every_cell_once() -> None:
     thorough = cases(thorough=True, worlds=[2, 3], batch=64, without=["sparse"])
     names = [case.workload for case in thorough if case.world == 2]
-    assert names == ["lattice", "cnn", "composite", "composite", "twelve_steps", *CELLS]
+    assert names == ["exact", "cnn", "composite", "composite", "twelve_steps", *CELLS]
     assert {case.dtype for case in thorough[3:]} >= {"float32"}
     (ragged,) = [c for c in thorough if (c.workload, c.world) == ("ragged_batch", 3)]
     assert (ragged.batch, ragged.steps, ragged.data) == (256, 4, "synthetic")

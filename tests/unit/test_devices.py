@@ -132,7 +132,7 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 1)
     found = {case.id: case for case in cases(device="cuda")}
     assert list(found) == [
-        "allreduce-w4-lattice-float32-cuda", "allreduce-w4-cnn-float32-cuda",
+        "allreduce-w4-exact-float32-cuda", "allreduce-w4-cnn-float32-cuda",
         "allreduce-w4-composite-float32-cuda", "allreduce-w4-composite-float64-cuda",
         "allreduce-w4-twelve_steps-float32-cuda", "allreduce-w4-cnn-float32-cuda-against-cpu",
     ]  # fmt: skip

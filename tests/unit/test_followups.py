@@ -21,7 +21,7 @@ HUNG = (Outcome(rank=0, outcome="hung", text="in sync"),)
 
 
 def report(workload: str, dtype: str = "float32", verdict: str = "pass", **said: Any) -> CaseReport:
-    layers = {"lattice": ("lattice",), "float64": ("full batch float64",)}
+    layers = {"exact": ("exact",), "float64": ("full batch float64",)}
     about = {
         "layers": layers.get(workload)
         or layers.get(dtype)
@@ -54,7 +54,7 @@ SHORT = {"verdict": "fail", "rounded_to": "float32"}
 
 
 @pytest.mark.parametrize(
-    ("of_cnn", "of_lattice", "of_double", "is_left_out"),
+    ("of_cnn", "of_exact", "of_double", "is_left_out"),
     [
         ({}, {}, SHORT, True),
         ({}, {}, TYPED, True),
@@ -78,10 +78,10 @@ SHORT = {"verdict": "fail", "rounded_to": "float32"}
     ids=str,
 )
 def test_a_float64_case_that_does_not_count(
-    of_cnn: dict[str, Any], of_lattice: dict[str, Any], of_double: dict[str, Any], is_left_out: bool
+    of_cnn: dict[str, Any], of_exact: dict[str, Any], of_double: dict[str, Any], is_left_out: bool
 ) -> None:
     reports = [
-        report("lattice", **of_lattice),
+        report("exact", **of_exact),
         report("cnn", **of_cnn),
         report("cnn", "float64", **of_double),
     ]
@@ -107,7 +107,7 @@ def test_cases_of_other_code_decide_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_lattice", "of_cnn", "again"),
+    ("of_exact", "of_cnn", "again"),
     [
         (CRASHES, {}, True),
         (CRASHES, {"verdict": "fail"}, True),
@@ -118,23 +118,23 @@ def test_cases_of_other_code_decide_nothing() -> None:
     ],
     ids=str,
 )
-def test_without_a_scalar(of_lattice: dict[str, Any], of_cnn: dict[str, Any], again: bool) -> None:
-    reports = [report("lattice", **of_lattice), report("cnn", **of_cnn)]
+def test_without_a_scalar(of_exact: dict[str, Any], of_cnn: dict[str, Any], again: bool) -> None:
+    reports = [report("exact", **of_exact), report("cnn", **of_cnn)]
     found = follow_ups(reports)
-    assert [f.case.workload for f in found] == ["lattice:no-scalar"] * again
-    assert [f.case.id for f in found] == ["lattice-float32"] * again
+    assert [f.case.workload for f in found] == ["exact:no-scalar"] * again
+    assert [f.case.id for f in found] == ["exact-float32"] * again
 
 
 @pytest.mark.parametrize("finishes", ["no-scalar", "no-volume"])
 def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -> None:
     """The default run's cases: each that crashed has its own follow-ups."""
     reports = [
-        report("lattice", **CRASHES), report("cnn"), report("composite", **CRASHES),
+        report("exact", **CRASHES), report("cnn"), report("composite", **CRASHES),
         report("composite", "float64", **CRASHES),
     ]  # fmt: skip
     found = follow_ups(reports)
     assert [f.case.workload for f in found] == [
-        "lattice:no-scalar",
+        "exact:no-scalar",
         *["composite:no-scalar", "composite:no-volume"] * 2,
     ]
     ends = [
@@ -148,7 +148,7 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
     ]
     taken = amend_report(reports, list(zip(found, done, strict=True)))
     assert [r.case.workload for r in taken] == [
-        "lattice:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
+        "exact:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
     ]  # fmt: skip
     assert "the one in composite" in taken[2].notes[0]
     kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
@@ -158,14 +158,14 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
 
 
 def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
-    reports = [report("lattice", **CRASHES), report("cnn")]
+    reports = [report("exact", **CRASHES), report("cnn")]
     (follow_up,) = follow_ups(reports)
-    done = msgspec.structs.replace(report("lattice"), case=follow_up.case)
+    done = msgspec.structs.replace(report("exact"), case=follow_up.case)
     first, second = amend_report(reports, [(follow_up, done)])
-    assert (first.verdict, first.case.workload) == ("pass", "lattice:no-scalar")
+    assert (first.verdict, first.case.workload) == ("pass", "exact:no-scalar")
     (note,) = first.notes
     assert "(IndexError: slice() of a 0-dim tensor.)" in note
-    assert "pass --workload lattice to judge it" in note
+    assert "pass --workload exact to judge it" in note
     assert second == reports[1]
     wrong = msgspec.structs.replace(done, verdict="fail")
     assert amend_report(reports, [(follow_up, wrong)])[0].verdict == "fail"
@@ -173,8 +173,8 @@ def test_its_report_takes_the_first_ones_place_and_says_so() -> None:
     assert amend_report(reports, [(follow_up, crashed)]) == reports
 
 
-def test_a_lattice_that_was_asked_for_alone_counts() -> None:
-    assert follow_ups([report("lattice", **CRASHES)]) == []
+def test_exact_counts_if_it_was_requested_by_itself() -> None:
+    assert follow_ups([report("exact", **CRASHES)]) == []
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_lattice_that_was_asked_for_alone_counts() -> None:
 )
 def test_unequal_shards_call_for_equal_ones(said: dict[str, Any], batches: list[int]) -> None:
     said = {"verdict": "fail", "diagnosis": caused("unweighted-mean"), **said}
-    reports = [report("lattice", **said), report("cnn", **said), report("mlp", **said)]
+    reports = [report("exact", **said), report("cnn", **said), report("mlp", **said)]
     found = follow_ups(reports)
     assert [f.case.batch for f in found] == batches
     assert [f.case.workload for f in found] == ["cnn"] * len(batches), "one will do"
@@ -283,7 +283,7 @@ def test_what_is_no_race_is_not(said: dict[str, Any]) -> None:
 
 
 def test_no_follow_up_for_what_is_right() -> None:
-    assert follow_ups([report("lattice"), report("cnn"), report("cnn", "float64")]) == []
+    assert follow_ups([report("exact"), report("cnn"), report("cnn", "float64")]) == []
 
 
 LOUD = {"verdict": "fail", "outcomes": CRASHED}
@@ -352,8 +352,8 @@ def test_it_has_no_say_in_whether_float64_counts() -> None:
         ("cnn", "float32", {}, False),
         ("cnn", "float32", {"verdict": "unknown"}, False),
         ("cnn", "float32", CRASHES, True),
-        ("lattice", "float32", {"verdict": "fail"}, True),
-        ("lattice", "float32", CRASHES, False),  # perhaps of its scalar alone
+        ("exact", "float32", {"verdict": "fail"}, True),
+        ("exact", "float32", CRASHES, False),  # perhaps of its scalar alone
         ("cnn", "float64", SHORT, False),
     ],
 )

@@ -32,7 +32,7 @@ MATRIX = """
 [tool.distcheck]
 strategies = ["ddp", "code/sync.py:sync", "fsdp"]
 worlds = [2, 4]
-workloads = ["lattice", "mlp"]
+workloads = ["exact", "mlp"]
 dtypes = ["float32", "bfloat16"]
 seeds = [0, 7]
 batch = 64
@@ -96,17 +96,17 @@ def test_a_matrix_becomes_cases(folder: Path) -> None:
     expected = {
         ("ddp", world, workload, dtype, seed)
         for world in (2, 4)
-        for workload, dtype in (("lattice", "float32"), ("mlp", "float32"), ("mlp", "bfloat16"))
+        for workload, dtype in (("exact", "float32"), ("mlp", "float32"), ("mlp", "bfloat16"))
         for seed in (0, 7)
     }
     expected |= {
         ("code/sync.py:sync", 3, workload, dtype, 5)
-        for workload, dtype in (("lattice", "float32"), ("mlp", "float32"), ("mlp", "bfloat16"))
+        for workload, dtype in (("exact", "float32"), ("mlp", "float32"), ("mlp", "bfloat16"))
     }
     expected |= {
         ("fsdp", world, workload, "float64", seed)
         for world in (2, 4)
-        for workload in ("lattice", "mlp")
+        for workload in ("exact", "mlp")
         for seed in (0, 7)
     }
     assert cells == expected
@@ -154,7 +154,7 @@ def test_without_a_file_nothing_has_changed(folder: Path) -> None:
     assert read_configuration(None) == Configuration()
     ids = [case.id for case in plan(strategies=("allreduce",)).cases]
     assert ids == [
-        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-exact-float32", "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
         "allreduce-w4-twelve_steps-float32", "allreduce-w4-absent_on_some-float32",
     ]  # fmt: skip
@@ -208,7 +208,7 @@ SLIPS = [
      'strategy."dpp" is not one of tool.distcheck.strategies, ddp; did you mean ddp?'),
     ("batch = 2", "--batch 2 is smaller than --world 4.*with pyproject.toml, .tool.distcheck"),
     ("strategy.ddp.batch = 2", '--batch 2 is smaller.*with pyproject.toml, .tool.*strategy."ddp'),
-    ("dtypes = ['bfloat16']\nworkloads = ['lattice']", "lattice does not run in bfloat16"),
+    ("dtypes = ['bfloat16']\nworkloads = ['exact']", "exact does not run in bfloat16"),
     ("strategies = []", r"tool.distcheck.strategies is \[\]"),
 ]  # fmt: skip
 
@@ -275,7 +275,7 @@ CELLS = st.lists(
     st.tuples(
         st.sampled_from(["ddp", "a/sync.py:f", "b/sync.py:f", "fsdp"]),
         st.integers(1, 8),
-        st.sampled_from(["lattice", "mlp", "cnn", "vgg11", "own.py:w"]),
+        st.sampled_from(["exact", "mlp", "cnn", "vgg11", "own.py:w"]),
         st.integers(0, 2),
     ),
     min_size=1,

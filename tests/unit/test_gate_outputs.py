@@ -73,8 +73,8 @@ def test_every_format_says_where_a_report_comes_from() -> None:
 
 
 def test_junit_shows_what_was_left_out_as_skipped() -> None:
-    out = case_report("ddp", "pass", name="ddp-w2-lattice")
-    document = document_of(PASSED, plan=(PASSED, out), left_out={"ddp-w2-lattice": "no float16"})
+    out = case_report("ddp", "pass", name="ddp-w2-exact")
+    document = document_of(PASSED, plan=(PASSED, out), left_out={"ddp-w2-exact": "no float16"})
     root = ElementTree.fromstring(junit.render(document).encode())
     assert root.get("skipped") == "1"
     assert [s.get("message") for s in root.iter("skipped")] == ["no float16"]

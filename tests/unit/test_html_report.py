@@ -201,13 +201,13 @@ def test_what_was_accepted_left_out_or_put_together_is_said() -> None:
     document = documents.document(documents.passing(), documents.passing("ddp"))
     why = {"kind": "quantized:8", "widened": "widens R", "not_owed": ["agreement: it rounds"]}
     document["cases"][1]["accepted"] = why
-    document["left_out"] = {"fp16-lattice": "it would overflow"}
+    document["left_out"] = {"fp16-exact": "it would overflow"}
     document["parts"] = [{"file": "a", "shard": 1, "exit_code": 1, "environment": {}}] * 2
     text = Page(html_report.render(document)).visible
     assert "All 2 cases passed, 1 of them with an accepted deviation." in text
     assert "pass quantized:8 accepted" in text
     assert "Accepted: quantized:8 widens R; not checked: agreement: it rounds." in text
-    assert "fp16-lattice: it would overflow" in text
+    assert "fp16-exact: it would overflow" in text
     assert "Merged from 2 parts" in text
 
 

@@ -21,13 +21,13 @@ def test_no_name_outside_the_list() -> None:
 
 
 def test_a_name_would_be_found() -> None:
-    source = 'layer == "bitwise"\nkind = "lattice"\nfull = ("full batch float32", "rounding")'
+    source = 'layer == "bitwise"\nkind = "exact"\nfull = ("full batch float32", "rounding")'
     assert names_in(source) == [1, 3, 3]
 
 
 def test_the_names_of_reports_stay() -> None:
     """JSON, stored cases, screens and pages use these names."""
     assert list(LAYERS) == [
-        "lattice", "bitwise", "rounding", "full batch float32", "full batch float64",
+        "exact", "bitwise", "rounding", "full batch float32", "full batch float64",
     ]  # fmt: skip
     assert list(LAYERS)[1:] == [BITWISE, ROUNDING, IN_FLOAT32, IN_FLOAT64]

@@ -234,10 +234,10 @@ def test_a_file_without_an_object_gets_an_example(file: Path) -> None:
 
 def test_workloads() -> None:
     assert set(loading.workload_names()) == {
-        "lattice", "mlp", "cnn", "composite", "vgg11", "transformer", "experts", "tokens",
+        "exact", "mlp", "cnn", "composite", "vgg11", "transformer", "experts", "tokens",
         "features", "generated", "twelve_steps",
     }  # fmt: skip
-    assert loading.load_workload("lattice").own_samples is not None
+    assert loading.load_workload("exact").own_samples is not None
     assert loading.load_workload("mlp").own_samples is None
     with pytest.raises(UsageError, match="unknown workload 'resnet'; known are cnn"):
         loading.load_workload("resnet")

@@ -102,11 +102,11 @@ def test_a_missing_cell_has_all_keys_and_no_part_without_parts() -> None:
 
 
 def test_what_was_left_out_is_not_missing() -> None:
-    out = case_report("ddp", "pass", name="ddp-w2-lattice")
-    document = document_of(PASSED, plan=(PASSED, out), left_out={"ddp-w2-lattice": "no float16"})
+    out = case_report("ddp", "pass", name="ddp-w2-exact")
+    document = document_of(PASSED, plan=(PASSED, out), left_out={"ddp-w2-exact": "no float16"})
     whole = join([MatrixPart("a.json", document)])
     assert (whole["verdict"], len(whole["cases"])) == ("pass", 1)
-    assert whole["left_out"] == {"ddp-w2-lattice": "no float16"}
+    assert whole["left_out"] == {"ddp-w2-exact": "no float16"}
 
 
 def test_parts_that_were_interrupted_are_unknown() -> None:

@@ -75,16 +75,16 @@ def test_a_promised_workload_that_is_not_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_default_run() -> None:
-    lattice, cnn, composite, semantic, late, absent = cases()
+    exact, cnn, composite, semantic, late, absent = cases()
     assert [c.id for c in cases()] == [
-        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-exact-float32", "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
         "allreduce-w4-twelve_steps-float32", "allreduce-w4-absent_on_some-float32",
     ]  # fmt: skip
     assert [c.steps for c in cases()] == [3, 3, 3, 2, 12, 3]
-    assert [c.steps for c in cases(workloads=["lattice"])] == [12]
+    assert [c.steps for c in cases(workloads=["exact"])] == [12]
     assert (cnn.batch, cnn.steps, cnn.world, cnn.seed) == (256, 3, 4, 0)
-    assert {layer for check, layer in checks(lattice)} == {"lattice", "bitwise", "-"}
+    assert {layer for check, layer in checks(exact)} == {"exact", "bitwise", "-"}
     assert {layer for check, layer in checks(cnn)} == {
         "bitwise", "rounding", "full batch float32", "-",
     }  # fmt: skip
@@ -122,9 +122,9 @@ def test_what_the_default_run_need_not_finish_keeps_its_steps_and_may_be_asked_f
 
 
 def test_what_is_asked_for_by_name_is_run_in_full() -> None:
-    named = cases(workloads=["lattice", "cnn", "composite"])
+    named = cases(workloads=["exact", "cnn", "composite"])
     assert [(c.workload, c.dtype, c.rerun) for c in named] == [
-        ("lattice", "float32", True),
+        ("exact", "float32", True),
         ("cnn", "float32", True), ("cnn", "float64", False),
         ("composite", "float32", True), ("composite", "float64", False),
     ]  # fmt: skip
@@ -170,26 +170,26 @@ def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
-    lattice, cnn, *_ = cases()
+    exact, cnn, *_ = cases()
     wired = Contract(order=DDPBuckets(), scale="divide-before", wire="bfloat16")
-    assert {layer for check, layer in checks(lattice, wired) if check == "gradients"} == {
+    assert {layer for check, layer in checks(exact, wired) if check == "gradients"} == {
         "bitwise",
         "rounding",
     }
     half = facts_of(Contract(wire="float16"))
-    assert why_left_out(lattice, half, [(64,) * 4]) == ""
-    assert "float16 carries 65504" in why_left_out(lattice, half, [(86, 85, 85)])
-    assert why_left_out(lattice, facts_of(wired), [(86, 85, 85)]) == ""
+    assert why_left_out(exact, half, [(64,) * 4]) == ""
+    assert "float16 carries 65504" in why_left_out(exact, half, [(86, 85, 85)])
+    assert why_left_out(exact, facts_of(wired), [(86, 85, 85)]) == ""
     assert why_left_out(cnn, half, [(86, 85, 85)]) == ""
 
 
 def test_micro_batches_are_exact_where_they_halve() -> None:
-    lattice, *_ = cases()
+    exact, *_ = cases()
     halved = Contract(order=DDPBuckets(), scale="divide-before", micro_batches=2)
-    assert ("gradients", "lattice") in checks(lattice, halved)
-    assert ("gradients", "lattice") not in checks(lattice, halved, sizes=(85, 85, 43, 43))
+    assert ("gradients", "exact") in checks(exact, halved)
+    assert ("gradients", "exact") not in checks(exact, halved, sizes=(85, 85, 43, 43))
     thirds = Contract(order=DDPBuckets(), scale="divide-before", micro_batches=3)
-    assert ("gradients", "lattice") not in checks(lattice, thirds, sizes=(66, 66, 66, 66))
+    assert ("gradients", "exact") not in checks(exact, thirds, sizes=(66, 66, 66, 66))
 
 
 def test_vgg11_runs_in_float32_and_in_float64_on_request() -> None:
@@ -224,12 +224,12 @@ def test_any_name_of_a_file_gives_cases_that_can_be_kept(tmp_path: Path, name: s
         assert check_case(case) == case
 
 
-def test_low_precision_leaves_the_lattice_out() -> None:
+def test_low_precision_leaves_exact_out() -> None:
     assert [(c.workload, c.dtype) for c in cases(dtype="bfloat16")] == [
         ("cnn", "bfloat16"), ("composite", "bfloat16"),
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="workload lattice does not run in bfloat16"):
-        cases(dtype="bfloat16", workloads=["lattice"])
+    with pytest.raises(UsageError, match="workload exact does not run in bfloat16"):
+        cases(dtype="bfloat16", workloads=["exact"])
 
 
 def test_a_case_comes_back_as_it_was_planned() -> None:
@@ -346,11 +346,11 @@ def test_rows_apart_leave_the_full_batch_nothing_to_go_by() -> None:
         assert "not in sample order" in why_no_full_batch(case, facts, [(64,) * 4])
 
 
-def test_the_lattice_is_judged_otherwise_where_no_bits_are_owed() -> None:
-    (lattice,) = cases(workloads=["lattice"], worlds=[7])
+def test_exact_is_judged_differently_if_no_bits_are_required() -> None:
+    (exact,) = cases(workloads=["exact"], worlds=[7])
     ddp = Contract(order=DDPBuckets(), scale="multiply-before")
-    planned = checks(lattice, ddp, sizes=(37, 37, 37, 37, 36, 36, 36))
-    assert ("gradients", "lattice") not in planned
+    planned = checks(exact, ddp, sizes=(37, 37, 37, 37, 36, 36, 36))
+    assert ("gradients", "exact") not in planned
     assert "1/7" in planned["gradients", "rounding"].note
 
 

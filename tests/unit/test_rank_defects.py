@@ -92,7 +92,7 @@ def test_others_frames_make_it_theirs_and_so_does_an_earlier_rank() -> None:
     assert met(CASE, raised("KeyError", at=0.1), killed) is None, "a rank that died comes first"
 
 
-@pytest.mark.parametrize("workload", ["lattice", "cnn", "tied_weights", "generated:scale"])
+@pytest.mark.parametrize("workload", ["exact", "cnn", "tied_weights", "generated:scale"])
 def test_built_in_cases(workload: str) -> None:
     assert own_code.runs_only_distcheck_code(changed(workload=workload))
 

@@ -244,10 +244,10 @@ REPORTS = {
     "two-causes": Report(
         environment=ENVIRONMENT,
         cases=(
-            two_causes("lattice", "missing-division", "partial-sync"),
+            two_causes("exact", "missing-division", "partial-sync"),
             two_causes("cnn", "partial-sync", "missing-division"),
             two_causes("mlp", "partial-sync"),
-            two_causes("lattice", "missing-division", "unweighted-mean", "partial-sync", world=3),
+            two_causes("exact", "missing-division", "unweighted-mean", "partial-sync", world=3),
         ),
         saved_to="run",
     ),
@@ -300,14 +300,14 @@ def failing(
 
 def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
     cases = (
-        failing("lattice", "missing-sync"), failing("mlp", "crash"), failing("cnn", "missing-sync"),
+        failing("exact", "missing-sync"), failing("mlp", "crash"), failing("cnn", "missing-sync"),
         failing("vgg11", "missing-sync"), failing("cnn", "missing-sync", world=3),
         failing("cnn", "missing-sync", strategy="other.py:sync"),
     )  # fmt: skip
     report = Report(environment=ENVIRONMENT, cases=cases)
     lines = render_text(report, width=100).splitlines()
     causes = [line.split(maxsplit=1)[1] for line in lines if line.strip().startswith("cause")]
-    assert causes == ["seen in lattice", "seen in mlp", "seen in cnn"]
+    assert causes == ["seen in exact", "seen in mlp", "seen in cnn"]
     assert "      also in  cnn float32, vgg11 float32" in lines
     assert "      same as  world size 4: cnn float32" in lines
     whole = render_text(report, width=100, verbose=True)
@@ -401,7 +401,7 @@ def test_an_interruption_before_anything_was_judged_is_four_lines() -> None:
 
 def hung(world: int) -> list[CaseReport]:
     """A case that hung, and one that was not run after it, for that reason."""
-    first = failing("lattice", "hang", world=world)
+    first = failing("exact", "hang", world=world)
     other = msgspec.structs.replace(first.case, workload="cnn")
     why = not_run_after_hang(other, first.case)
     not_run = msgspec.structs.replace(
@@ -417,7 +417,7 @@ def test_an_interruption_after_a_hang_keeps_the_two_reasons_apart() -> None:
         environment=ENVIRONMENT, cases=(*hung(4), *hung(3), *unfinished(5)), interrupted=True
     )
     text = " ".join(render_text(report, width=100).split())
-    assert "unknown cnn float32: not run: the strategy hung in lattice float32" in text
+    assert "unknown cnn float32: not run: the strategy hung in exact float32" in text
     assert "UNKNOWN interrupted: 5 of 9 cases were not judged: mine.py:sync, world 4" in text
     assert "not judged: interrupted" not in text
     assert text.count("same as world size 4: ") == 2
@@ -555,16 +555,16 @@ def test_the_headline_says_whose_steps_are_how_many() -> None:
             outcomes=(),
             checks=(),
         )
-        for workload, steps in (("lattice", 12), ("cnn", 3))
+        for workload, steps in (("exact", 12), ("cnn", 3))
     ]
     both = render_text(
         Report(environment=ENVIRONMENT, cases=tuple(reports)), width=200, verbose=True
     )
-    assert "lattice float32 (12 steps), cnn float32 (3 steps); batch 256, seed 0" in both
+    assert "exact float32 (12 steps), cnn float32 (3 steps); batch 256, seed 0" in both
     one = render_text(
         Report(environment=ENVIRONMENT, cases=tuple(reports[:1])), width=200, verbose=True
     )
-    assert "lattice float32; batch 256, 12 steps, seed 0" in one
+    assert "exact float32; batch 256, 12 steps, seed 0" in one
 
 
 @pytest.mark.parametrize(

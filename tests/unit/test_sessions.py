@@ -39,7 +39,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     monkeypatch: pytest.MonkeyPatch, cores: int, world: int, seconds: float | None, judges: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    case = next(c for c in cases(worlds=[world], steps=12) if "lattice" not in c.layers)
+    case = next(c for c in cases(worlds=[world], steps=12) if "exact" not in c.layers)
     layout = TraceLayout(world=world, steps=12, max_shard=64, model=MODEL)
     run = CaseRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
     if seconds is not None:
@@ -140,7 +140,7 @@ def test_other_cases_are_not_run_after_a_hang_unless_they_were_asked_for(after_h
     assert [run for run, _ in session._worlds] == [other, elsewhere][not after_hang :]
     assert not elsewhere.finished
     if not after_hang:
-        assert other.not_run.startswith("not run: the strategy hung in lattice float32; --after-ha")
+        assert other.not_run.startswith("not run: the strategy hung in exact float32; --after-ha")
 
 
 def case_run(**change: Any) -> CaseRun:

@@ -107,7 +107,7 @@ def test_an_unjudged_check_is_unknown(outcomes: list[Outcome], verdict: str, rea
 
 
 def test_what_a_hang_kept_from_running_says_so_after_an_interruption_too() -> None:
-    why = "not run: the strategy hung in lattice"
+    why = "not run: the strategy hung in exact"
     report = run([OUTCOME, GRADIENTS], [], outcomes=[], not_run=why)
     assert report.verdict == "unknown"
     assert checks(report) == {"outcome": ("unknown", why), "gradients": ("unknown", why)}
@@ -192,9 +192,9 @@ def test_what_passed_or_has_no_place_follows_from_nothing() -> None:
     assert [c.reason for c in placeless.checks] == ["", ""]
 
 
-def test_the_lattice_trains_on_so_that_the_same_step_may_follow() -> None:
-    gradients = msgspec.structs.replace(GRADIENTS, layer="lattice")
-    parameters = msgspec.structs.replace(PARAMETERS, layer="lattice")
+def test_exact_trains_on_so_that_the_same_step_may_follow() -> None:
+    gradients = msgspec.structs.replace(GRADIENTS, layer="exact")
+    parameters = msgspec.structs.replace(PARAMETERS, layer="exact")
     found = checks(
         run([gradients, parameters],
             [result(gradients, "fail", at=1), result(parameters, "fail", at=1)])

@@ -85,12 +85,12 @@ def test_owed_is_what_ranks_with_data_have() -> None:
     )
 
 
-def test_the_lattice_is_exact_by_the_ranks_with_data() -> None:
+def test_exact_sums_are_those_of_the_ranks_with_data() -> None:
     """255 samples over 4 ranks have weights that are not; over 3 ranks they are equal."""
-    over_three = checks(case(4, 0, workload="lattice"), NOTHING, sizes=(85,) * 3)
-    over_four = checks(case(4, workload="lattice"), NOTHING, sizes=(64, 64, 64, 63))
-    assert ("gradients", "lattice") in over_three
-    assert ("gradients", "lattice") not in over_four
+    over_three = checks(case(4, 0, workload="exact"), NOTHING, sizes=(85,) * 3)
+    over_four = checks(case(4, workload="exact"), NOTHING, sizes=(64, 64, 64, 63))
+    assert ("gradients", "exact") in over_three
+    assert ("gradients", "exact") not in over_four
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ class Heard(Silent):
 
 
 def judged(code: object, listener: Silent | None = None) -> Report:
-    """The lattice and the cell of a default run at world 3."""
+    """Workload `exact` and the cell of a default run at world 3."""
     spec = f"{__name__}:{code.__qualname__}"  # type: ignore[attr-defined]
     cases = plan_cases(Request(strategies=(spec,), worlds=(3,)))
-    wanted = [c for c in cases if c.workload in ("lattice", "absent_on_some")]
+    wanted = [c for c in cases if c.workload in ("exact", "absent_on_some")]
     return verify_cases(wanted, RunOptions(listener=listener))
 
 
@@ -83,12 +83,12 @@ class WaitsForever:
 def test_code_that_ends_with_an_error_there_passes_with_a_remark(code: object) -> None:
     heard = Heard()
     report = judged(code, heard)
-    (lattice,) = report.cases
+    (exact,) = report.cases
     assert report.verdict == "pass"
-    assert heard.of == {"lattice": "pass", "absent_on_some": NOT_FINISHED}
+    assert heard.of == {"exact": "pass", "absent_on_some": NOT_FINISHED}
     assert report.exit_code == 0
     assert [name.endswith("absent_on_some-float32") for name in report.left_out] == [True]
-    assert any("--workload absent_on_some to require it" in note for note in lattice.notes)
+    assert any("--workload absent_on_some to require it" in note for note in exact.notes)
     assert any("absent on some ranks" in line for line in report.not_shown)
 
 
@@ -113,7 +113,7 @@ def fills_in_zeros(model: nn.Module, step: Step) -> None:
 def test_code_that_takes_account_of_it_is_judged_by_it(code: object) -> None:
     report = judged(code)
     assert_everything_compared(report)
-    assert [case.case.workload for case in report.cases] == ["lattice", "absent_on_some"]
+    assert [case.case.workload for case in report.cases] == ["exact", "absent_on_some"]
     assert not any("absent on some ranks" in line for line in report.not_shown)
 
 
@@ -126,7 +126,7 @@ def sends_zeros_and_keeps_none(model: nn.Module, step: Step) -> None:
 def test_wrong_gradients_that_no_error_shows_fail() -> None:
     report = judged(sends_zeros_and_keeps_none)
     assert {c.case.workload: c.verdict for c in report.cases} == {
-        "lattice": "pass",
+        "exact": "pass",
         "absent_on_some": "fail",
     }
     assert any("pass --without absent_on_some" in note for note in report.cases[1].notes)

@@ -61,7 +61,7 @@ def test_a_failure_is_as_documented(page: str, world: str, distcheck: Run, tmp_p
     assert code is not None
     assert shown is not None
     (tmp_path / "my_sync.py").write_text(code[1])
-    words = ("--strategy", "my_sync.py:sync", "--world", world, "--workload", "lattice")
+    words = ("--strategy", "my_sync.py:sync", "--world", world, "--workload", "exact")
     ran = distcheck("verify", *words)
     assert ran.returncode == 1
     entries = [" ".join(one.split()) for one in re.split(r"\n      (?=\w)", shown[1])]
@@ -121,7 +121,7 @@ def _without_what_varies(screen: str) -> str:
         (["recheck", "nowhere"], 2, "nowhere holds no traces"),
         (["replay", "bad.py"], 2, "bad.py is not a case file"),
         (["train", "--world", "2"], 2, "--world 2 needs a --strategy"),
-        (["train", "--workload", "lattice"], 2, "lattice has no accuracy"),
+        (["train", "--workload", "exact"], 2, "exact has no accuracy"),
         (["verfy"], 2, "unknown command 'verfy' (did you mean verify?)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

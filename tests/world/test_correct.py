@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("no_rerun")
     "workloads",
     [
         ["tests.mutants.small:Small"],
-        pytest.param(["lattice", "mlp", "cnn"], marks=pytest.mark.sweep),
+        pytest.param(["exact", "mlp", "cnn"], marks=pytest.mark.sweep),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from distcheck.records import Report
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
 CODE = Path(__file__).parents[1] / "adapted" / "float32_only.py"
-DEFAULT = ("lattice", "mlp:small")  # as the default run: float32, and float64 beside it
+DEFAULT = ("exact", "mlp:small")  # as the default run: float32, and float64 beside it
 
 
 RIGHT = ("bucket", "through_numpy", "gathers_floats", "slices")
@@ -48,12 +48,12 @@ def of(name: str) -> Report:
 @pytest.mark.parametrize(
     ("name", "cases", "said"),
     [
-        ("bucket", ["lattice float32", "mlp:small float32", "mlp:small float64"], ""),
-        ("through_numpy", ["lattice float32", "mlp:small float32"],
+        ("bucket", ["exact float32", "mlp:small float32", "mlp:small float64"], ""),
+        ("through_numpy", ["exact float32", "mlp:small float32"],
          "all of its gradients are representable in float32"),
-        ("gathers_floats", ["lattice float32", "mlp:small float32"],
+        ("gathers_floats", ["exact float32", "mlp:small float32"],
          "pass --dtype float64 to judge it"),
-        ("slices", ["lattice:no-scalar float32", "mlp:small float32", "mlp:small float64"],
+        ("slices", ["exact:no-scalar float32", "mlp:small float32", "mlp:small float64"],
          "scalar (0-d) parameters are not judged"),
     ],
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_unequal_shards_fail_and_say_what_equal_ones_do(name: str, said: str) ->
 def test_whole_numbers_that_are_short_by_chance_are_no_low_precision() -> None:
     """Shards of 86, 85 and 85 samples are off by as little as bfloat16 is."""
     place = f"{CODE}:averages"
-    report = distcheck.verify(place, world=3, workload="lattice", batch=256, steps=1)
+    report = distcheck.verify(place, world=3, workload="exact", batch=256, steps=1)
     assert [cause.cause for cause in report.cases[0].diagnosis] == ["unweighted-mean"]
 
 
@@ -126,7 +126,7 @@ def test_a_hang_ends_the_other_cases_of_its_world() -> None:
         assert {check.verdict for check in case.checks} == {"unknown"}
         for check in case.checks:
             assert check.reason.startswith(
-                "not run: the strategy hung in lattice float32; --after-hang runs every case"
+                "not run: the strategy hung in exact float32; --after-hang runs every case"
             )
 
 

@@ -173,7 +173,7 @@ def saved(
     ("spec", "workload", "batch"),
     [
         pytest.param(f"{__name__}:a_little_off", "mlp", 24, marks=pytest.mark.sweep),
-        pytest.param(f"{__name__}:rounds_on_the_way", "lattice", 24, marks=pytest.mark.sweep),
+        pytest.param(f"{__name__}:rounds_on_the_way", "exact", 24, marks=pytest.mark.sweep),
         pytest.param("allreduce", "tests.world.test_kinks:AtAKink", 6, marks=pytest.mark.sweep),
         ("allreduce", f"{__name__}:SeesOthersAtFirst", 6),
     ],

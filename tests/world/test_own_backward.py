@@ -35,7 +35,7 @@ class DividesByTheNumber:
 
 def test_micro_batches_that_are_not_promised_are_seen() -> None:
     report = distcheck.verify(
-        f"{__name__}:DividesByTheNumber", world=2, workload=["lattice", SMALL], batch=224, steps=2,
+        f"{__name__}:DividesByTheNumber", world=2, workload=["exact", SMALL], batch=224, steps=2,
         dtype="float32",
     )  # fmt: skip
     assert_everything_compared(report)

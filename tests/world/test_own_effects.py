@@ -193,19 +193,19 @@ def test_parameters_may_be_averaged_after_every_step_where_that_is_accepted() ->
 
 
 def test_a_mean_may_round_on_the_way() -> None:
-    report = distcheck.verify(running_mean, world=4, workload="lattice", steps=3)
+    report = distcheck.verify(running_mean, world=4, workload="exact", steps=3)
     report.raise_for_verdict()
     (case,) = report.cases
-    (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "lattice")]
+    (found,) = [r for r in case.checks if (r.check, r.layer) == ("gradients", "exact")]
     assert found.reason.count("sums are rounded, within the bound of rounding") == 1
 
 
 def test_rounding_on_the_way_excuses_nothing_else() -> None:
-    asked = {"world": 4, "workload": "lattice", "batch": 256}
+    asked = {"world": 4, "workload": "exact", "batch": 256}
     off = _failed(running_mean_a_little_off, **asked)
-    assert off[("gradients", "lattice")].first.step == 0  # type: ignore[union-attr]
+    assert off[("gradients", "exact")].first.step == 0  # type: ignore[union-attr]
     later = _failed(running_mean_that_goes_wrong, steps=2, **asked)
-    assert set(later) == {("gradients", "lattice")}
+    assert set(later) == {("gradients", "exact")}
     (found,) = later.values()
     assert found.first is not None
     assert found.first.step == 1

@@ -19,7 +19,7 @@ from tests.world.test_verify import assert_everything_compared
 pytestmark = pytest.mark.usefixtures("no_rerun")
 
 SMALL = "tests.mutants.small:Small"
-QUICK = ["lattice", SMALL]
+QUICK = ["exact", SMALL]
 in_worlds = pytest.mark.parametrize(
     "worlds", [[3], pytest.param([1, 2, 4, 5], marks=pytest.mark.sweep)], ids=str
 )
@@ -45,17 +45,17 @@ OPTIONS = ("ddp_small_buckets", "ddp_bucket_view", "ddp_find_unused")  # for the
 def test_judged_to_the_bit(strategy: str, worlds: list[int]) -> None:
     report = distcheck.verify(strategy, world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
+    assert gradient_layers(report) == {"exact", "bitwise", "rounding", "full batch float32"}
 
 
 @pytest.mark.parametrize(
     "worlds", [[3, 4], pytest.param([1, 2, 5], marks=pytest.mark.sweep)], ids=str
 )
 def test_micro_batches(worlds: list[int]) -> None:
-    """Unequal ones (43 + 42 of 85 samples) have no exact sums: X judges that lattice."""
+    """Unequal ones (43 + 42 of 85 samples) have no exact sums: layer `bitwise` judges that case."""
     report = distcheck.verify("ddp_no_sync", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
+    assert gradient_layers(report) == {"exact", "bitwise", "rounding", "full batch float32"}
 
 
 def test_micro_batches_that_are_normalized_one_by_one() -> None:
@@ -86,17 +86,17 @@ def test_a_short_wire_is_judged_to_the_bit_as_well(strategy: str, worlds: list[i
 def test_what_a_wire_cannot_carry_is_left_out() -> None:
     report = distcheck.verify("ddp_fp16_hook", world=3, workload=QUICK, steps=1)
     assert {case.case.workload for case in report.cases} == {SMALL}
-    assert all("lattice is skipped" in " ".join(case.notes) for case in report.cases)
-    assert set(report.left_out) == {"ddp_fp16_hook-w3-lattice-float32"}
-    with pytest.raises(UsageError, match="lattice cannot run with ddp_fp16_hook at world size 3"):
-        distcheck.verify("ddp_fp16_hook", world=3, workload="lattice", steps=1)
+    assert all("exact is skipped" in " ".join(case.notes) for case in report.cases)
+    assert set(report.left_out) == {"ddp_fp16_hook-w3-exact-float32"}
+    with pytest.raises(UsageError, match="exact cannot run with ddp_fp16_hook at world size 3"):
+        distcheck.verify("ddp_fp16_hook", world=3, workload="exact", steps=1)
 
 
 @in_worlds
 def test_sharded_optimizer_state(worlds: list[int]) -> None:
     report = distcheck.verify("zero1", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "bitwise", "rounding", "full batch float32"}
+    assert gradient_layers(report) == {"exact", "bitwise", "rounding", "full batch float32"}
     for case in report.cases:
         if case.case.workload == SMALL:  # momentum of every parameter, on one rank each
             (parameters,) = [r for r in case.checks if r.check == "parameters"]
@@ -118,7 +118,7 @@ def test_a_norm_that_is_added_up_over_pieces_may_round_otherwise() -> None:
 def test_fully_sharded(worlds: list[int]) -> None:
     report = distcheck.verify("fsdp", world=worlds, workload=QUICK, dtype="float32", steps=3)
     assert_everything_compared(report)
-    assert gradient_layers(report) == {"lattice", "rounding", "full batch float32"}
+    assert gradient_layers(report) == {"exact", "rounding", "full batch float32"}
     for case in report.cases:
         assert "local gradients" not in {r.check for r in case.checks}
         assert any("no hook can record the local gradients" in note for note in case.notes)

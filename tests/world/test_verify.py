@@ -30,10 +30,10 @@ def assert_everything_compared(report: Report) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_correct_strategies_pass(world: int) -> None:
     """Each world by itself is what many another test runs: `test_any_size_passes` for one."""
-    report = distcheck.verify(STRATEGIES, world=world, workload=["lattice", "mlp"], steps=3)
+    report = distcheck.verify(STRATEGIES, world=world, workload=["exact", "mlp"], steps=3)
     assert_everything_compared(report)
     layers = {r.layer for case in report.cases for r in case.checks if r.check == "gradients"}
-    assert layers == {"lattice", "bitwise", "rounding", "full batch float32", "full batch float64"}
+    assert layers == {"exact", "bitwise", "rounding", "full batch float32", "full batch float64"}
 
 
 @pytest.mark.sweep
@@ -43,7 +43,7 @@ def test_the_default_run() -> None:
     """
     report = distcheck.verify("allreduce")
     assert [c.case.id for c in report.cases] == [
-        "allreduce-w4-lattice-float32", "allreduce-w4-cnn-float32",
+        "allreduce-w4-exact-float32", "allreduce-w4-cnn-float32",
         "allreduce-w4-composite-float32", "allreduce-w4-composite-float64",
     ]  # fmt: skip
     assert_everything_compared(report)
@@ -74,7 +74,7 @@ def test_other_dtypes(dtype: str) -> None:
 
 
 def test_world_1_says_what_it_cannot_show() -> None:
-    report = distcheck.verify("allreduce", world=1, workload="lattice")
+    report = distcheck.verify("allreduce", world=1, workload="exact")
     (case,) = report.cases
     assert [(c.check, c.verdict) for c in case.checks if c.verdict != "pass"] == [
         ("sensitivity", "unknown")
@@ -90,7 +90,7 @@ def test_world_1_says_what_it_cannot_show() -> None:
 )  # fmt: skip
 def test_any_size_passes(world: int, batch: int, steps: int, seed: int, strategy: str) -> None:
     report = distcheck.verify(
-        strategy, world=world, batch=batch, steps=steps, seed=seed, workload=["lattice", SMALL]
+        strategy, world=world, batch=batch, steps=steps, seed=seed, workload=["exact", SMALL]
     )
     assert_everything_compared(report)
 
@@ -189,7 +189,7 @@ def test_the_hosts_process_is_left_alone() -> None:
     import torch
 
     before = (torch.get_num_threads(), torch.initial_seed(), dict(os.environ))
-    distcheck.verify("allreduce", world=2, workload="lattice")
+    distcheck.verify("allreduce", world=2, workload="exact")
     assert (torch.get_num_threads(), torch.initial_seed(), dict(os.environ)) == before
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -76,7 +76,7 @@ def _without(
         found |= dict.fromkeys(others, "a different dtype was requested")
     if any(report.case.id in left_out for report in reports):
         found |= {name: _FLOAT64_ALONE for name in EXPLORED_DTYPES if name != "float32"}
-    if any(report.case.workload == "lattice:no-scalar" for report in reports):
+    if any(report.case.workload == "exact:no-scalar" for report in reports):
         found["scale"] = "its code does not support scalar (0-d) parameters"
     return found
 

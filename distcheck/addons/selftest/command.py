@@ -41,7 +41,7 @@ from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.launch import run_job
 
 WORLDS = (2, 3)
-WORKLOADS = ("lattice", "mlp")  # their cases take one second each
+WORKLOADS = ("exact", "mlp")  # their cases take one second each
 BACKENDS = ("gloo", "simulated")
 _QUICK_STRATEGIES = ("allreduce", "ddp")
 
@@ -62,7 +62,7 @@ class SelftestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cases_each(self) -> int:
-        """Number of correct cases per strategy: lattice runs in float32 only."""
+        """Number of correct cases per strategy: `exact` runs in float32 only."""
         return len(WORLDS) * (2 if self.dtype else 3)
 
 

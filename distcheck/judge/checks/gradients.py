@@ -1,13 +1,12 @@
 """Every rank holds the full batch's gradient after synchronization: the central check.
 
-lattice   bitwise, against the closed form (or within the rounding bound, if no order is promised)
-bitwise         bitwise, against the shards reduced in the declared order
-rounding         elementwise, within the rounding bound of any order (or as a projection of the
-                 mean,
-          if low-rank compression is accepted)
-full batch float32, full batch float64  per tensor, relative L2 norm against the full batch in a
-                                        single process (full batch float32: shard
-          by shard if rounding decides the side of a kink that a sample is on)
+exact     bitwise, against the closed form (or within the rounding bound, if no order is promised)
+bitwise   bitwise, against the shards reduced in the declared order
+rounding  elementwise, within the rounding bound of any order (or as a projection of the mean, if
+          low-rank compression is accepted)
+full batch float32, full batch float64
+          per tensor, relative L2 norm against the full batch in a single process (full batch
+          float32: shard by shard if rounding decides the side of a kink that a sample is on)
 """
 
 import torch

@@ -7,7 +7,7 @@ from distcheck.recordings.recording import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare each rank bitwise with the recomputed shard, or with the closed form (lattice)."""
+    """Compare each rank bitwise with the recomputed shard, or with the closed form (exact)."""
     for expectation in evidence.expectations:
         for rank, own in zip(evidence.with_data, expectation.what.parts, strict=True):
             for index, form in enumerate(own):

@@ -11,7 +11,7 @@ from distcheck.records.mesh import Mesh
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare bitwise per rank (bitwise, lattice), or the weighted mean with the batch (full batch
+    """Compare bitwise per rank (bitwise, exact), or the weighted mean with the batch (full batch
     float32, full batch float64).
     """
     for expectation in evidence.expectations:

@@ -1,10 +1,10 @@
 """The optimizer's update is that of a single process, given the reduced gradients.
 
 Gradients are judged separately; here each rank's recorded gradients, parameters and optimizer state
-go through the same optimizer in one process, and the result must be bit-identical. In the lattice,
-parameters are known in closed form. Sharded optimizer state is taken from, and compared on, the
-rank that holds it. Under local SGD, ranks must hold the mean of their own updates after every
-average (rounding).
+go through the same optimizer in one process, and the result must be bit-identical. In workload
+`exact`, parameters are known in closed form. Sharded optimizer state is taken from, and compared
+on, the rank that holds it. Under local SGD, ranks must hold the mean of their own updates after
+every average (rounding).
 """
 
 from collections.abc import Sequence

@@ -182,7 +182,7 @@ def _unexplained(failed: Failures, facts: Measurements) -> Diagnosis:
 
 def _server(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name gradients that are right on all ranks with data, and wrong on the rank without."""
-    first = failed.get(("gradients", ROUNDING)) or failed.get(("gradients", "lattice"))
+    first = failed.get(("gradients", ROUNDING)) or failed.get(("gradients", "exact"))
     measured = bool(facts.steps) and not any(s.parameters or s.missing for s in facts.steps)
     if first is None or first.first is None or not measured:
         return []

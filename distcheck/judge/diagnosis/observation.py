@@ -116,7 +116,7 @@ class _Look:
         """Measure the optimizer step whose check failed."""
         step = self._job.update_step
         failed = ("parameters", BITWISE) in self._job.failed or (
-            ("parameters", "lattice") in self._job.failed and step == min(self._job.steps)
+            ("parameters", "exact") in self._job.failed and step == min(self._job.steps)
         )
         if not failed or not 0 <= step < self._written:
             return {}

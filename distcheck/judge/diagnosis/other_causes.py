@@ -132,7 +132,7 @@ def causes_of_wrong_update(
     """Name optimizer steps that differ from those of a single process."""
     result = failed.get(("parameters", BITWISE))
     if result is None and first is not None and (first.check, first.layer) == (
-        "parameters", "lattice",
+        "parameters", "exact",
     ):  # fmt: skip
         result = first
     if result is None:

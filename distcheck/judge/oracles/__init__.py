@@ -4,7 +4,7 @@ A layer is one file, named in `records/layers.py`. For each check that it suppor
 with the check's name (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
 (`forms.py`), the only input of the check:
 
-    closed_form.py  lattice: integers in closed form (lattice.py)
+    closed_form.py  exact: integers in closed form (integers.py)
     bitwise.py      bitwise: the shards reduced in the order that the contract names
                     (order_exact.py)
     rounding_bound.py    rounding: their mean, and the bound for any reduction order (rounding.py)

@@ -1,7 +1,7 @@
-"""The exact layer: the lattice's closed form, and expectations after rounded sums.
+"""Layer `exact`: the closed form of workload `exact`, and expectations after rounded sums.
 
 Code that promises no order may divide before it adds, or keep a running mean: a quotient that is
-not a dyadic fraction rounds where the lattice's sum does not. The rounding bound allows that
+not a dyadic fraction rounds where the sum of integers does not. The rounding bound allows that
 anywhere else. From the first such step on, the closed form describes another training, and
 expectations start from recorded state: the shards' gradients, the loss and the update bitwise
 (bitwise), the mean within the rounding bound.
@@ -28,7 +28,7 @@ from distcheck.judge.oracles.forms import (
     Updates,
     number,
 )
-from distcheck.judge.oracles.lattice import LatticeOracle, LatticeStep, expand
+from distcheck.judge.oracles.integers import IntegerOracle, IntegerStep, expand
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shares import declared_factor
@@ -47,17 +47,17 @@ _ROUNDED = (
 
 
 class ClosedForm:
-    """The lattice's training of one case from its start. Steps are kept, since later ones depend on
-    them; results do not depend on the order of queries.
+    """The integer-valued training of one case from its start. Steps are kept, since later ones
+    depend on them; results do not depend on the order of queries.
     """
 
     def __init__(self, references: References) -> None:
         self._at, self._references = references.at(0), references
-        self._oracle = LatticeOracle(references.contract, self._at.case.dtype)
-        self._steps: list[LatticeStep] = []
+        self._oracle = IntegerOracle(references.contract, self._at.case.dtype)
+        self._steps: list[IntegerStep] = []
         self._standings: dict[int, Standing] = {}
 
-    def step(self, step: int) -> LatticeStep:
+    def step(self, step: int) -> IntegerStep:
         """Return the exact values of a step. Raises HeadroomError."""
         trace, loss = self._at.trace, self._at.contract.loss_given(self._at.case.loss)
         while len(self._steps) <= step:
@@ -71,8 +71,8 @@ class ClosedForm:
         return self._steps[step]
 
     def standing(self, step: int) -> Standing:
-        """Classify the gradients up to a step: exact lattice values, within the rounding bound from
-        some step on, or neither. With a promised order they are never "rounded".
+        """Classify the gradients up to a step: exact integers, within the rounding bound from some
+        step on, or neither. With a promised order they are never "rounded".
         """
         if self._at.contract.order is not None:
             return "wrong"
@@ -125,10 +125,10 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ExactGradients(GradientForms):
-    """The lattice's mean gradients; `mean`, within which they may be if sums are rounded."""
+    """Mean gradients of workload `exact`; `mean`, within which they may be if sums are rounded."""
 
     specs: tuple[TensorSpec, ...]
-    exact: LatticeStep
+    exact: IntegerStep
     mean: RoundingBound | None
 
     def of(self, index: int) -> Form:

@@ -192,7 +192,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class ExactParameters:
-    """The lattice's parameters after a step."""
+    """Parameters of workload `exact` after a step."""
 
     parameters: tuple[Numbers, ...]
 

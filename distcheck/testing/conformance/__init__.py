@@ -3,6 +3,6 @@
     pytest --pyargs distcheck.testing.conformance --distcheck-strategy my_sync.py:sync
 
 `--distcheck-world` and `--distcheck-workload` may be repeated; by default it runs world sizes 2, 3
-and 4 on the workloads lattice and cnn. Under xdist, `--dist loadgroup` runs the tests of one
+and 4 on the workload exact and cnn. Under xdist, `--dist loadgroup` runs the tests of one
 verification in one process, so that it is computed once.
 """

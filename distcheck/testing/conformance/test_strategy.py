@@ -11,7 +11,7 @@ from distcheck.records import CheckResult, Report
 from distcheck.reports.wording import describe_place
 
 _WORLDS = (2, 3, 4)
-_WORKLOADS = ("lattice", "cnn")
+_WORKLOADS = ("exact", "cnn")
 # A property of model-parallel layouts only is merged with another one, to avoid skipped tests.
 _WITH = {"outputs": "loss"}
 

@@ -285,7 +285,7 @@ def test_a_budget_below_one_case(pool: Pool, capsys: pytest.CaptureFixture[str])
 def test_what_simple_workloads_miss_is_found(pool: Pool, name: str) -> None:
     if name not in ("first_come_first_added", "in_order_of_arrival", "patience_of_20_ms"):
         # Of these, which are races, verify sees some: in its rerun ranks are late.
-        verify(f"{PLANTED}:{name}", workload=("lattice", "cnn")).raise_for_verdict()
+        verify(f"{PLANTED}:{name}", workload=("exact", "cnn")).raise_for_verdict()
     case, model = least(search(pool, name, 600))
     most = {"only_at_five": 5, "in_order_of_arrival": 4}  # the latter needs luck as well
     assert case.world <= most.get(name, 3)

@@ -47,11 +47,11 @@ def test_the_zoo_in_simulated_worlds(distcheck: Run, tmp_path: Path) -> None:
 
 @pytest.mark.sweep  # a case that is left out is in tests/world/test_strategies.py
 def test_a_strategy_that_cannot_run_one_of_its_cases_is_not_unknown(distcheck: Run) -> None:
-    """The lattice's integers do not fit into float16 at world 3."""
+    """The integers of workload `exact` do not fit into float16 at world 3."""
     ran = distcheck("selftest", "-k", "correct.ddp_fp16_hook")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "correct   6 cases: 5 passed, 0 false positives" in ran.stdout
-    assert "ddp_fp16_hook-w3-lattice-float32 is excluded: its gradients may reach" in ran.stdout
+    assert "ddp_fp16_hook-w3-exact-float32 is excluded: its gradients may reach" in ran.stdout
 
 
 @pytest.mark.sweep

@@ -75,7 +75,7 @@ def test_every_call_leaves_the_bits_that_gloo_leaves(pool: Pool, world: int) -> 
     assert len(results[0][0]) > 40
 
 
-@pytest.mark.parametrize("workload", ["mlp", *sweep("lattice", "cnn", "composite")])
+@pytest.mark.parametrize("workload", ["mlp", *sweep("exact", "cnn", "composite")])
 @pytest.mark.parametrize("world", [3, *sweep(2, 4, 5, 8)])
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero1", *sweep(*(s for s in STRATEGIES if s not in ("ddp", "zero1")))]
@@ -111,25 +111,25 @@ def test_a_world_larger_than_the_machine_is_judged_as_any_other() -> None:
     assert any("hash seed" in said for said in report.not_shown)
 
 
-# Over so many ranks no workload `lattice` is left to these: distcheck refuses it and says why.
-NO_LATTICE_AT_256 = {
+# Over so many ranks no workload `exact` is left to these: distcheck refuses it and says why.
+NOT_EXACT_AT_256 = {
     "ddp_bf16_hook": "in bfloat16 may have a rounding error as large as the sum .*: no bound is",
     "ddp_fp16_hook": "its gradients may reach 1179648 and float16 carries 65504",
 }
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("strategy", "why"), NO_LATTICE_AT_256.items())
-def test_a_lattice_beyond_the_dtype_is_refused_at_256_ranks(strategy: str, why: str) -> None:
+@pytest.mark.parametrize(("strategy", "why"), NOT_EXACT_AT_256.items())
+def test_integers_beyond_the_dtype_are_refused_at_256_ranks(strategy: str, why: str) -> None:
     with pytest.raises(LeftOutError, match=why):
-        distcheck.verify(strategy, backend="simulated", world=256, workload="lattice", steps=2)
+        distcheck.verify(strategy, backend="simulated", world=256, workload="exact", steps=2)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in NO_LATTICE_AT_256])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in NOT_EXACT_AT_256])
 def test_strategies_pass_at_256_ranks(strategy: str) -> None:
     report = distcheck.verify(
-        strategy, backend="simulated", world=256, workload="lattice", steps=2, deadline_s=120.0
+        strategy, backend="simulated", world=256, workload="exact", steps=2, deadline_s=120.0
     )
     assert_everything_compared(report)
 

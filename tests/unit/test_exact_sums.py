@@ -1,4 +1,4 @@
-"""The lattice in closed form agrees with autograd, and knows where bits are not required."""
+"""Workload `exact` in closed form agrees with autograd, and knows where bits are not required."""
 
 import math
 from fractions import Fraction
@@ -10,23 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcheck.contract import Batch, Contract
-from distcheck.judge.oracles.lattice import (
+from distcheck.judge.oracles.integers import (
     HeadroomError,
-    LatticeOracle,
+    IntegerOracle,
     expand,
     initial,
-    lattice_value,
+    integer_value,
     reciprocal_is_exact,
     why_not_exact,
 )
-from distcheck.workloads.lattice import LatticeSamples, mix, workload
+from distcheck.workloads.exact import IntegerSamples, mix, workload
 
 AFTER = Contract(scale="divide-after")
 
 
-def ranks(shards: list[list[int]], steps: int) -> tuple[dict[str, torch.Tensor], LatticeOracle]:
+def ranks(shards: list[list[int]], steps: int) -> tuple[dict[str, torch.Tensor], IntegerOracle]:
     """Trains in one process: shards apart, gradients weighted, added in rank order."""
-    samples, total = LatticeSamples(), sum(map(len, shards))
+    samples, total = IntegerSamples(), sum(map(len, shards))
     model = workload.model(sample_shape=samples.shape, classes=1)
     optimizer = workload.optimizer(model.parameters())
     for step in range(steps):
@@ -43,7 +43,7 @@ def ranks(shards: list[list[int]], steps: int) -> tuple[dict[str, torch.Tensor],
         for name, parameter in model.named_parameters():
             parameter.grad = sums[name] / len(shards)
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, LatticeOracle(
+    return {name: p.detach() for name, p in model.named_parameters()}, IntegerOracle(
         AFTER, "float32"
     )
 
@@ -63,7 +63,7 @@ def test_closed_form_equals_autograd_to_the_bit(sizes: list[int]) -> None:
 
 
 def test_most_gradients_are_not_zero() -> None:
-    oracle = LatticeOracle(AFTER, "float32")
+    oracle = IntegerOracle(AFTER, "float32")
     for step in range(3):
         expected = oracle.step([list(range(256 * step, 256 * (step + 1)))])
         for name, values in expected.synced.items():
@@ -73,7 +73,7 @@ def test_most_gradients_are_not_zero() -> None:
 
 @given(row=st.integers(0, 10**6), column=st.integers(0, 100), span=st.sampled_from([3, 5, 7]))
 def test_both_sides_agree_on_the_data(row: int, column: int, span: int) -> None:
-    assert int(mix(torch.tensor(row), torch.tensor(column), span)) == lattice_value(
+    assert int(mix(torch.tensor(row), torch.tensor(column), span)) == integer_value(
         row, column, span
     )
 
@@ -125,11 +125,11 @@ def test_sums_too_large_to_be_exact_are_told_beforehand() -> None:
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_times_no_number_has_no_exact_gradients(factor: float) -> None:
     with pytest.raises(HeadroomError, match="number that is not finite"):
-        LatticeOracle(Contract(), "float32").step([[0, 1], [2, 3]], [1.0, factor])
+        IntegerOracle(Contract(), "float32").step([[0, 1], [2, 3]], [1.0, factor])
 
 
 def test_headroom_is_asserted() -> None:
-    oracle = LatticeOracle(AFTER, "float32")
+    oracle = IntegerOracle(AFTER, "float32")
     oracle._limit = 2**12
     with pytest.raises(HeadroomError, match="may reach"):
         oracle.step([list(range(256))])

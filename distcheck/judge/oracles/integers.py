@@ -1,8 +1,8 @@
-"""The lattice workload in closed form, in Python integers: no tensor, no autograd, no torch.
+"""Workload `exact` in closed form, in Python integers: no tensor, no autograd, no torch.
 
-Nothing here is shared with `distcheck.workloads.lattice` or the training loop: sizes, data,
-weights, gradients and updates are implemented a second time, by hand. With cotangents c and
-features x, one sample contributes to the gradient of
+Nothing here is shared with `distcheck.workloads.exact` or the training loop: sizes, data, weights,
+gradients and updates are implemented a second time, by hand. With cotangents c and features x, one
+sample contributes to the gradient of
 
     dense     c_h [z_h > 0] x          z = A x + b
     head      c_o max(x, 0)
@@ -40,7 +40,7 @@ class HeadroomError(Exception):
 
 
 @dataclass(frozen=True)
-class LatticeStep:
+class IntegerStep:
     """Exact values of one step, by parameter name; `table` by its period."""
 
     local: list[dict[str, list[Fraction]]]  # per rank
@@ -49,7 +49,7 @@ class LatticeStep:
     losses: list[Fraction]  # per rank
 
 
-def lattice_value(row: int, column: int, span: int) -> int:
+def integer_value(row: int, column: int, span: int) -> int:
     """Return the value of sample `row` in `column`; also used for initial weights."""
     t = (131 * row + 71 * column + 17) % 257
     return t * t % 257 % span - span // 2
@@ -124,7 +124,7 @@ def reciprocal_is_exact(world: int, dtype: str) -> bool:
     return abs(rounded * world - 1) <= Fraction(1, 2 ** (bits + 1))
 
 
-class LatticeOracle:
+class IntegerOracle:
     """Trains in integers, step by step, on the samples that each rank read."""
 
     def __init__(self, contract: Contract, dtype: str) -> None:
@@ -134,7 +134,7 @@ class LatticeOracle:
 
     def step(
         self, shards: Sequence[Sequence[int]], loss_factors: Sequence[float] | None = None
-    ) -> LatticeStep:
+    ) -> IntegerStep:
         """Advance by one step.
 
         `shards` are the ranks' sample indices, `loss_factors` their loss factors (for strategies
@@ -158,7 +158,7 @@ class LatticeOracle:
         factors = self._loss_factors([len(ids) for ids in shards], loss_factors)
         self._check_factors(sums, scales, factors)
         seen = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
-        return LatticeStep(
+        return IntegerStep(
             local=[
                 {name: _each(part, factor.__mul__) for name, part in c.total.items()}
                 for factor, c in zip(seen, sums, strict=True)
@@ -228,7 +228,7 @@ class _Contributions:
         def take(count: int, span: int) -> Vector:
             nonlocal at
             at += count
-            return [lattice_value(i, column, span) for column in range(at - count, at)]
+            return [integer_value(i, column, span) for column in range(at - count, at)]
 
         x, image = take(_FEATURES, 5), take(_SIDE * _SIDE, 5)
         to_dense, to_head, to_conv = take(_HIDDEN, 3), take(_HEAD_OUT, 3), take(_KERNELS, 3)
@@ -300,7 +300,7 @@ def _initial(position: int, count: int) -> Vector:
     """Return initial values from the column of the parameter's position in the model: the module's
     own parameters come first (scale, table), then its layers' (dense, head, conv).
     """
-    return [lattice_value(element, position, 3) for element in range(count)]
+    return [integer_value(element, position, 3) for element in range(count)]
 
 
 def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
@@ -318,4 +318,4 @@ def _odd(n: int) -> int:
     return n
 
 
-TABLE_PERIOD = [lattice_value(element, 6, 7) for element in range(257)]
+TABLE_PERIOD = [integer_value(element, 6, 7) for element in range(257)]

@@ -2,7 +2,7 @@
 
 Inputs, weights and cotangents are small integers and every layer is piecewise linear, so each
 gradient is a sum of integers that float32 represents exactly, in any summation order. The correct
-gradient is then known in closed form (`distcheck.judge.oracles.lattice`), from a program that
+gradient is then known in closed form (`distcheck.judge.oracles.integers`), from a program that
 shares nothing with this one.
 
 Three devices keep it exact over many steps:
@@ -54,7 +54,7 @@ def _integers(count: int, column: int, span: int) -> torch.Tensor:
     return period.repeat(-(-count // 257))[:count]
 
 
-class LatticeModel(nn.Module):
+class IntegerModel(nn.Module):
     """A dense layer, a linear head, a convolution, one scalar, and one large vector."""
 
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
@@ -92,7 +92,7 @@ def _only_gradient(value: torch.Tensor) -> torch.Tensor:
     return value - value.detach()
 
 
-class LatticeSamples(ComputedSamples):
+class IntegerSamples(ComputedSamples):
     """Sample i, column j is `mix(i, j)`: cotangents in -1..1, all other columns in -2..2.
 
     The cotangents of the scalar and the large vector are in 1..3, so that their gradients, each a
@@ -116,7 +116,7 @@ class LatticeSamples(ComputedSamples):
         return torch.cat(columns, 1).to(dtype), torch.zeros_like(ids)
 
 
-class Lattice:
+class Exact:
     """The workload; see the module's docstring."""
 
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
@@ -124,7 +124,7 @@ class Lattice:
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Build a model with the same integers for every seed."""
-        return LatticeModel(self._scalar_shape)
+        return IntegerModel(self._scalar_shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the shard's scaled sum of losses: a mean except for an exact factor."""
@@ -136,15 +136,15 @@ class Lattice:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
-    def samples(self) -> LatticeSamples:
-        return LatticeSamples()
+    def samples(self) -> IntegerSamples:
+        return IntegerSamples()
 
 
-workload = Lattice()
+workload = Exact()
 
 
-def described(words: str) -> Lattice:
+def described(words: str) -> Exact:
     """Return the variant `no-scalar`, for code without scalars (0-d). Raises UsageError."""
     if words != "no-scalar":
-        raise UsageError(f"workload lattice:{words} is unknown; known is lattice:no-scalar")
-    return Lattice((1,))
+        raise UsageError(f"workload exact:{words} is unknown; known is exact:no-scalar")
+    return Exact((1,))
