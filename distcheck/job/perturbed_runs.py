@@ -12,6 +12,7 @@ from distcheck import private
 from distcheck.errors import DistcheckError, UsageError
 from distcheck.job import running, settings
 from distcheck.job.copying import ProjectCopy
+from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.job.settings import JobSettings
 from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, NoiseFloor, measure
 from distcheck.recordings.jobs import reading
@@ -33,7 +34,7 @@ def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
         except ValueError as error:
             raise UsageError(f"--mesh {asked}: {error}") from error
         axes = tuple(Axis(name=n, kind=n, size=size) for n, size in mesh.axes if size > 1)
-    return unsharded(job, folder, axes)
+    return with_moved_gradients(unsharded(job, folder, axes))
 
 
 def record_again(

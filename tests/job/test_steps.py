@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.recordings.recording import Kind
 from tests.job.scripts import recorded, run
 
@@ -19,6 +20,16 @@ for step in range(3):
     optimizer.step()
 """
 TRAIN = "optimizer.zero_grad(); F.cross_entropy(model(x), y).backward()"
+MOVED = """
+    kept = [0, 0]
+    optimizer.zero_grad()
+    for i in (0, 1, 2):
+        model(x[i:]).square().mean().backward()
+        if i == {kept}: break
+        kept = [{times} * k + p.grad for k, p in zip(kept, model.parameters())]
+        model.zero_grad()
+    for k, p in zip(kept, model.parameters()): p.grad = k + (0 if p.grad is None else p.grad)
+"""
 # What a script does in a step: by pass, whether it is in what the optimizer gets.
 STEPS = {
     "one pass": (TRAIN, [True]),
@@ -46,6 +57,18 @@ STEPS = {
         "optimizer.zero_grad(); (model(x) - model(-x)).square().mean().backward()",
         [True, True],
     ),
+    "gradients that are moved and put back": (
+        MOVED.format(kept=-1, times=1),
+        [True, True, True],
+    ),
+    "gradients that are moved, the last only put back": (
+        MOVED.format(kept=-1, times=0),
+        [False, False, True],
+    ),
+    "gradients that are moved, and added to the last": (
+        MOVED.format(kept=2, times=1),
+        [True, True, True],
+    ),
     "an evaluation": (f"model.eval(); model(x).sum(); model.train(); {TRAIN}", [True]),
     "without gradients": (f"torch.no_grad()(model)(x); {TRAIN}", [True]),
     "without gradients within forward": (
@@ -67,7 +90,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_the_passes_of_a_step_are_those_that_the_optimizer_gets(name: str, tmp_path: Path) -> None:
     body, live = STEPS[name]
-    job = recorded(LOOP.replace("{body}", body), tmp_path)
+    job = with_moved_gradients(recorded(LOOP.replace("{body}", body), tmp_path))
     assert job.steps == (0, 1, 2)
     for step in job.steps:
         record = job.records[0, step]

@@ -74,6 +74,25 @@ for x, y in loader:
         {MEAN}
     optimizer.step()
 """
+# Gradients that are reduced and moved to a buffer after each micro-batch, as in ZeRO-2.
+MOVED = """
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+torch.manual_seed(1 + dist.get_rank())
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for x, y in loader:
+    kept = {}
+    for a, b in zip(x.chunk(2), y.chunk(2)):
+        (F.cross_entropy(net(a), b) / 2).backward()
+        for p in net.parameters():
+            new, p.grad = p.grad, None
+            dist.all_reduce(new)
+            kept[p] = new / dist.get_world_size() + %s
+    for p in net.parameters():
+        p.grad = kept[p]
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 # Every second position of a sequence: rank 0's half does not fit the targets of one process.
 POSITIONS = """
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -95,6 +114,8 @@ SCRIPTS = {
     "one step old": (BY_HAND % STALE, "pass", set(), {"stale-gradient"}),
     "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", "fail",
                   {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
+    "moved": (MOVED % "kept.get(p, 0)", "pass", set(), set()),
+    "moved, the last only": (MOVED % "0", "fail", {"lost-micro-batch"}, set()),
     "micro-batches": (SPLIT % "y", "pass", set(), set()),
     "micro-batches, each a mean": (SPLIT % "b", "fail", {"accumulation-not-scaled"}, set()),
 }  # fmt: skip

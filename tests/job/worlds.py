@@ -16,6 +16,7 @@ import torch._dynamo  # which the first optimizer would import, in each fork
 from distcheck.job import command, replaying, settings
 from distcheck.job.copying import ProjectCopy
 from distcheck.job.inside.install import install
+from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.job.judging import judge
 from distcheck.job.options import JobOptions
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -78,7 +79,7 @@ def record(
         for rank in range(world)
     ]  # fmt: skip
     _ended(children, folder)
-    return reading.read(folder)
+    return with_moved_gradients(reading.read(folder))
 
 
 def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: bool) -> Reference:

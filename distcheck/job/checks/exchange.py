@@ -9,6 +9,7 @@ import torch
 from distcheck.job.checks import terms
 from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.inside import state
+from distcheck.job.inside.moved_gradients import fate_of_cleared
 from distcheck.job.step_view import JobStep
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
@@ -317,7 +318,13 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
             for wrong in (float(passes), 1 / passes):
                 if passes < 2 or abs(total - wrong) > _SAME_FACTOR * wrong:
                     continue
-                if terms.may_be_intended_weight(job, rank, step, wrong):
+                if fate_of_cleared(job, step) == "unclear":
+                    tally.missing(
+                        f"step {step}: gradients were cleared between backward passes, and the "
+                        "optimizer gradients are a multiple of the ranks' mean neither with nor "
+                        "without them, so the script may have kept them elsewhere"
+                    )
+                elif terms.may_be_intended_weight(job, rank, step, wrong):
                     tally.missing(
                         f"over {passes} backward passes gradients are {total:.6g}x those of the "
                         f"mean loss: either because of the weight {wrong:.6g} in the loss, or "

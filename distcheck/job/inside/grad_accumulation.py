@@ -2,7 +2,8 @@
 
 These contributions, not the number of calls, define the passes of a step. Gradients cleared before
 the step (a dry pass, a skipped step, the first pass of sharpness-aware minimization, the generator
-loss's gradients in the discriminator) are in no optimizer gradient.
+loss's gradients in the discriminator) are in no optimizer gradient, unless the script has moved
+them into its own buffer (`moved_gradients`): they are kept as `cleared`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -31,6 +32,9 @@ class GradAccumulation:
         self.sizes: Tensors = {}
         self.norms: Tensors = {}
         self.passes: dict[str, list[int]] = {}
+        self.cleared: Tensors = {}  # contributions since the last step that are no longer in .grad
+        self.cleared_sizes: Tensors = {}
+        self._stepped: set[str] = set()  # names whose contributions an optimizer has received
         self.backward = -1  # number of the current or last pass
         self.may_exchange = True  # if a pass before the last one may synchronize
 
@@ -48,13 +52,19 @@ class GradAccumulation:
     def begin(self) -> None:
         """Start a backward pass, and forget contributions to gradients that were cleared."""
         self.backward += 1
-        self.forget(
-            name
-            for name in list(self.passes)
-            if not tensors.has_nonzero_gradient([self._parameters[name], self._leaves[name]])
-        )
+        for name in list(self.passes):
+            if not tensors.has_nonzero_gradient([self._parameters[name], self._leaves[name]]):
+                self._clear(name)
         for hook in self._hooks.values():
             hook.put_back()
+
+    def _clear(self, name: str) -> None:
+        if name not in self._stepped:
+            sizes = self.sizes.get(name, tensors.magnitudes(self.local[name]))
+            for kept, added in ((self.cleared, self.local[name]), (self.cleared_sizes, sizes)):
+                kept[name] = added + kept[name] if name in kept else added
+        self._stepped.discard(name)
+        self.forget([name])
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Record a gradient that is about to be added to `.grad`."""
@@ -86,11 +96,19 @@ class GradAccumulation:
 
     def write(self, names: Collection[str], file: StepFile, by: float) -> None:
         """Write the contributions to some parameters' gradients, times `by`, a power of two."""
-        for kind, found in (("local", self.local), ("sizes", self.sizes)):
+        cleared = {"cleared": self.cleared, "cleared-sizes": self.cleared_sizes}
+        for kind, found in {"local": self.local, "sizes": self.sizes, **cleared}.items():
             file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by, self.parts)
         for name, norm in self.norms.items():
             if name in names:
                 file.add(f"norms/{name}", norm * by)
+
+    def stepped(self, names: Iterable[str]) -> None:
+        """Record that an optimizer has received some parameters' gradients."""
+        for name in names:
+            self._stepped.add(name)
+            self.cleared.pop(name, None)
+            self.cleared_sizes.pop(name, None)
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget the contributions to some parameters' gradients, which were cleared."""

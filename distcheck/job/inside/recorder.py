@@ -305,9 +305,10 @@ class Recorder(NullListener):
         for step, number in self._through:
             if step == self.steps_over and self._passes[number].exchanges:
                 wrapped = rank.ddp_in(self._roots[number])
-                self._raw |= self.parameters.gradients(
-                    self.parameters.names_of(wrapped.parameters())
-                )
+                names = self.parameters.names_of(wrapped.parameters())
+                # The script may add cleared gradients before its step.
+                names = [name for name in names if name not in self._added.cleared]
+                self._raw |= self.parameters.gradients(names)
         self._exchanged = frozenset(self._raw)
 
     def gradients_ready(self) -> None:
@@ -438,6 +439,7 @@ class Recorder(NullListener):
             **self._held.about,
         )
         self._of_step[number], self._last = self._added.backward, file.after
+        self._added.stepped(names)
         self.steps_over += 1
         self._apart &= self._world > 1 and file.is_unchanged(raw)
         if self._ends[1] < self.steps_over <= self._settings.most:

@@ -47,6 +47,7 @@ from distcheck.job.inside.batch_injection import BatchInjector
 from distcheck.job.inside.joining import joined
 from distcheck.job.inside.listener import NullListener
 from distcheck.job.inside.modules import Modules
+from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import number_of_targets, numeric_settings
 from distcheck.job.inside.replay_tasks import ReplayTasks
@@ -62,7 +63,7 @@ class Replayer(NullListener):
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
-        job = reading.read(Path(settings.recording))
+        job = with_moved_gradients(reading.read(Path(settings.recording)))
         self._job = joined(job) if settings.joins else job
         self._hands = BatchInjector(self._job, settings, self._fail)
         self._copies = ReplayTasks(self._job, self._hands, settings, folder, self._fail)
@@ -87,6 +88,7 @@ class Replayer(NullListener):
         self._heard: list[Heard] = []
         self._classes = 0  # the most that a loss has with classes as targets
         self._candidate: dict[str, torch.Tensor] = {}  # gradients after backward
+        self._before: dict[str, torch.Tensor] = {}  # gradients before a backward pass
         self._own: float | None = None  # factor of the script's own synchronization
         self._out: dict[str, torch.Tensor] = {}
         self._groups: tuple[dict[str, float], ...] = ()
@@ -242,6 +244,8 @@ class Replayer(NullListener):
             taken = self._copies.merged_batch.take(self._copy, loss, self._parameters.by_name)
             self._copies.forks.leave(self._copy, taken, self._step)
         self._backwards += 1
+        if self._step in self._job.moved:  # the script moves them away after each pass
+            self._before = state.gradients(self._parameters.by_name)
         self._hands.begins_backward()
         if loss.numel() == 1:
             place = self._hands.passes - 1
@@ -254,9 +258,15 @@ class Replayer(NullListener):
     def backward_over(self) -> None:
         """After the last backward pass, exit a copy, or continue with the reference gradients."""
         expected = self._record.backwards * (self._job.world if self._mode == IN_TURN else 1)
-        if self._backwards != expected or self._is_ready:
+        if self._is_ready or (self._backwards != expected and self._step not in self._job.moved):
             return
-        self._candidate = state.gradients(self._parameters.by_name)
+        found = state.gradients(self._parameters.by_name)
+        if self._step in self._job.moved:
+            for kept, sign in ((self._candidate, 1), (self._before, -1)):
+                found = {n: g + sign * kept[n] if n in kept else g for n, g in found.items()}
+        self._candidate = found
+        if self._backwards != expected:
+            return
         if self._copy is not None and self._mode:
             self._leave()
         elif self._copy is None:
@@ -317,6 +327,13 @@ class Replayer(NullListener):
         self._left = {**self._raw, **theirs} if resumes else self._raw
         if any(self._left[name] is not one for name, one in own.items()):
             scaled = {n: g * self._scale for n, g in self._left.items()}
+            if self._step in self._job.moved:  # the script adds those of the earlier passes
+                there = state.gradients(self._parameters.by_name)
+                scaled = {
+                    n: g - self._candidate[n] + there[n]
+                    for n, g in scaled.items()
+                    if n in self._candidate and n in there
+                }
             state.put(self._parameters.by_name, scaled)
 
     def _recorded(self, kind: Kind, name: str) -> torch.Tensor | None:

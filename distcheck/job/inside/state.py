@@ -156,8 +156,8 @@ class ExtraState:
             coarsest = max(dtypes, key=spacing)
             self.about["computed"] = str(coarsest).removeprefix("torch.")
         if self._notes:
-            own = (self._added.local, self._added.sizes, self._added.norms)
-            self.about["held"] = untrained_copies(self._parameters, [id(one) for one in own])
+            own = [id(one) for one in vars(self._added).values()]
+            self.about["held"] = untrained_copies(self._parameters, own)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, file: StepFile) -> None:
         """Record an optimizer's state at the start of its step."""

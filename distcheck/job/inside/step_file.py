@@ -149,7 +149,7 @@ class StepFile:
             self._is_part(f"{kind}/{name}", gradient)
             plain = plain if by == 1.0 else plain * by
             self._digests[f"{kind}/{name}"] = tensors.digest_of(plain)
-            if kind != "sizes":
+            if "sizes" not in kind:
                 self._dtypes[name] = str(plain.dtype).removeprefix("torch.")
             if kind == "step" and self._digests.get(f"raw/{name}") == self._digests[f"step/{name}"]:
                 continue  # not clipped: the reader takes raw
@@ -173,8 +173,8 @@ class StepFile:
         if not whole:
             kept = {name: t for name, t in self._kept.items() if name.startswith("sums/")}
             for name, gradient in self._gradients.items():
-                if name.startswith("sizes/"):
-                    continue  # included in the magnitudes of local gradients
+                if name.startswith(("sizes/", "cleared")):
+                    continue  # included in the magnitudes of local gradients, or not compared
                 kept[name] = sketches.sketch(gradient)
                 sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
                 kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)

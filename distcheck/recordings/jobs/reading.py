@@ -95,6 +95,7 @@ class JobRecording:
     replicas: tuple[tuple[int, ...], ...] = ()  # the ranks that form each rank here
     joined: dict[int, int] = field(default_factory=dict)  # micro-batches per step, each
     # one forward pass here
+    moved: frozenset[int] = frozenset()  # steps whose local gradients include `cleared/`
     _kept: TensorCache = field(default_factory=TensorCache)
     _names: dict[Kind, list[str]] = field(default_factory=dict)
 
@@ -120,7 +121,23 @@ class JobRecording:
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of one step of one rank. Raises UsageError if they are damaged."""
-        return self._kept.get((rank, step), lambda: self._read(rank, step))
+        return self._kept.get((rank, step), lambda: self._added(rank, step))
+
+    def _added(self, rank: int, step: int) -> dict[str, torch.Tensor]:
+        """Return a step's tensors, with moved gradients among the local ones."""
+        found = self._read(rank, step)
+        passes = len(self.records[rank, step].trained)
+        for name in [n.removeprefix("cleared/") for n in found if n.startswith("cleared/")]:
+            if step not in self.moved:
+                break
+            cleared, size = found[f"cleared/{name}"], found[f"cleared-sizes/{name}"]
+            local = found.get(f"local/{name}", torch.zeros_like(cleared))
+            found[f"sizes/{name}"] = found.get(f"sizes/{name}", local.abs()) + size
+            found[f"local/{name}"] = local + cleared
+            norm = found.get(f"norms/{name}", torch.zeros(()))
+            # Derived: the sum of n norms is at most sqrt(n) times that of the summed magnitudes.
+            found[f"norms/{name}"] = norm + math.sqrt(passes) * torch.linalg.vector_norm(size)
+        return found
 
     def _read(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """Read a step's file, and parameters that are only in the previous step's

@@ -11,7 +11,8 @@ first forward pass that the step was trained on (`start/` before the first one o
 changed between these; a parameter unchanged since the previous step is in that step's file). For
 the optimizer's parameters: `written/` (only a digest, if the parameter changed before the optimizer
 step), `after/`, `local/` (local gradients, summed over the backward passes in `.grad`), `sizes/`
-(their summed absolute values, if a pass before the last may synchronize), `raw/` (reduced
+(their summed absolute values, if a pass before the last may synchronize), `cleared/` and
+`cleared-sizes/` (the same for contributions that were cleared before the step), `raw/` (reduced
 gradients), `step/` (optimizer gradients). `optim/<parameter>/<key>` is optimizer state before the
 step, in a recording to be compared with another job's (only a digest, unless small).
 `data/<digest>` are batches, inputs and targets; `random/<pass>` and `origin/<pass>` RNG states

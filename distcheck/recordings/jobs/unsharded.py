@@ -285,7 +285,7 @@ class _Replica:
             others = any(part and {*part.of, *part.adds} - {*self._ranks} for part in parts)
             plain = not any(parts) and len({own for _, own in held}) > 1
             if others or plain or self._is_expert(key):
-                for kind in ("local", "sizes", "norms"):
+                for kind in ("local", "sizes", "norms", "cleared", "cleared-sizes"):
                     name = f"{kind}/{key.partition('/')[2]}"
                     self._kept.pop(name, None)
                     self._digests.pop(name, None)
