@@ -28,7 +28,9 @@ from distcheck.training.optimizers import (
     restore_state_value,
     tensors_and_numbers,
 )
-from distcheck.workloads import datasets
+from distcheck.workloads.datasets import SYNTHETIC
+from distcheck.workloads.datasets.arrays import ArraySamples
+from distcheck.workloads.datasets.synthetic import SyntheticSamples
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,14 @@ def open_ingredients(
     loaded = load_trained(case.strategy, case.adaptation) if trained else None
     loaded = loaded or load_workload(case.workload)
     settings = seeds.settings()
-    samples = (
-        loaded.own_samples()
-        if loaded.own_samples is not None
-        else datasets.open_samples(case.data, description, data_fd)
-    )
+    samples: Samples
+    if loaded.own_samples is not None:
+        samples = loaded.own_samples()
+    elif case.data == SYNTHETIC:
+        samples = SyntheticSamples()
+    else:
+        assert data_fd is not None, f"{case.data} was not prepared"
+        samples = ArraySamples(data_fd, description)
     size = samples.size(train=True)
     if size < case.batch:
         raise UsageError(

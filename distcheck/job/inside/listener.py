@@ -1,8 +1,25 @@
-"""Base class of listeners to the events of `hooks`."""
+"""Listeners to the events of `hooks`: of a step, of the calls of modules, and of operators."""
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
+
+
+class ModuleListener(Protocol):
+    """Is told about each call of a module within the outermost model."""
+
+    def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def ends(self, call: Any, result: Any) -> None: ...
+
+
+class OpListener(Protocol):
+    """Records operators in the parts of a step for which `hears` is entered."""
+
+    is_silent: bool  # while distcheck computes
+
+    def hears(self, part: str) -> AbstractContextManager[None]: ...
 
 
 class NullListener:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from distcheck.job.inside import hooks, state, tensors
+from distcheck.job.inside import hooks, tensors
 from distcheck.machine.compat import is_compiled, version_of
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.sketches import SLOTS, sketch
@@ -182,7 +182,7 @@ class Modules:
         held, then, places = self._known.get(id(tensor), (None, 0, ()))
         if held is not None and held() is tensor and then == version:
             return places
-        plain = plain_of(tensor)
+        plain = tensors.plain_of(tensor)
         parts = [self._part(name, plain, pair) for pair in self._pairs]
         trains = tensor.requires_grad
         places = tuple(
@@ -226,7 +226,7 @@ def _hear_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Te
 
 
 def _note_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Tensor) -> None:
-    plain = plain_of(gradient)
+    plain = tensors.plain_of(gradient)
     if plain is not None:
         for table, place, part in to:
             table.add_gradient(place, part.of(plain))
@@ -239,16 +239,3 @@ def _noted(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     numbers = torch.view_as_real(dense.resolve_conj()) if is_complex else dense
     has_sums = numbers.is_floating_point()
     return tensors.digest_of(dense), sketch(numbers) if has_sums else _NONE
-
-
-def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return this process's part of a tensor, on the CPU; None if it has no memory of its own, such
-    as a tensor under torch.func.
-    """
-    try:
-        own = tensor.detach()
-        own = state.local(own)
-        own.data_ptr()
-        return own.to_dense().cpu().contiguous() if own.layout != torch.strided else own.cpu()
-    except RuntimeError:
-        return None

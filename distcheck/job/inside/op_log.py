@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from distcheck.job.inside import hooks, tensors
-from distcheck.job.inside.modules import plain_of
 from distcheck.machine.compat import (
     OpMode,
     draws_random_numbers,
@@ -111,7 +110,7 @@ def _digest(value: Any) -> str:
 def _noted(one: Any) -> str:
     if not isinstance(one, torch.Tensor):
         return repr(one) if isinstance(one, _PLAIN) else type(one).__name__
-    plain = plain_of(one)
+    plain = tensors.plain_of(one)
     about = f"{one.dtype}{tuple(one.shape)}"
     return about if plain is None else about + tensors.digest_of(plain.contiguous())
 

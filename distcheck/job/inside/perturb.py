@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distcheck.job.inside import state
+from distcheck.job.inside import state, tensors
 from distcheck.job.inside.recorder import Recorder
 from distcheck.machine import seeds
 
@@ -46,7 +46,7 @@ class PerturbingRecorder(Recorder):
             for name, parameter in self.parameters.by_name.items():
                 if name in self._unmoved or not parameter.is_floating_point():
                     continue
-                own = state.local(parameter).detach()
+                own = tensors.local(parameter).detach()
                 rank = self._rank if own is not parameter and own.shape != parameter.shape else 0
                 seed = seeds.derive(self._settings.draw, name, self.steps_over, rank)
                 moves = torch.Generator().manual_seed(seed % (1 << 63))
@@ -65,5 +65,5 @@ class PerturbingRecorder(Recorder):
     def _put_back(self) -> None:
         with torch.no_grad():
             for name, own in (self._unmoved or {}).items():
-                state.local(self.parameters.by_name[name]).detach().data.copy_(own)
+                tensors.local(self.parameters.by_name[name]).detach().data.copy_(own)
         self._unmoved = None

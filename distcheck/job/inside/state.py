@@ -37,7 +37,7 @@ def load_recorded_tensors(
             value = kept.get(f"{kind}{name}")
             if value is not None and not torch.nn.parameter.is_lazy(tensor):
                 value = value if moves is None else perturbed(value, moves)
-                local(tensor).data.copy_(value)  # graphs that use the tensor remain valid
+                tensors.local(tensor).data.copy_(value)  # graphs that use the tensor remain valid
 
 
 def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
@@ -57,14 +57,9 @@ def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
             if number is None:
                 parameter.grad = None
             elif parameter.grad is not None:
-                local(parameter.grad).copy_(number)
+                tensors.local(parameter.grad).copy_(number)
             elif not tensors.is_dtensor(parameter):
                 parameter.grad = number.to(parameter.device, parameter.dtype).clone()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a rank's shard of a tensor, or the whole tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def perturbed(

@@ -33,12 +33,26 @@ def unsharded_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a rank's shard of a tensor, or the whole tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def local_shard_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or this rank's shard of a DTensor, on the CPU."""
-    tensor = tensor.detach()
-    if is_dtensor(tensor):
-        tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return tensor.cpu().contiguous()
+    return local(tensor.detach()).cpu().contiguous()
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return `local_shard_on_cpu` in strided layout; None if the tensor has no memory of its own,
+    such as one under torch.func.
+    """
+    try:
+        own = local(tensor.detach())
+        own.data_ptr()
+        return own.to_dense().cpu().contiguous() if own.layout != torch.strided else own.cpu()
+    except RuntimeError:
+        return None
 
 
 def describe_shard(tensor: torch.Tensor) -> Shard | None:

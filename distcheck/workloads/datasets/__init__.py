@@ -4,18 +4,13 @@ Files are read once, in a separate process, into shared memory; ranks and refere
 module here that defines `files` is a file-based data set, found by its name.
 """
 
-import importlib
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from distcheck.errors import UsageError, did_you_mean
 from distcheck.worlds.jobs import Job
-
-if TYPE_CHECKING:
-    from distcheck.contract import Samples
 
 SYNTHETIC = "synthetic"
 FILE_DATASETS = ("cifar10", "mnist")
@@ -29,7 +24,7 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
     download: bool
 
 
-# Its result is the description that `open_samples` takes, passed on without decoding.
+# Its result is the description that `ArraySamples` takes, passed on without decoding.
 PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, bytes, ("data",))
 
 
@@ -57,13 +52,3 @@ def check_dataset(name: str) -> None:
     if name not in dataset_names():
         meant = did_you_mean(name, dataset_names())
         raise UsageError(f"unknown data {name!r}{meant}; known are {', '.join(dataset_names())}")
-
-
-def open_samples(name: str, description: bytes, fd: int | None) -> "Samples":
-    """Return the samples of a data set from `description` and `fd` of its prepared files."""
-    module: Any = importlib.import_module(dataset_names()[name])
-    if fd is None:
-        return module.SyntheticSamples()  # type: ignore[no-any-return]
-    from distcheck.workloads.datasets.arrays import ArraySamples
-
-    return ArraySamples(fd, description)

@@ -70,7 +70,7 @@ def prepare_job(job: PrepareRequest, fds: Descriptors, reporter: Reporter) -> by
 
 
 def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
-    """Read the data set into `fd`; return its description for `open_samples`.
+    """Read the data set into `fd`; return its description for `ArraySamples`.
 
     Raises CannotRunError if the files are missing, unreadable or cannot be downloaded.
     """

@@ -64,7 +64,7 @@ class ComputedSamples:
 class SyntheticSamples(ComputedSamples):
     """50,000 training and 10,000 test images, 3x32x32, ten classes, mean 0, variance about 1."""
 
-    shape = (_CHANNELS, _SIZE, _SIZE)
+    shape: tuple[int, ...] = (_CHANNELS, _SIZE, _SIZE)
     classes = _CLASSES
 
     def read(
