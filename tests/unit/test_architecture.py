@@ -178,6 +178,19 @@ def test_what_has_many_parameters_has_them_for_a_reason() -> None:
     assert {*house.with_many_parameters(trees())} == {*MANY_PARAMETERS_FOR_A_REASON}
 
 
+def test_no_modules_import_each_other() -> None:
+    """Not for types or within a function either: a reader needs an order to read them in."""
+    assert house.circles(house.imports(trees(), all_of_them=True)) == []
+
+
+def test_a_circle_that_only_types_close_is_found() -> None:
+    two = {
+        "distcheck.a": ast.parse("import distcheck.b"),
+        "distcheck.b": ast.parse("if TYPE_CHECKING:\n    from distcheck.a import A"),
+    }
+    assert house.circles(house.imports(two, all_of_them=True)) == [["distcheck.a", "distcheck.b"]]
+
+
 # What is not of torch, pytest or Hypothesis, and stands in one module alone.
 PRIVATE_ELSEWHERE = {
     "distcheck.job.inside.single_process_group": [
