@@ -63,6 +63,7 @@ _DTYPE = re.compile(
 # Causes named for gradients that were used before a collective had completed.
 _RACES = {
     "nondeterministic",
+    "nonfinite",
     "partial-sync",
     "duplicated-rank",
     "single-rank-gradient",

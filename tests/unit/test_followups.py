@@ -244,6 +244,7 @@ IN_FLIGHT = caused("tensor-used-in-flight", "crash")
         (("partial-sync", "missing-sync"), IN_FLIGHT, ["tensor-used-in-flight"]),
         (("wrong-divisor", "nondeterministic"), IN_FLIGHT,
          ["tensor-used-in-flight", "wrong-divisor"]),
+        (("nonfinite",), IN_FLIGHT, ["tensor-used-in-flight"]),
         (("partial-sync",), caused("crash"), ["partial-sync"]),
         (("partial-sync",), (), ["partial-sync"]),
     ],

@@ -9,6 +9,7 @@ from distcheck.judge.diagnosis.measurements import (
     LocalGradientFacts,
     Match,
     Measurements,
+    NonFiniteGradient,
     ParameterFacts,
     PassFacts,
     StepFacts,
@@ -227,6 +228,17 @@ def test_elements_of_one_other_kind(kind: str, cause: str) -> None:
 def right(**changed: object) -> StepFacts:
     step = msgspec.structs.replace(measured([equal(4)] * 4, equal(4)), parameters=())
     return msgspec.structs.replace(step, **changed)  # type: ignore[arg-type]
+
+
+def test_parameters_that_stay_nan_are_not_an_optimizer_that_was_not_stepped() -> None:
+    bad = NonFiniteGradient(rank=0, parameter="p0", count=1, before=())
+    stays = right(step=1, unchanged=(0, 1, 2, 3))
+    for first, expected in (
+        (right(), "optimizer-not-stepped"),
+        (right(not_finite=bad), "nonfinite"),
+    ):
+        facts = Measurements(world=4, steps=(first, stays))
+        assert named([failed("gradients", "rounding"), failed("parameters")], facts) == [expected]
 
 
 def test_bits_have_names() -> None:

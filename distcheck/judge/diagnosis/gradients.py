@@ -80,7 +80,24 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
     found = _said_together(explain_all(step, step.parameters))
     if not found and len(step.parameters) > 1:
         found = _one_by_one(step)
+    if not found or any(one.cause == "unexplained" for one in found):
+        found = _besides_weights(step) or found
     return [*before, *(_beside_missing(finding, step) for finding in found)]
+
+
+def _besides_weights(step: StepFacts) -> list[Diagnosis]:
+    """Return the causes that explain all that differs from an unweighted mean, and the missing
+    weights.
+    """
+    if not step.plain or step.tokens:
+        return []
+    world, mean = len(step.shares), "the unweighted mean over the ranks"
+    plain = msgspec.structs.replace(
+        step, parameters=step.plain, plain=(), shares=(1.0 / world,) * world, matches=(), mean=mean
+    )
+    found = _said_together(explain_all(plain, step.plain))
+    where = f"step {step.step}, {parameters_text(step, step.parameters)}"
+    return [*found, weights.cause_of_equal_weights(step, where)] if found else []
 
 
 def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
@@ -155,7 +172,8 @@ def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[D
     """Return the causes by every family for these parameters together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
-    return _first_alone([f for family in FAMILIES for f in family.explain(step, parameters)])
+    found = _first_alone([f for family in FAMILIES for f in family.explain(step, parameters)])
+    return found or parts.partial_sums(step, parameters)
 
 
 def _one_by_one(step: StepFacts) -> list[Diagnosis]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -222,6 +222,10 @@ class StepExpectation(AtStep, StepView):
 class Measured:
     """A parameter at one step. Its float64 tensors are computed on demand, and kept if their name
     is in `keeps` (a large model's would not fit); complex numbers are pairs of real ones.
+
+    `to` replaces the expectation: with `recorded`, it is the mean of the recorded local gradients,
+    so that only the effect of synchronization remains, whatever went wrong before; with `equal`, it
+    is the unweighted mean, so that only mistakes in addition to missing weights remain.
     """
 
     view: StepView
@@ -229,6 +233,7 @@ class Measured:
     name: str
     elements: int
     keeps: Container[str]
+    to: Literal["", "recorded", "equal"] = ""
     _kept: dict[tuple[str, int], Any] = field(default_factory=dict, init=False)
 
     @property
@@ -250,7 +255,8 @@ class Measured:
     @property
     def shares(self) -> list[float]:
         """The weight of each rank's local gradient in the mean."""
-        pairs = zip(self.view.weights, self.view.unscaled, strict=True)
+        weights = [1.0] * self.world if self.to == "equal" else self.view.weights
+        pairs = zip(weights, self.view.unscaled, strict=True)
         return [weight / self.world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
@@ -261,11 +267,7 @@ class Measured:
         return self._keep("shard", rank, lambda: self.left(rank) / self.view.unscaled[rank])
 
     def result(self, rank: int) -> torch.Tensor:
-        return self._keep("result", rank, lambda: self._result(rank))
-
-    def by_what_was_left(self) -> "MeasuredFromLocal":
-        """Return the same parameter, measured relative to recorded local gradients."""
-        return MeasuredFromLocal(self.view, self.index, self.name, self.elements, self.keeps)
+        return self._keep("result", rank, lambda: as_float64(self._held(rank)))
 
     def _keep(self, name: str, rank: int, make: Callable[[], T]) -> T:
         if name not in self.keeps:
@@ -276,37 +278,24 @@ class Measured:
         return found
 
     def _mean(self) -> Interval:
+        if self.to:
+            parts = [self._left_on(rank) for rank in range(self.world)]
+            return interval(parts, self.shares, rescaled=True)
         found = self.view.interval(self.index)
         assert found is not None
         return found
 
     def _left(self, rank: int) -> torch.Tensor:
-        gradient = self.view.local(rank, self.index)
-        if gradient is None:
-            return torch.zeros_like(self.interval.mean)
-        return as_float64(gradient)
-
-    def _result(self, rank: int) -> torch.Tensor:
-        found = self.view.reduced(rank, self.index)
-        assert found is not None
-        return as_float64(found)
-
-
-class MeasuredFromLocal(Measured):
-    """A parameter measured relative to the recorded local gradients instead of the shards': only
-    the effect of synchronization remains, whatever went wrong before.
-    """
-
-    def _mean(self) -> Interval:
-        parts = [self._left_on(rank) for rank in range(self.world)]
-        return interval(parts, self.shares, rescaled=True)
-
-    def _left(self, rank: int) -> torch.Tensor:
         return as_float64(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:
-        found = self.view.seen(rank, self.index)
-        if found is not None:
-            return found
-        spec = self.view.specs[self.index]
-        return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        gradient = (self.view.seen if self.to == "recorded" else self.view.local)(rank, self.index)
+        if gradient is not None:
+            return gradient
+        dtype = getattr(torch, self.view.specs[self.index].dtype)
+        return torch.zeros_like(self._held(rank), dtype=dtype)
+
+    def _held(self, rank: int) -> torch.Tensor:
+        found = self.view.reduced(rank, self.index)
+        assert found is not None
+        return found

@@ -34,9 +34,9 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     Q^T y, `remainder` [W] the norm of the residual of y, `floor` the bound's absolute part. `wrong`
     lists the ranks; `of_mean` and `of_own` [W] count elements (of `elements`) that equal the mean
     or the rank's local gradient, `of_either` those that equal one or both. `kinds` gives further
-    values of elements (`zero`, `own / W`, `sum`, `any rank's`), with the number per rank that are
-    these or the mean. `shorter` names per rank the dtype whose rounding matches the errors, or "";
-    `on_grid` tells per rank if its result, or W times that, is representable in that dtype;
+    values of elements (`zero`, `own / W`, `sum`, `any rank's`, `some ranks'`), with the number per
+    rank that are these or the mean. `shorter` names per rank the dtype whose rounding matches the
+    errors, or ""; `on_grid` tells per rank if its result, or W times that, is representable in it;
     `of_terms` if it is the mean of the ranks' gradients, each rounded to it. `coarse` [W] bounds
     the L2 error of quantizing each rank's gradient, if accepted.
     """
@@ -141,6 +141,9 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     ranks do not hold the mean of these either, `parameters` are measured relative to them;
     `mean_of_left`: they do hold it.
 
+    `plain` are `parameters` measured relative to the unweighted mean, if shards are uneven: those
+    that are wrong relative to it. `mean` describes the mean of `shares`.
+
     `alike` are groups of ranks with bit-identical gradients, `unchanged` the ranks whose parameters
     the step should have updated but did not. `undeclared`: the code promises nothing and no
     deviation is accepted, so an option may declare one. `missing` lists (parameter, rank) without
@@ -154,6 +157,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     gamma: float
     unit: float
     parameters: tuple[ParameterFacts, ...]
+    plain: tuple[ParameterFacts, ...] = ()
+    mean: str = "the mean over all samples"
     total: int
     samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()

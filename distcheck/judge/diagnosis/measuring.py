@@ -4,6 +4,8 @@ Expectations come from the oracles; nothing here depends on a strategy's impleme
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
 from math import isfinite, sqrt
 from typing import NamedTuple
 
@@ -197,6 +199,10 @@ def permuted_matches(measured: list[Measured]) -> Iterator[Match]:
 
 Counts = tuple[int, ...]  # by rank
 
+_MOST_PARTIAL = 1 << 26  # elements times sets of ranks
+# Heuristic: the share of numbers near a result that are within the rounding of a sum of some ranks.
+_MOST_BY_CHANCE = 1e-3
+
 _SHORTER = ("float32", "float16", "bfloat16")
 # Derived: one rounding has a root mean square error of at least u / (4 sqrt(3)) (half the spacing
 # at the top of a binade, uniform), W summands 1 / sqrt(W) of that; the factor of a third is slack.
@@ -236,9 +242,25 @@ def elements_by_kind(measured: Measured, unit: float) -> tuple[tuple[str, Counts
             ("own / W", (result - divided).abs() <= reach * divided.abs()),
             ("sum", (result - total).abs() <= world * interval.bound),
             ("any rank's", one_of_them),
+            ("some ranks'", _is_partial_sum(result, [owns, shared], unit)),
         ):
             found.setdefault(kind, []).append(int((mean | same).sum()))
     return tuple((kind, tuple(counts)) for kind, counts in found.items())
+
+
+def _is_partial_sum(
+    result: torch.Tensor, terms: Sequence[Sequence[torch.Tensor]], unit: float
+) -> torch.Tensor:
+    """Return which elements are the sum over some ranks, but not all, of one list of terms."""
+    found, world = torch.zeros_like(result, dtype=torch.bool), len(terms[0])
+    if result.numel() << world > _MOST_PARTIAL or unit * 2**world > _MOST_BY_CHANCE:
+        return found
+    for parts, count in product(terms, range(1, world)):
+        for some in combinations(parts, count):
+            stacked = torch.stack(some)
+            bound = gamma(world + 4, unit) * stacked.abs().sum(0)
+            found |= (result - stacked.sum(0)).abs() <= bound
+    return found
 
 
 class MatchingDtype(NamedTuple):
@@ -298,8 +320,9 @@ def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> b
     rounding of its own. A few elements may be so by chance.
     """
     grid, result = getattr(torch, dtype), measured.result(rank)
-    if not bool(result.any()):
-        return False
+    total = torch.stack([measured.left(r) for r in range(measured.world)]).sum(0)
+    if not bool(result.any()) or torch.equal(total.to(grid).double(), total):
+        return False  # an unrounded sum is representable, too
     if own > unit_roundoff(grid) / 16:
         return False
     for scaled in (result, result * measured.world):
@@ -384,13 +407,13 @@ class StepMeasuring:
         others = backward.ranks_with_other_gradients(self._view, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: synchronization is measured relative to its input.
-            wrong = [one.by_what_was_left() for one in wrong]
+            wrong = [replace(one, to="recorded") for one in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
         matches: tuple[Match, ...] = ()
         if wrong:
             matches = tuple(matches_of(self._view, self._earlier, measured, step_gamma))
         telling = [m for m in measured if m.wrong or self._tells_own_from_mean(m)]
-        return StepFacts(
+        found = StepFacts(
             step=self._step,
             ranks=self._view.ranks,
             shares=tuple(self.shares),
@@ -418,6 +441,12 @@ class StepMeasuring:
             missing_elsewhere=alone,
             not_finite=self._not_finite,
         )
+        if not (wrong and "result" in self._keeps) or others or len({*self.shares}) == 1:
+            return found
+        equally = [replace(one, to="equal") for one in wrong]
+        self.shares = [1.0 / len(self._ranks)] * len(self._ranks)
+        plain = tuple(self._parameter(m, self._unit_of(m)) for m in equally if m.wrong)
+        return msgspec.structs.replace(found, plain=plain)
 
     def _measure(self) -> list[Measured]:
         found = []

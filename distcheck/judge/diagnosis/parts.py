@@ -2,7 +2,7 @@
 (another parameter or an earlier step), and roundings of a lower-precision dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distcheck.judge.diagnosis.combinations import bound, distance
 from distcheck.judge.diagnosis.measurements import (
@@ -45,7 +45,7 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
         what = (
             f"{own:,} of {elements:,} elements (over all ranks) are the local gradient, the others "
         )
-        what += "the mean over all samples"
+        what += step.mean
     else:
         what = OWN_THERE
     return [name_cause("partial-sync", f"{where}: {what}")]
@@ -61,14 +61,24 @@ _KINDS = {
         "a single rank's local gradient, or its share of the mean",
     ),
 }  # fmt: skip
+_PARTIAL_SUMS = {"some ranks'": ("dropped-rank", "chunks", "sums that lack some ranks")}
 
 
-def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
+def partial_sums(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
+    """Name elements that lack some ranks, not the same ones everywhere; for no other cause."""
+    return _other_kinds(step, parameters, _PARTIAL_SUMS)
+
+
+def _other_kinds(
+    step: StepFacts,
+    parameters: Sequence[ParameterFacts],
+    kinds: Mapping[str, tuple[str, str, str]] = _KINDS,
+) -> list[Diagnosis]:
     """Name elements that are the mean or of one other kind, if both occur or other parameters are
-    right; chunks of single ranks may be everything.
+    right; chunks of single ranks, or of some, may be everything.
     """
     found = []
-    for kind, (cause, variant, what) in _KINDS.items():
+    for kind, (cause, variant, what) in kinds.items():
         either = {p.name: dict(p.kinds).get(kind) for p in parameters}
         mean = other = elements = 0
         for parameter in parameters:
@@ -86,7 +96,7 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
         else:
             if other >= _LEAST_OF_A_KIND and _are_parts(step, kind, mean):
                 where = f"step {step.step}, {parameters_text(step, parameters)}"
-                rest = ", the others the mean over all samples" if mean else ""
+                rest = f", the others {step.mean}" if mean else ""
                 evidence = f"{where}: {other:,} of {elements:,} elements (over all ranks) are "
                 found.append(name_cause(cause, f"{evidence}{what}{rest}", variant))
     return found[:1]
@@ -94,7 +104,7 @@ def _other_kinds(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
 
 def _are_parts(step: StepFacts, kind: str, mean: int) -> bool:
     """Return True if there is something else in addition to elements of a kind."""
-    if kind == "any rank's":
+    if kind == "any rank's" or kind in _PARTIAL_SUMS:
         return True
     if kind != "zero":
         return mean > 0
@@ -129,7 +139,7 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     permuted = [m for m in step.matches if m.kind == "permuted"]
     if len(parameters) == len(step.parameters) and _all_match(parameters, permuted):
-        what = "the elements are those of the mean over all samples, but at other indices"
+        what = f"the elements are those of {step.mean}, but at other indices"
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     return []
 
@@ -218,7 +228,7 @@ def _rounding(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Dia
         return []
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"
-    mean = f"{where}: the mean over all samples, up to errors "
+    mean = f"{where}: {step.mean}, up to errors "
     terms = all(p.of_terms[rank] if p.of_terms else False for p in parameters for rank in p.wrong)
     proof = f"; every result is representable in {dtype} (or 1/W of such a value)" if grid else ""
     proof = proof or (f"; each rank's gradient was rounded to {dtype} first" if terms else "")
@@ -264,4 +274,4 @@ def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
         return []
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     share = f"{largest:.1g} of the sum (as norms)"
-    return [_noise(f"{where}: the mean over all samples, up to errors of {share} in most elements")]
+    return [_noise(f"{where}: {step.mean}, up to errors of {share} in most elements")]

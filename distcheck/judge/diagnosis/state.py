@@ -220,8 +220,8 @@ def _optimizer(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     if _of("parameters", failed) is None:
         return []
     step = next((step for step in facts.steps if step.unchanged), None)
-    if step is None:
-        return []
+    if step is None or any(one.not_finite and one.step <= step.step for one in facts.steps):
+        return []  # a parameter that is NaN stays NaN
     return [
         name_cause(
             "optimizer-not-stepped",

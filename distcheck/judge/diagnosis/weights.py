@@ -74,6 +74,13 @@ def causes_of_extra_factor(step: StepFacts, way: Reading, where: str) -> list[Di
     return [name_cause("wrong-divisor", evidence, "further")]
 
 
+def cause_of_equal_weights(step: StepFacts, where: str) -> Diagnosis:
+    """Name the missing weights of uneven shards."""
+    shares = ", ".join(number_text(share) for share in step.shares)
+    evidence = f"{where}: all ranks are weighted equally; weights in proportion to their samples"
+    return name_cause("unweighted-mean", f"{evidence} are {shares}")
+
+
 def cause_of_dropped_ranks(
     step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool
 ) -> Diagnosis:
@@ -138,15 +145,8 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
         unweighted = tokens.unweighted(step, way.kind, where)
         return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "plain mean":
-        shares = ", ".join(number_text(share) for share in step.shares)
-        found = [
-            name_cause(
-                "unweighted-mean",
-                f"{where}: all ranks are weighted equally; weights in proportion to their samples "
-                f"are {shares}",
-            )
-        ]
-        return found if way.factor == 1.0 else _larger_first(step, way, found[0], where)
+        unweighted = cause_of_equal_weights(step, where)
+        return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "single":
         return _only_one(step, way, where)
     if way.kind == "counted":
