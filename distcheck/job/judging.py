@@ -219,18 +219,22 @@ def _case_of(asked: JobOptions, job: JobRecording) -> Case:
     )  # fmt: skip
 
 
+# Fields of `JobOptions` that are options of the same name in the command that replays a job.
+_REPLAYED = (
+    "no_reference", "reference", "weights", "mesh", "steps", "from_step", "resumed_from", "modules",
+    "on_cpu", "strict", "keep_going",
+)  # fmt: skip
+
+
 def case_of_command(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
     """Return the case of a job with the known fields `about` and the requested command line."""
-    options = ["--no-reference"] if asked.no_reference else []
-    options += ["--reference", asked.reference] if asked.reference else []
-    options += ["--weights", asked.weights] if asked.weights else []
-    options += ["--mesh", asked.mesh] if asked.mesh else []
-    options += ["--steps", str(asked.steps)] if asked.steps != JobSettings().steps else []
-    options += ["--from-step", str(asked.from_step)] if asked.from_step else []
-    options += ["--resumed-from", asked.resumed_from] if asked.resumed_from else []
-    options += ["--modules"] if asked.modules else []
-    options += ["--on-cpu"] if asked.on_cpu else []
-    options += ["--strict"] if asked.strict else []
+    options = list[str]()
+    for name in _REPLAYED:
+        value = getattr(asked, name)
+        if value and value != getattr(JobOptions, name):
+            options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if asked.deadline_s != JobOptions.deadline_s:
+        options += ["--deadline", f"{asked.deadline_s:g}s"]
     about = {"id": "job", "layers": (ROUNDING,), **about}
     return job_case(asked, options, script=script, world=world, **about)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from distcheck.cli.commands import replay
+from distcheck.cli.commands import job, replay
 from distcheck.errors import UsageError
 from distcheck.job.judging import case_of_command
 from distcheck.job.options import JobOptions
@@ -24,6 +24,21 @@ def written(folder: Path, *words: str) -> Path:
 
 def replayed(file: Path, *options: str) -> Result:
     return CliRunner().invoke(replay.command, [str(file), *options], standalone_mode=False)
+
+
+def test_a_replay_has_the_options_that_may_have_caused_the_verdict() -> None:
+    asked = JobOptions(
+        words=("train",), steps=4, keep_going=True, deadline_s=90.0, reference="python one.py",
+        save="kept",
+    )  # fmt: skip
+    case = case_of_command(asked, script="train.py", world=2)
+    assert case.command_line == (
+        "distcheck job --reference 'python one.py' --steps 4 --keep-going --deadline 90s -- train"
+    )
+    read = job.command.make_context("job", [*case.job])
+    assert (read.params["keep_going"], read.params["deadline_s"]) == (True, 90.0)
+    plain = case_of_command(JobOptions(words=("train",)), script="train.py", world=2)
+    assert plain.command_line == "distcheck job -- train"
 
 
 def test_a_command_runs_after_a_yes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
