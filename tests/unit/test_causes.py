@@ -93,7 +93,9 @@ def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) ->
     # A job is not simulated, its local gradients are not recomputed, its padding is not known.
     not_in_jobs = {"unmatched-message", "buffers-differ", "wrong-local-gradient", "padding-counted"}
     names = {name for name, cause in causes().items() if command in cause.by}
-    assert names == named_in(files) - (not_in_jobs if command == "job" else set())
+    named = named_in(files) - (not_in_jobs if command == "job" else set())
+    assert not named - names, f"add {command!r} to `by` of {named - names}: code there names it"
+    assert not names - named, f"no code of {command!r} names {names - named}, as its `by` says"
 
 
 @needs("simulated")
@@ -105,7 +107,8 @@ def test_every_variant_is_used() -> None:
 
 def test_every_cause_is_shown_by_something() -> None:
     texts = [path.read_text() for pattern in SHOWN_IN for path in ROOT.glob(pattern)]
-    assert [name for name in causes() if not any(f'"{name}"' in text for text in texts)] == []
+    hidden = [name for name in causes() if not any(f'"{name}"' in text for text in texts)]
+    assert not hidden, f"add a mutant with its line in tests/mutants/causes.py for {hidden}"
 
 
 def test_what_is_not_in_the_table_cannot_be_named() -> None:
