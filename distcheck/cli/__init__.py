@@ -136,7 +136,7 @@ def _for_code(word: str) -> str:
 @click.version_option(__version__)
 @click.pass_context
 def root_command(context: click.Context) -> ExitCode | None:
-    """Does this gradient synchronization train the same model as one machine would?"""
+    """Do N ranks train the same model as one process?"""
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)
         return ExitCode.USAGE

@@ -17,7 +17,6 @@ from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
 from distcheck.job.running import CommandResult
-from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis.source_lines import site_at
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LINES, StepRecord

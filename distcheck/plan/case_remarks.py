@@ -34,8 +34,12 @@ def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
         yield _of_layers(mesh)
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:
-        parts = " + ".join(str(uneven[rank]) for rank in mesh.readers)
-        yield f"uneven shards ({parts}): each must be weighted by its number of samples"
+        yield _of_uneven([uneven[rank] for rank in mesh.readers])
+
+
+def _of_uneven(sizes: Sequence[int]) -> str:
+    shown = f"uneven shards ({' + '.join(map(str, sizes))})"
+    return f"{shown}: each must be weighted by its number of samples (step.weight)"
 
 
 def _of_layers(mesh: Mesh) -> str:
@@ -175,8 +179,7 @@ def notes_on(
             "its samples (step.weight)"
         )
     elif uneven is not None:
-        parts = " + ".join(map(str, uneven))
-        notes.append(f"uneven shards ({parts}): each must be weighted by its number of samples")
+        notes.append(_of_uneven(uneven))
     return notes
 
 

@@ -371,7 +371,7 @@ def test_notes() -> None:
     assert "cannot distinguish reduction orders" in notes_on(two, [(128, 128)])[0]
     (three, *_) = cases(worlds=[3])
     assert notes_on(three, [(86, 85, 85)]) == [
-        "uneven shards (86 + 85 + 85): each must be weighted by its number of samples"
+        "uneven shards (86 + 85 + 85): each must be weighted by its number of samples (step.weight)"
     ]
 
 
