@@ -211,11 +211,16 @@ def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
 
 
 def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
-    """Yield a warning for a loss that is a sum over samples although the all-reduce averages."""
+    """Yield a warning for a loss that is a sum over samples although the all-reduce averages. A sum
+    that is divided by an unknown number may be a mean over other items, such as padded positions.
+    """
     replayed = None if reference is None else reference.replayed
     if reference is None or replayed is None or reference_scale(reference) == 1.0:
         return
     first = replayed.steps[0].step
+    terms = [term for one in job.records[0, first].trained for term in one.terms]
+    if any(term.reduction == "sum" and any(f.divides for f in term.factors) for term in terms):
+        return
     given = reference_gradients(reference.tensors(first), Kind.GRADIENT)
     fitted = fit(gradients_of_rank(job, Kind.GRADIENT, 0, first), given)
     if fitted is None or not isclose(fitted[0][0], reference_scale(reference), rel_tol=SAME_FACTOR):

@@ -22,7 +22,7 @@ from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult, Watch
 from distcheck.job.settings import JobSettings, ReplayTask, write
-from distcheck.recordings.jobs.records import Clip, CollectiveCall, Term
+from distcheck.recordings.jobs.records import Clip, CollectiveCall, Factor, Term
 from distcheck.records.exit_status import RankEnd
 from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
 from tests.job.scripts import recorded
@@ -353,6 +353,22 @@ def test_the_mean_of_the_ranks_sums_is_a_remark(
     said = [*case.remarks, *case.diagnosis]
     assert [one.cause for one in said] == ["double-division"] * (scale != max(scales))
     assert all("0.5x the single-process reference" in one.evidence for one in said)
+
+
+def test_a_sum_that_is_divided_may_be_a_mean_over_other_items(tmp_path: Path) -> None:
+    """The Trainer may divide by all positions of a batch, of which fewer are targets."""
+    by = Factor(number=1 / 64, computed=True, outer=True, divides=True)
+
+    def divided(facts: Facts) -> None:
+        term = Term(name="cross_entropy", reduction="sum", call=0, factors=(by,))
+        facts.passes = [msgspec.structs.replace(one, terms=(term,)) for one in facts.passes]
+
+    job = make(tmp_path, divided)
+    one = reference(job, tmp_path)
+    one = dataclasses.replace(
+        one, replayed=msgspec.structs.replace(one.replayed, scales=(1.0, 2.0), scale=1.0)
+    )
+    assert not [*causes.averaged_sum_losses(job, one)]
 
 
 # -- weights ---------------------------------------------------------------------------------------
