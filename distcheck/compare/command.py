@@ -187,7 +187,8 @@ def saved_run(folder: Path) -> SavedRun:
     """Return the contents of a run directory, without tensors. Raises UsageError if it is none."""
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is not a folder; pass a folder that distcheck record or verify --save wrote"
+            f"{folder} is not a folder; pass a folder that distcheck record, verify --save or "
+            "job --save wrote"
         )
     found = {trace.saved.case.id: trace for trace in saved_traces(folder)}
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}

@@ -229,7 +229,7 @@ def test_record_and_compare_as_commands(command: Run, tmp_path: Path) -> None:
     saved = again.stdout.rpartition("saved: ")[2].strip()
     assert list((tmp_path / saved).glob("traces/*/run-1")), "the second run is kept whole"
     for words, sentence in (
-        (("compare", "nowhere"), "nowhere is not a folder; pass a folder that distcheck record"),
+        (("compare", "nowhere"), "record, verify --save or job --save wrote"),
         (("compare", "."), "holds no traces"),
         (("record", "--strategy", "ddp"), "the first argument of record must be the folder"),
         (("record", "other", "--strategy", "ddp", "--save", "x"), "remove --save"),
