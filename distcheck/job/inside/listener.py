@@ -7,7 +7,7 @@ import torch
 
 
 class ModuleListener(Protocol):
-    """Is told about each call of a module within the outermost model."""
+    """Receives each call of a module within the outermost model."""
 
     def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any: ...
 
