@@ -2,7 +2,7 @@
 
 In the front-end process:
     command, guard_command   the main sequence: run the command, judge the recording, report
-    asked, settings          the user's options; the ranks' settings, and their replies
+    options, settings        the user's options; the ranks' settings, and their replies
     running                  starts the command, detects hangs, forwards its output
     leftovers                the job's folder, and folders of killed commands (in_use)
     machines                 merges the recordings of several machines on one of them

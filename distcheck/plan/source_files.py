@@ -46,8 +46,8 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     its package, of the parent packages (their `__init__` as well) and of the current folder,
     sources and compiled ones. The file comes first.
 
-    Keys are paths relative to the folder of the import: `root_of` the file, or the current folder,
-    with the prefix "./". Nothing is imported, so a module name that is computed at run time is
+    Keys are paths relative to the file's `import_root`, or to the current folder, with the prefix
+    "./". Nothing is imported, so a module name that is computed at run time is
     unknown. An installed file is returned alone: its folder is the whole library. `others` are
     files that the same process loads; their folders precede the current one and can shadow modules,
     the file itself included; keys of their modules are absolute paths. Raises OSError.

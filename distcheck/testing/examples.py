@@ -43,7 +43,7 @@ class PassedToHypothesis(msgspec.Struct, frozen=True):
 @contextmanager
 def without_hypothesis_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
     """Disable Hypothesis' deadline for a test, because it would include the start of every world
-    and all imports of the first. Yield it for `hold_to`; None if it is Hypothesis' default.
+    and all imports of the first. Yield it for `enforce_deadline`; None for Hypothesis' default.
     """
     import hypothesis
 

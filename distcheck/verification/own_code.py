@@ -8,9 +8,9 @@ started with.
 
 A traceback alone does not prove a defect of distcheck: objects of a strategy or workload may make
 code of distcheck fail, with only its own frames in the traceback. An exception is a defect if its
-traceback and class indicate one (`blame.own_defect`) and no foreign code or data were loaded: the
-rank had not got that far, or the case names none. Otherwise the rank has crashed, and its outcome
-names the place.
+traceback and class indicate one (`root_cause.own_defect`) and no foreign code or data were loaded:
+the rank had not got that far, or the case names none. Otherwise the rank has crashed, and its
+outcome names the place.
 """
 
 from collections.abc import Sequence
