@@ -63,9 +63,8 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     )  # fmt: skip
     modules = comparison.by_module()
     causes = add_module_evidence(
-        _causes(comparison, found, earlier, later, changed), modules,
-        lambda evidence: name_cause("module-differs", evidence, "compared"),
-    )  # fmt: skip
+        _causes(comparison, found, earlier, later, changed), modules, "compared"
+    )
     if comparison.diverged is not None and comparison.diverged.what == "optimizer's settings":
         reason = f"the {comparison.diverged.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)

@@ -29,7 +29,6 @@ from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import WatchedStep, prefix_of_rank, unpacked
 from distcheck.records import CaseReport
-from distcheck.records.causes import name_cause
 from distcheck.records.layers import IN_FLOAT32
 from distcheck.records.run_facts import ByModule
 
@@ -107,9 +106,7 @@ def with_module_evidence(case: CaseReport, modules: ByModule | None) -> CaseRepo
     if case.verdict == "pass" and modules.is_found:
         said = f"the gradients passed to the optimizer are right nevertheless; {modules.first}"
         modules = msgspec.structs.replace(modules, first=said)
-    causes = add_module_evidence(
-        case.diagnosis, modules, lambda evidence: name_cause("module-differs", evidence)
-    )
+    causes = add_module_evidence(case.diagnosis, modules)
     return msgspec.structs.replace(case, diagnosis=tuple(causes), modules=modules)
 
 

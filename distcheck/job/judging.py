@@ -178,7 +178,7 @@ def _accepted(
     left = {one.cause for one in diagnosis} | set(asked.accept)
     remarks = [one for one in before if one.cause in common and one.cause not in left]
     remarks += [*causes.differing_model_averages(job), *causes.averaged_sum_losses(job, reference)]
-    changes, meant = script_changes.remarks(job, agreed, causes.causes_of_wrong_gradients)
+    changes, meant = script_changes.remarks(job, agreed)
     remarks += changes
     results = [_with_reason(r, meant if r.check == "gradients" else "") for r in results]
     if asked.strict and remarks:

@@ -21,6 +21,7 @@ from math import hypot, isclose
 import msgspec
 import torch
 
+from distcheck.job.causes import causes_of_wrong_gradients
 from distcheck.job.checks.exchange import factors_of_sum_losses, gradients_at_step, loss_factors
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.measurements import SAME_FACTOR
@@ -32,7 +33,6 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 
-Explain = Callable[[JobRecording, int, Kind], list[Diagnosis]]
 _SAME = "a single process does the same, so comparing with it does not reveal this"
 # Synchronization mistakes; other explanations may be intended by a script.
 _MISTAKES = {
@@ -103,9 +103,7 @@ def _is_sum(one: ChangedGradients) -> bool:
     return one.is_right(lambda mean: world * mean, world)
 
 
-def remarks(
-    job: JobRecording, steps: Collection[int], explain: Explain
-) -> tuple[list[Diagnosis], str]:
+def remarks(job: JobRecording, steps: Collection[int]) -> tuple[list[Diagnosis], str]:
     """Return a warning for the first unrecognized change at steps that agree with the reference,
     and a sentence about the recognized ones.
     """
@@ -117,11 +115,12 @@ def remarks(
     unknown = next((one for one, known in zip(found, meant, strict=True) if not known), None)
     known = next(filter(None, meant), "")
     note = f"the script {known}, and so does a single process" if known else ""
-    return [_remark(unknown, explain)] if unknown is not None else [], note
+    return [_remark(unknown)] if unknown is not None else [], note
 
 
-def _remark(one: ChangedGradients, explain: Explain) -> Diagnosis:
-    named = [d for d in explain(one.job, one.step, one.view.kind) if d.cause in _MISTAKES]
+def _remark(one: ChangedGradients) -> Diagnosis:
+    causes = causes_of_wrong_gradients(one.job, one.step, one.view.kind)
+    named = [diagnosis for diagnosis in causes if diagnosis.cause in _MISTAKES]
     if named:
         first = named[0]
         return msgspec.structs.replace(first, evidence=f"{first.evidence}; {_SAME}")

@@ -57,27 +57,35 @@ class SampleComparison(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a replay: the mode of batches, `pads` if they were padded, its steps, and reasons
-    of failure or of passes that could not be merged (`unfolded`).
+class ReferenceChoice(msgspec.Struct, frozen=True):
+    """The mode in which the ranks' batches are fed, or `failure`: the reason why they cannot be.
 
-    A correct job has the reference's gradients times one of `scales`; the replay's are times
-    `scale`. `interacts`: the joint batch has another gradient than the mean of the ranks' batches.
-    `retry`: how it may run instead, with the micro-batches of a step as one forward pass, or with
-    the script's own inputs, since the script raised when it was given the ranks'. `divides`: these
-    are parts of its own.
+    A correct job has the reference's gradients times one of `scales`: a loss that is a sum over
+    samples is often scaled by the world size. `interacts`: the joint batch has another gradient
+    than the mean of the ranks' batches. `retry`: how it may run instead, with the micro-batches of
+    a step as one forward pass, or with the script's own inputs, since the script raised when it was
+    given the ranks'.
     """
 
-    mode: str
-    why: str
-    steps: tuple[ReplayedStep, ...] = ()
+    mode: str = ""
+    why: str = ""
     failure: str = ""
-    unfolded: str = ""
     scales: tuple[float, ...] = (1.0,)
+    retry: Retry = ""
+    interacts: bool = False
+
+
+class ReplayResult(ReferenceChoice, frozen=True, kw_only=True):
+    """Result of a replay: its steps, and the reason if passes could not be merged (`unfolded`).
+
+    Its gradients are times `scale`. `pads`: batches were padded; `divides`: a rank's inputs are
+    parts of the samples that it reads.
+    """
+
+    steps: tuple[ReplayedStep, ...] = ()
+    unfolded: str = ""
     scale: float = 1.0
     pads: bool = False
-    interacts: bool = False
-    retry: Retry = ""
     divides: bool = False
     reads: tuple[SampleComparison, ...] = ()
 

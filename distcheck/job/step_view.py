@@ -6,7 +6,7 @@ times the factor of clipping by norm; reduced gradients (`Kind.EXCHANGED`) the m
 scale that the script removes later.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ class JobStep(StepView):
         names    the parameters to examine; those with a recorded gradient have an index
         shares   [W] weight of each rank's local gradient in the mean; they sum to 1
         factor   factor between the mean and a correct result
-        clips    by parameter, the factor of clipping and its number of roundings
+        clips    the factor of clipping and its number of roundings, by clipped parameter
         targets  [W] number of targets of each rank's mean loss, if ranks are weighted by these
     """
 
@@ -54,7 +54,7 @@ class JobStep(StepView):
         shares: Sequence[float],
         *,
         factor: float = 1.0,
-        clips: Callable[[str], tuple[float, int]] | None = None,
+        clips: Mapping[str, tuple[float, int]],
         targets: Sequence[int] = (),
     ) -> None:
         self.job, self.step, self.kind = job, step, kind
@@ -118,9 +118,7 @@ class JobStep(StepView):
         return own if times == 1.0 else own * times
 
     def _times(self, index: int) -> tuple[float, int]:
-        clipped, roundings = (
-            (1.0, 0) if self._clips is None else self._clips(self.specs[index].name)
-        )
+        clipped, roundings = self._clips.get(self.specs[index].name, (1.0, 0))
         return self.factor * clipped, roundings
 
     seen = local

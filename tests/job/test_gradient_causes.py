@@ -108,7 +108,7 @@ def test_named(change: Callable[[Facts], None], cause: str, budget: int, tmp_pat
 @pytest.mark.parametrize(("change", "cause"), SAME_AS_ONE_PROCESS)
 def test_single_process_remark(change: Callable[[Facts], None], cause: str, tmp_path: Path) -> None:
     job = make(tmp_path, change, world=WORLD, steps=4)
-    (remark,), note = remarks(job, job.steps, causes.causes_of_wrong_gradients)
+    (remark,), note = remarks(job, job.steps)
     assert remark.cause == cause or f"cannot tell this from {cause}" in remark.evidence
     assert "a single process does the same" in remark.evidence
     assert remark.suggestion
@@ -165,6 +165,6 @@ def centralized(g: torch.Tensor) -> torch.Tensor:
 )
 def test_intended_is_a_note(change: Callable[[Facts], None], meant: str, tmp_path: Path) -> None:
     job = make(tmp_path, change, world=WORLD)
-    found, note = remarks(job, job.steps, causes.causes_of_wrong_gradients)
+    found, note = remarks(job, job.steps)
     assert not found
     assert note == (f"the script {meant}, and so does a single process" if meant else "")

@@ -34,7 +34,7 @@ from distcheck.records import CheckResult
 from distcheck.records.layers import IN_FLOAT32
 
 CHECK = "accumulation"
-SAME_FACTOR = 1e-3  # Heuristic: rounding leaves 1e-6, meaningful factors differ by more
+_SAME_SCALE = 1e-3  # Heuristic: rounding leaves 1e-6, meaningful factors differ by more
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def expected_factor(one: MergedStep, common: MergedStep) -> float | None:
 
 
 def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= SAME_FACTOR * abs(other)
+    return abs(one - other) <= _SAME_SCALE * abs(other)
 
 
 def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResult]:

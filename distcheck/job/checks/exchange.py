@@ -13,6 +13,7 @@ from distcheck.job.inside.moved_gradients import fate_of_cleared
 from distcheck.job.step_view import JobStep
 from distcheck.judge.checks.comparison import Comparison, within
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.diagnosis.measurements import SAME_FACTOR
 from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
@@ -20,14 +21,13 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER, ROUNDING
 
-# Heuristic: two float32 losses and their quotient round to about 1e-7; meaningful factors
-# (accumulation over 2 passes, world size 2) differ from 1 by a half.
-_SAME_FACTOR = 1e-4
 NOT_TRAINED = (
     "no parameter had a gradient at any optimizer step: the optimizer trains nothing, unless it "
     "keeps gradients elsewhere"
 )
-_AUTOCAST = 1e-2  # Heuristic: the same, for a loss in a 16-bit dtype
+# Heuristic: relative distance of equal factors for a loss in a 16-bit dtype. In float32, quotients
+# of losses round to 1e-7 (SAME_FACTOR); meaningful factors differ from 1 by a half.
+_AUTOCAST = 1e-2
 
 
 def token_weights(job: JobRecording, step: int) -> list[float]:
@@ -47,7 +47,7 @@ def token_weights(job: JobRecording, step: int) -> list[float]:
             return equal
         counts.append(call.counted)
         factors.append((passes[0].loss or 0.0) / call.value / (record.scale or 1.0))
-    room = _AUTOCAST if any(p.autocast for r in job.at(step) for p in r.passes) else _SAME_FACTOR
+    room = _AUTOCAST if any(p.autocast for r in job.at(step) for p in r.passes) else SAME_FACTOR
     if max(factors) - min(factors) > room * max(map(abs, factors)):
         return equal  # the loss has other terms
     return [count / sum(counts) for count in counts] if len(set(counts)) > 1 else equal
@@ -104,18 +104,13 @@ def gradients_at_step(
     shares, later = token_weights(job, step), scale_after_last_pass(job, step)
     counted = len(set(shares)) > 1
     targets = [one.trained[0].losses[0].counted for one in job.at(step)] if counted else []
-    record = job.records[0, step]
-
-    def clipped_by(name: str) -> tuple[float, int]:
-        factor, roundings = _clipped_by(record, name)
-        return (factor, roundings) if factor != 1.0 else (1.0, 0)
-
     names = [
         name
         for name in job.parameters(step)
         if not of_all or len(job.holders(step, name)) == job.world
     ]
-    clips = clipped_by if kind is Kind.GRADIENT else None
+    clips = {name: _clipped_by(job.records[0, step], name) for name in names}
+    clips = {name: by for name, by in clips.items() if kind is Kind.GRADIENT and by[0] != 1.0}
     return JobStep(job, step, kind, names, shares, factor=later, clips=clips, targets=targets)
 
 
@@ -225,7 +220,7 @@ def loss_factors(job: JobRecording, step: int) -> list[float] | None:
             factor = one.loss / one.losses[0].value / (record.scale or 1.0)
             factors.add(factor)
             total += factor
-        room = _AUTOCAST if any(one.autocast for one in passes) else _SAME_FACTOR
+        room = _AUTOCAST if any(one.autocast for one in passes) else SAME_FACTOR
         if not passes or max(factors) - min(factors) > room * max(map(abs, factors)):
             return None
         found.append(total)
@@ -259,7 +254,7 @@ def scale_after_last_pass(job: JobRecording, step: int) -> float:
         return 1.0
     # A pipeline schedule divides, whatever the divisor of the loss.
     staged = any(axis.kind == "pipeline" for axis in job.ranks[0].axes)
-    if not staged and any(abs(f / passes - 1) > _SAME_FACTOR for f in factors):
+    if not staged and any(abs(f / passes - 1) > SAME_FACTOR for f in factors):
         return 1.0
     local = [gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)]
     parts = [{n: g for n, g in one.items() if g is not None} for one in local]
@@ -269,7 +264,7 @@ def scale_after_last_pass(job: JobRecording, step: int) -> float:
         for name, one in gradients_of_rank(job, Kind.GRADIENT, 0, step).items()
     }
     for fitted in (fit(gradients_of_rank(job, Kind.EXCHANGED, 0, step), own), fit(given, own)):
-        if fitted is not None and abs(fitted[0][0] * passes - 1) <= _SAME_FACTOR:
+        if fitted is not None and abs(fitted[0][0] * passes - 1) <= SAME_FACTOR:
             return 1 / passes
     return 1.0
 
@@ -316,7 +311,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
             passes = _count(job, rank, step)
             tally.count(parameter="loss", rank=rank, step=step, elements=passes)
             for wrong in (float(passes), 1 / passes):
-                if passes < 2 or abs(total - wrong) > _SAME_FACTOR * wrong:
+                if passes < 2 or abs(total - wrong) > SAME_FACTOR * wrong:
                     continue
                 if fate_of_cleared(job, step) == "unclear":
                     tally.missing(

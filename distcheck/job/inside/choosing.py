@@ -6,35 +6,18 @@ one with all of them concatenated. It never uses the job's own gradients.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from distcheck.job.inside import state
 from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.joining import can_join_passes
 from distcheck.job.inside.merged_batch import why_not_merged
-from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, ReplayTask, Retry
+from distcheck.job.settings import BY_RANK, IN_TURN, TOGETHER, ReferenceChoice, ReplayTask
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import CollectiveCall, StepRecord
 
 SAME = 1e-3  # Heuristic: rounding leaves 1e-6, a hard-coded batch size half or more
 SUMS = ("", "sum", "times")  # kinds of sums over samples, as in `terms.divisor_of_loss`
 Copies = dict[ReplayTask, state.Tensors | None]
-
-
-@dataclass(frozen=True)
-class ReferenceChoice:
-    """The mode in which the ranks' batches are fed, or `failure`: the reason why they cannot be.
-
-    A correct job has the reference's gradients times one of `scales`: a loss that is a sum over
-    samples is often scaled by the world size.
-    """
-
-    mode: str = ""
-    why: str = ""
-    failure: str = ""
-    scales: tuple[float, ...] = (1.0,)
-    retry: Retry = ""  # it fails, but may succeed in this way
-    interacts: bool = False  # the joint batch's gradient is not the mean of the ranks'
 
 
 def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
@@ -54,7 +37,7 @@ def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> lis
 def choose(
     job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str
 ) -> ReferenceChoice:
-    """Choose by the results of the copies of `tries`; `said` is why the first copy failed."""
+    """Choose by the results of the copies of `trial_tasks`; `said` is why the first copy failed."""
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
     base = alone[0]

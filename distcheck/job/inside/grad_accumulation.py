@@ -6,12 +6,11 @@ loss's gradients in the discriminator) are in no optimizer gradient, unless the 
 them into its own buffer (`moved_gradients`): they are kept as `cleared`.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
 
-from distcheck.job.inside import tensors
+from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.step_file import StepFile
 from distcheck.recordings.jobs.records import Shard
 from distcheck.training.leaf_hooks import LeafHook
@@ -22,8 +21,7 @@ Tensors = dict[str, torch.Tensor]
 class GradAccumulation:
     """Gradient hooks on parameters. `passes` maps a name to the numbers of its backward passes."""
 
-    def __init__(self, listens: Callable[[str, torch.Tensor], Any]) -> None:
-        self._listens = listens  # called within backward; must not raise
+    def __init__(self) -> None:
         self._hooks: dict[str, LeafHook] = {}
         self._parameters: dict[str, torch.Tensor] = {}
         self._leaves: dict[str, torch.Tensor] = {}  # the tensors that backward writes gradients to
@@ -44,7 +42,7 @@ class GradAccumulation:
         if leaf.requires_grad and leaf.is_leaf and leaf is not self._leaves.get(name):
 
             def heard(gradient: torch.Tensor) -> None:
-                self._listens(name, gradient)
+                hooks.emit("gradient", name, gradient)
 
             self._hooks[name] = LeafHook(leaf, heard)
             self._parameters[name], self._leaves[name] = parameter, leaf

@@ -35,8 +35,8 @@ _EVERY_S = 0.1  # between two heartbeats
 class StatusResponder:
     """Heartbeat and status replies of a process that has imported torch."""
 
-    def __init__(self, folder: Path, step: Callable[[], int]) -> None:
-        self._folder, self._step = folder, step
+    def __init__(self, folder: Path, recorder: Recorder) -> None:
+        self._folder, self._recorder = folder, recorder
         self._main = threading.get_ident()
         self._beats, self._last = 0, 0.0
         self._file = os.open(
@@ -71,7 +71,7 @@ class StatusResponder:
         stack = [line for line in traceback.format_stack(frame) if own not in line]
         rank, world = rank_and_world_size()
         return RankPosition(
-            rank=rank, world=world, step=self._step(), stack="".join(stack[-12:]),
+            rank=rank, world=world, step=self._recorder.steps_over, stack="".join(stack[-12:]),
             collectives=flight.latest(),
         )  # fmt: skip
 
@@ -114,7 +114,7 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
     if settings.mode == "record":
         recorder = (PerturbingRecorder if settings.draw else Recorder)(settings, folder)
         hooks.install(recorder, give_up)
-        hooks.heartbeat = StatusResponder(folder, lambda: recorder.steps_over).heartbeat
+        hooks.heartbeat = StatusResponder(folder, recorder).heartbeat
         os.register_at_fork(after_in_child=lambda: _in_child(folder))
         return
     from distcheck.job.inside import single_process_group

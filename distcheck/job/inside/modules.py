@@ -8,7 +8,7 @@ are recorded. Recomputation by activation checkpoints belongs to backward and is
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from distcheck.job.inside.op_log import OpLog
 
 Pairs = Sequence[tuple[int, int]]  # rank, forward pass
+Shapes = Mapping[str, Shape | None]
 _NONE = torch.full((SLOTS,), math.nan, dtype=torch.float64)
 
 
@@ -85,22 +86,14 @@ class _Call(NamedTuple):
 
 
 class Modules:
-    """Recorded modules of one step.
+    """Recorded modules of one step."""
 
-    `shapes` returns the shapes of a rank's tensors by their place in a call. It is needed if a
-    forward pass has the samples of several ranks.
-    """
-
-    def __init__(
-        self,
-        shapes: Callable[[int], dict[str, Shape | None]] | None = None,
-        ops: "OpLog | None" = None,
-    ) -> None:
-        self._shapes = None if shapes is None else functools.cache(shapes)
+    def __init__(self, ops: "OpLog | None" = None) -> None:
         self._ops = ops
         self._tables: dict[int, _Table] = {}
         self._names: dict[int, str] = {}
         self._pairs: Pairs = ()
+        self._shapes: Mapping[int, Shapes] = {}
         self._counts: dict[str, int] = {}
         self._open: list[str] = []  # the modules that are being called
         # Tensors of this pass, by id: the object, its version then, and its indices.
@@ -108,15 +101,20 @@ class Modules:
         self._left_out = 0
         self._compiled: dict[str, None] = {}
 
-    def enters(self, root: torch.nn.Module, number: int, pairs: Pairs) -> None:
-        """Start a forward pass of the `number`-th model, with the samples of these ranks."""
+    def enters(
+        self, root: torch.nn.Module, number: int, pairs: Pairs, shapes: Mapping[int, Shapes]
+    ) -> None:
+        """Start a forward pass of the `number`-th model, with the samples of these ranks. If there
+        are several, `shapes` are those of each rank's tensors by their place in a call.
+        """
         of = f"{type(root).__name__}-{number}." if number else ""
         named = dict(root.named_modules())
         self._names = {id(one): of + tensors.plain_name(name) for name, one in named.items()}
         for name, one in named.items():
             if is_compiled(one):
                 self._compiled[of + tensors.plain_name(name)] = None
-        self._pairs, self._counts, self._open, self._known = pairs, {}, [], {}
+        self._pairs, self._shapes = pairs, shapes
+        self._counts, self._open, self._known = {}, [], {}
         hooks.set_watched_modules(self)
 
     def begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Call | None:
@@ -206,9 +204,9 @@ class Modules:
         """Return the part of a tensor that belongs to a pair, or None if unknown."""
         if tensor is None:
             return None
-        if self._shapes is None or len(self._pairs) == 1:
+        if len(self._pairs) == 1:
             return TensorSlice()
-        shapes = [self._shapes(rank).get(f"{number}/{name}") for rank, number in self._pairs]
+        shapes = [self._shapes[rank].get(f"{number}/{name}") for rank, number in self._pairs]
         at, whole = self._pairs.index(pair), tuple(tensor.shape)
         if all(shape == whole for shape in shapes):
             return TensorSlice()

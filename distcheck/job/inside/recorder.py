@@ -132,7 +132,7 @@ class Recorder(NullListener):
         self.loaders = Loaders()
         for heard in ("iterates", "samples_from", "fetches", "fetched"):
             setattr(self, heard, getattr(self.loaders, heard))
-        self._added = GradAccumulation(lambda *given: hooks.emit("gradient", *given))
+        self._added = GradAccumulation()
         self._ends = (settings.from_step, settings.from_step + settings.steps - 1)
         self._apart = True  # no step has communicated
         self._left = -1  # bytes of whole tensors that may still be written
@@ -213,7 +213,7 @@ class Recorder(NullListener):
         hooks.log_ops(self._ops)
         if self._settings.modules:
             place = next(n for n, one in enumerate(self.parameters.roots) if one is model)
-            self._modules.enters(model, place, [(0, number)])
+            self._modules.enters(model, place, [(0, number)], {})
 
     def autocasts(self, context: Any) -> None:
         self._held.autocasts()

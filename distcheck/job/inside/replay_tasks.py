@@ -33,7 +33,7 @@ from distcheck.job.inside.forks import Forks, Written, exit_description
 from distcheck.job.inside.marking import MARK
 from distcheck.job.inside.merged_batch import MergedBatch, limit_memory
 from distcheck.job.inside.watching import ModulesOfCopies
-from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
+from distcheck.job.settings import BY_RANK, JobSettings, ReferenceChoice, ReplayTask
 from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, norm_of, tolerance
 from distcheck.machine import devices
 from distcheck.machine.numerics import unit_roundoff
@@ -181,7 +181,7 @@ class ReplayTasks:
             self.forks = Processes(folder, settings, taken)
         own = settings.own_inputs and "the reference has the script's own inputs"
         self.merged_batch = MergedBatch(job, hands.batch_source, self._apart or own or "")
-        self.choice = choosing.ReferenceChoice()
+        self.choice = ReferenceChoice()
         self.watched = ModulesOfCopies(PERTURBED_RUNS, job.world)
         self.times: float | None = None  # one of the scales of a correct job
         self.draws = 0  # number of perturbations behind the step's spreads

@@ -1,14 +1,15 @@
 """Runs the script as a single process on the ranks' batches, each step from the recorded state.
 
 Purpose: the results are the single-process reference of a job. The unmodified script runs again
-under `hooks`, in a copy of the project, with stand-ins for its process group (`alone`). This
-listener decides at each event what the script sees, and records what it computes.
+under `hooks`, in a copy of the project, with a stand-in for its process group
+(`single_process_group`). This listener decides at each event what the script sees, and records what
+it computes.
 
 A step has four stages.
-1. Before the first batch or forward pass, `copies` forks copies of this process: one per additional
-   rank if batches cannot be joined, and perturbed ones that measure the noise floor.
+1. Before the first batch or forward pass, `replay_tasks` forks copies of this process: one per
+   additional rank if batches cannot be joined, and perturbed ones that measure the noise floor.
 2. At each forward pass the recorded parameters and buffers are loaded (`_load_state`), and inputs,
-   targets and RNG states are overwritten by the recorded ones (`handing_out`).
+   targets and RNG states are overwritten by the recorded ones (`batch_injection`).
 3. When the last backward pass has ended, a copy writes its gradients and exits. The parent combines
    them into the reference gradients, `raw/` (`_take`).
 4. In `optimizer.step()` the script's gradients are recorded (`step/`). Then the job's gradients and
@@ -40,6 +41,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from distcheck.job.inside import choosing, ending, single_process_group, state, tensors, watching
@@ -82,7 +84,7 @@ class Replayer(NullListener):
         self._made = -1  # steps made when a scaler's step was called
         self._loaded = set[str]()
         self._moving: torch.Generator | None = None
-        self._modules = Modules(lambda rank: watching.shapes_at(self._job, rank, self._step))
+        self._modules = Modules()
         self._losses: dict[int, float] = {}  # by forward pass
         self._counts: dict[int, tuple[float, str]] = {}
         self._heard: list[Heard] = []
@@ -143,12 +145,12 @@ class Replayer(NullListener):
 
     def _write(self, failure: str = "") -> None:
         copies, times = self._copies, self._copies.times
+        choice = msgspec.structs.replace(copies.choice, mode=self._mode, failure=failure)
         replayed = ReplayResult(
-            mode=self._mode, why=copies.choice.why, steps=tuple(self._seen), failure=failure,
+            **msgspec.structs.asdict(choice), steps=tuple(self._seen),
             unfolded=copies.merged_batch.why, pads=self._hands.batch_source.pads,
-            scale=1.0 if times is None else times, scales=copies.choice.scales,
-            reads=tuple(self._hands.reads), interacts=copies.choice.interacts,
-            retry=copies.choice.retry, divides=self._hands.divides,
+            scale=1.0 if times is None else times, reads=tuple(self._hands.reads),
+            divides=self._hands.divides,
         )  # fmt: skip
         records.write_json(self._folder / "replayed.json", replayed)
 
@@ -197,7 +199,8 @@ class Replayer(NullListener):
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
             place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
-            self._modules.enters(model, place, pairs)
+            shapes = {rank: watching.shapes_at(self._job, rank, self._step) for rank, _ in pairs}
+            self._modules.enters(model, place, pairs, shapes)
 
     def _load_state(self, place: int) -> None:
         """Load the recorded parameters and buffers that were not loaded yet in this step."""

@@ -29,6 +29,7 @@ from distcheck.judge.divergence.noise_floor import NOISE_FACTOR
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.watched import ModuleCall, WatchedStep
 from distcheck.records import Diagnosis
+from distcheck.records.causes import name_cause
 from distcheck.records.run_facts import ByModule, ModuleSeen, ModuleState
 
 # Heuristic: a module whose inputs are within their bound may amplify their relative error by this
@@ -337,15 +338,15 @@ def _name(tensor: str) -> str:
 
 
 def add_module_evidence(
-    found: Sequence[Diagnosis], modules: ByModule | None, named: Callable[[str], Diagnosis]
+    found: Sequence[Diagnosis], modules: ByModule | None, *variants: str
 ) -> list[Diagnosis]:
     """Add the first wrong module to the evidence of the first cause; if that is unexplained,
-    replace it by the cause `named` with this evidence.
+    replace it by the cause `module-differs` with this evidence.
     """
     if modules is None or not modules.is_found or not found:
         return list(found)
     first, *others = found
     evidence = f"{first.evidence}; {modules.first}"
     if first.cause == "unexplained":
-        return [named(evidence), *others]
+        return [name_cause("module-differs", evidence, *variants), *others]
     return [msgspec.structs.replace(first, evidence=evidence), *others]
