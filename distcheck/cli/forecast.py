@@ -103,7 +103,8 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     part = f", part {whole.shard} of {whole.shards} of {len(planned.every)}" if whole.shard else ""
     source = f" from {planned.file}" if planned.file else ""
     width = max(len(estimate.case.id) for estimate in estimates)
-    lines = [f"plan    {len(estimates)} cases{source}{part}; digest {whole.digest}"]
+    count = f"{len(estimates)} case{'s' * (len(estimates) != 1)}"
+    lines = [f"plan    {count}{source}{part}; digest {whole.digest}"]
     lines.append(f"  {'case':<{width}}  {'batch':>7}  {'steps':>5}  {'seconds':>8}  judged by")
     for estimate in estimates:
         case = estimate.case

@@ -135,9 +135,14 @@ def test_options_of_a_guard_without_one(words: list[str], tmp_path: Path) -> Non
 def test_a_bundle_that_cannot_be_read_leaves_the_finding(tmp_path: Path) -> None:
     one = checked(0, first="step 4: w differs", file=str(tmp_path / "gone.json"))
     assert guard_command._causes(one) == []
-    found = ReplicaFinding(kind="samples", first="samples", groups=((0, 1),))
+    found = ReplicaFinding(
+        kind="samples", first="samples", groups=((0, 1),), differing=8, compared=8
+    )
     file = records.write(
         Divergence(step=4, agreed_at=-1, every=4, ranks=(0, 1), findings=(found,)), tmp_path
     )
     causes = guard_command._causes(checked(0, first="x", file=str(file)))
     assert [cause.cause for cause in causes] == ["same-data"]
+    said = warm.run("explain", str(file), cwd=tmp_path).stdout
+    assert "cause   same-data" in said
+    assert "differ" not in said, "common samples are no names of tensors that differ"

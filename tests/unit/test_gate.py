@@ -337,6 +337,9 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert all("~" in row for row in rows)
     assert "rough" in total
     assert legend.strip().startswith("bitwise applies if")
+    one = ["--strategy", "code/sync.py:sync", "--workload", "exact", "--dtype", "float32"]
+    ran = CliRunner().invoke(plan_command, one, standalone_mode=False)
+    assert ran.output.startswith("plan    1 case from pyproject.toml; digest")
 
 
 def test_what_a_file_says_of_a_typed_strategy_is_said(folder: Path) -> None:

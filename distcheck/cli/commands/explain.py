@@ -97,7 +97,7 @@ def _explain_bundle(file: Path, json_file: str | None) -> int:
         f"{found.wrapper or 'no model recorded'}; {versions}"
     )
     for one in found.findings:
-        if one.differing > 1:
+        if one.differing > 1 and one.names:  # common samples have none
             more = f" and {one.differing - 8} more" if one.differing > 8 else ""
             print_displayable(f"  {one.kind} that differ: {', '.join(one.names[:8])}{more}")
     for sums in found.sums:
