@@ -62,6 +62,7 @@ _DTYPE = re.compile(
 )
 # Causes named for gradients that were used before a collective had completed.
 _RACES = {
+    "hang",
     "nondeterministic",
     "nonfinite",
     "partial-sync",
@@ -135,7 +136,8 @@ def _with_equal_shards(report: CaseReport) -> Case | None:
 
 def _simulated(report: CaseReport) -> Case | None:
     case = report.case
-    is_it = report.ranks_finished and any(one.cause in _RACES for one in report.diagnosis)
+    causes = {one.cause for one in report.diagnosis}
+    is_it = "hang" in causes or (report.ranks_finished and causes & _RACES)
     if not is_it or case.device != "cpu" or backends.name_of(case.backend) == "simulated":
         return None
     if not registry.is_installed("simulated"):
@@ -189,7 +191,7 @@ def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
     if not misuses or not same or len(left) == len(report.diagnosis):
         return report
     note = (
-        "identified in a simulated world, which ran because the gradients may be the result of a "
+        "identified in a simulated world, which ran because the failure may be the result of a "
         f"race condition: {follow_up.case.command_line}"
     )
     return msgspec.structs.replace(report, diagnosis=(*misuses, *left), notes=(*report.notes, note))

@@ -245,6 +245,7 @@ IN_FLIGHT = caused("tensor-used-in-flight", "crash")
         (("wrong-divisor", "nondeterministic"), IN_FLIGHT,
          ["tensor-used-in-flight", "wrong-divisor"]),
         (("nonfinite",), IN_FLIGHT, ["tensor-used-in-flight"]),
+        (("hang",), IN_FLIGHT, ["tensor-used-in-flight"]),
         (("partial-sync",), caused("crash"), ["partial-sync"]),
         (("partial-sync",), (), ["partial-sync"]),
     ],
@@ -266,7 +267,7 @@ def test_what_may_be_a_race_is_looked_at_in_a_simulated_world(
     found, other = amend_report([failed, also], [(follow_up, stopped)])
     assert [one.cause for one in found.diagnosis] == expected
     named = expected != [*causes]
-    assert any("gradients may be the result of a race" in n for n in found.notes) is named
+    assert any("failure may be the result of a race" in n for n in found.notes) is named
     assert [one.cause for one in other.diagnosis] == [expected[0] if named else "unexplained"]
 
 
