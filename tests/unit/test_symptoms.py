@@ -1,6 +1,7 @@
 """Symptoms in people's words lead to a command; what the front answers as JSON; the skill."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -201,6 +202,36 @@ def test_the_skill_is_installed_and_an_unwritable_folder_is_named(
     ran = CliRunner().invoke(root_command, ["skill", "--install", "file"], standalone_mode=False)
     assert isinstance(ran.exception, CannotRunError)
     assert str(ran.exception) == "file/distcheck/SKILL.md cannot be written: Not a directory"
+
+
+@pytest.mark.parametrize("linked", ["distcheck/SKILL.md", "distcheck", ".", ".."])
+def test_the_skill_is_not_installed_through_a_link_of_a_checkout(
+    linked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could lead to any file, and such a checkout may come from anybody."""
+    (tmp_path / "checkout").mkdir()
+    monkeypatch.chdir(tmp_path / "checkout")
+    link = Path(os.path.normpath(Path(".agents/skills", linked)))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    target = tmp_path / "own"
+    if linked.endswith(".md"):
+        target.write_text("own")
+    else:
+        target.mkdir()
+    link.symlink_to(target)
+    assert "leads out of . through a link" in refusal("skill", "--install")
+    assert target.read_text() == "own" if linked.endswith(".md") else not [*target.iterdir()]
+    if linked in ("distcheck/SKILL.md", "distcheck"):
+        assert "leads out of " in refusal("skill", "--install", ".agents/skills")
+
+
+def test_the_skill_does_not_wait_for_the_reader_of_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "distcheck").mkdir()
+    os.mkfifo(tmp_path / "distcheck" / "SKILL.md")
+    with pytest.raises(CannotRunError, match="cannot be written: No such device"):
+        root_command.main(["skill", "--install", str(tmp_path)], standalone_mode=False)
 
 
 def test_misspelled_causes_keep_their_answer() -> None:

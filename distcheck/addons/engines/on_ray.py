@@ -5,10 +5,13 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_part
 from distcheck.errors import CannotRunError
+from distcheck.worlds import scratch
 
 _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
 
@@ -18,8 +21,8 @@ class RayEngine:
 
     code = "a copy of this folder is sent to each worker; other paths must already exist there"
 
-    def __init__(self, ray: Any, work: Sequence[MatrixTask]) -> None:
-        self._ray = ray
+    def __init__(self, ray: Any, work: Sequence[MatrixTask], started: ExitStack) -> None:
+        self._ray, self._started = ray, started
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus, gpus = (int(max(n.get(name, 0) for n in nodes)) for name in ("CPU", "GPU"))
         most = max(part.gpus for part in work)
@@ -50,38 +53,42 @@ class RayEngine:
     def close(self) -> None:
         for task in self._tasks:
             self._ray.cancel(task, force=True)
-        self._ray.shutdown()
+        self._started.close()
 
 
 def start(address: str, work: Sequence[MatrixTask]) -> RayEngine:
     """Start tasks on the Ray cluster at an address, on that of RAY_ADDRESS, or on a new local one.
     Raises CannotRunError.
     """
-    if not address and not os.environ.get("RAY_ADDRESS"):
-        # Without a token, one that is started here runs code of every user who reaches its port.
-        # Ray itself would keep the token in a file of the home folder that others may read.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ray = importlib.import_module("ray")
-    try:
-        ray.init(
-            address=f"ray://{address}" if address else None,
-            runtime_env={"working_dir": os.getcwd(), "excludes": list(_LEFT_BEHIND)},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise CannotRunError(
-            f"--on ray: no Ray cluster was reached or started ({_first_line(error)}); pass --on "
-            "ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or omit both to "
-            "start one here"
-        ) from None
-    try:
-        return RayEngine(ray, work)
-    except BaseException:
-        ray.shutdown()
-        raise
+    with ExitStack() as started:
+        where: dict[str, str | None] = {"address": f"ray://{address}" if address else None}
+        if not address and not os.environ.get("RAY_ADDRESS"):
+            # Without a token, Ray runs code of every user who reaches its port. Ray itself would
+            # keep the token in a file of the home folder that others may read.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            # All users can write to Ray's own folder: to the code there, and to the address of
+            # the cluster that Ray joins by default.
+            base = os.environ.get("RAY_TMPDIR")
+            folder = started.enter_context(scratch.folder(Path(base) if base else None))
+            where = {"address": "local", "_temp_dir": str(folder)}
+        ray = importlib.import_module("ray")
+        try:
+            ray.init(
+                **where,
+                runtime_env={"working_dir": os.getcwd(), "excludes": list(_LEFT_BEHIND)},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise CannotRunError(
+                f"--on ray: no Ray cluster was reached or started ({_first_line(error)}); pass "
+                "--on ray://HOST:PORT of a cluster's client server, set RAY_ADDRESS, or omit both "
+                "to start one here"
+            ) from None
+        started.callback(ray.shutdown)
+        return RayEngine(ray, work, started.pop_all())
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,10 +22,11 @@ def command(install: str | None) -> None:
     from importlib.resources import files
     from pathlib import Path
 
-    from distcheck.errors import CannotRunError
+    from distcheck import private
+    from distcheck.errors import CannotRunError, UsageError
     from distcheck.errors.shown_text import print_displayable
     from distcheck.records.symptoms import symptoms
-    from distcheck.reports.files import write_text
+    from distcheck.reports.files import check_writable, write_text
 
     rows = [f"| {one.text} | `{'`, then `'.join(one.commands)}` |" for one in symptoms().values()]
     text = files("distcheck.cli").joinpath("skill.md").read_text("utf-8")
@@ -34,9 +35,13 @@ def command(install: str | None) -> None:
         click.echo(text, nl=False)
         return
     place = Path(install) / "distcheck" / "SKILL.md"
+    around = "." if install == _FOLDER else install
     try:
+        if not private.link_target(str(place)).is_relative_to(private.link_target(around)):
+            raise UsageError(f"{place} leads out of {around} through a link; remove the link")
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotRunError(f"{place} cannot be written: {error.strerror}") from error
+    check_writable(str(place), option="--install")
     write_text(str(place), text, option="--install")
     print_displayable(f"wrote {place}")

@@ -5,11 +5,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distcheck.addons.engines import on_slurm
+from distcheck import private
+from distcheck.addons.engines import on_ray, on_slurm
 from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_on
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.matrix import Planned
@@ -165,3 +167,52 @@ def test_what_cannot_be_used_gets_one_sentence(
     with pytest.raises(error) as raised:
         run_on(engine, plan, files={}, quiet=True)
     assert said in str(raised.value)
+
+
+def test_a_ray_of_this_machine_is_a_new_one_in_a_private_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All users can write to Ray's own folder, and to the address of the cluster there."""
+    given: dict[str, Any] = {}
+    events: list[str] = []
+
+    class Ray(SimpleNamespace):
+        exceptions = SimpleNamespace(RayError=RuntimeError)
+
+        def init(self, **settings: Any) -> None:
+            given.update(settings)
+
+        def nodes(self) -> list[Any]:
+            return [{"Alive": True, "Resources": {"CPU": 2}}]
+
+        def remote(self, task: object) -> Any:
+            options = SimpleNamespace(remote=lambda *words: "task")
+            return SimpleNamespace(options=lambda **needs: options)
+
+        def cancel(self, task: object, *, force: bool) -> None:
+            events.append("cancel")
+
+        def shutdown(self) -> None:
+            events.append("shutdown")
+            assert Path(given["_temp_dir"]).is_dir()
+
+    monkeypatch.setitem(sys.modules, "ray", Ray())
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # they are set
+        monkeypatch.setenv(name, "token")
+    work = [MatrixTask(number=1, name="one", words=(), ranks=2, gpus=0)]
+    engine = on_ray.start("", work)
+    folder = Path(given["_temp_dir"])
+    assert given["address"] == "local"
+    assert folder.parent == tmp_path
+    assert private.is_private_folder(folder, strictly=True)
+    engine.close()
+    assert events == ["cancel", "shutdown"]
+    assert not folder.exists()
+    for address, variable in (("head:1", ""), ("", "head:1")):
+        given.clear()
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+        on_ray.start(address, work)
+        assert given["address"] == (f"ray://{address}" if address else None)
+        assert "_temp_dir" not in given
