@@ -14,6 +14,7 @@ import msgspec
 from distcheck.plan.provenance import Provenance, changes
 from distcheck.records import Case, SinceGreen
 from distcheck.records.decoding import read_if_whole
+from distcheck.store.run_folder import age
 
 _MOST_RUNS = 50  # limits the cost of planning a run
 
@@ -38,7 +39,7 @@ class _Report(msgspec.Struct):
 def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     """Return the ids of the cases that failed in the newest run with a verdict on them."""
     last: dict[tuple[object, ...], str] = {}
-    for path in sorted(runs.glob("*/report.json"), reverse=True)[:_MOST_RUNS]:
+    for path in _reports_in(runs)[:_MOST_RUNS]:
         earlier = read_if_whole(path, _Report)
         for judged in earlier.cases if earlier is not None else ():
             if judged.verdict in ("pass", "fail"):
@@ -98,7 +99,7 @@ def since_last_green(
     case's current provenance by its id.
     """
     asked = {case.strategy for case in cases}
-    for path in sorted(runs.glob("*/report.json"), reverse=True):
+    for path in _reports_in(runs):
         earlier = read_if_whole(path, _EarlierReport)
         if earlier is None or earlier.verdict != "pass":
             continue
@@ -112,6 +113,10 @@ def since_last_green(
             code_first = sorted(dict.fromkeys(found), key=lambda change: change.kind != "code")
             return SinceGreen(run=path.parent.name, changes=tuple(code_first))
     return None
+
+
+def _reports_in(runs: Path) -> list[Path]:
+    return sorted(runs.glob("*/report.json"), key=lambda file: age(file.parent), reverse=True)
 
 
 def _code_of(run: Path) -> _Code:

@@ -35,7 +35,14 @@ from distcheck.judge.rerun_bisection import Separation
 from distcheck.machine.resources import available_bytes
 from distcheck.plan.cases import check_case
 from distcheck.plan.coverage import PlannedCheck
-from distcheck.plan.provenance import SOFTWARE, Provenance, is_same_seal, seal_of, seal_of_content
+from distcheck.plan.provenance import (
+    SOFTWARE,
+    Provenance,
+    is_same_seal,
+    is_sealed,
+    seal_of,
+    seal_of_content,
+)
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
@@ -293,9 +300,20 @@ def _discard_own_folder() -> None:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folders that runs created, in order of date; only these are ever removed."""
+    """Return the folders that runs created, the latest last; only these are ever removed."""
     found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
-    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
+    return sorted((run for run in found if run.is_dir() and not run.is_symlink()), key=age)
+
+
+def age(run: Path) -> tuple[bool, str]:
+    """Return a key that sorts runs by date, and first those that came with the folder: they are
+    finished, but no case has this user's seal.
+    """
+    is_own = not (run / "report.json").exists()
+    for file in () if is_own else run.glob("cases/*.json"):
+        case = read_if_whole(file, Case, _MOST_CASE_BYTES)
+        is_own = is_own or (case is not None and is_sealed(case, read_provenance(file)))
+    return is_own, run.name
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:
@@ -336,7 +354,8 @@ def latest_run() -> Path:
 
 def kept_runs() -> list[Path]:
     """Return the runs in `.distcheck/`, the latest last."""
-    return sorted(path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
+    runs = (path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
+    return sorted(runs, key=age)
 
 
 def read_case(path: Path, *, jobs: bool = False) -> Case:

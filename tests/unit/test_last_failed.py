@@ -1,13 +1,16 @@
 """Which cases failed when they were last run, from reports that are kept."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from distcheck.plan.provenance import Provenance
 from distcheck.records import Case
-from distcheck.store import earlier_runs
+from distcheck.store import earlier_runs, run_folder
 
 
 def case(strategy: str, workload: str, world: int = 4) -> Case:
@@ -37,6 +40,23 @@ def test_the_last_verdict_counts_and_an_unknown_is_none(tmp_path: Path) -> None:
     assert found == {A[1].id, B[0].id, B[1].id}
     assert not earlier_runs.ids_of_failed_cases(tmp_path, [case("b", "mlp", world=2)])
     assert not earlier_runs.ids_of_failed_cases(tmp_path / "none", A)
+
+
+def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name does not prove its date: its verdict would hide that of the last run here."""
+    monkeypatch.chdir(tmp_path)
+    runs = Path(".distcheck/runs")
+    for name, verdict in (("20260101-1-1", "pass"), ("20260102-1-1", "fail"), ("zz", "pass")):
+        keep(runs, name, (A[0], verdict))
+        (runs / name / "cases").mkdir()
+        file = runs / name / "cases" / "a.json"
+        run_folder.write_case(file, A[0], Provenance(environment={}, digests={"strategy": "d"}))
+        if name == "zz":
+            file.write_text(re.sub('"seal": ".*"', '"seal": "00"', file.read_text()))
+    assert [run.name for run in run_folder.kept_runs()] == ["zz", "20260101-1-1", "20260102-1-1"]
+    assert earlier_runs.ids_of_failed_cases(runs, A) == {A[0].id}
 
 
 def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:

@@ -487,7 +487,7 @@ class Guard:
         self.close()
         ranks = [f"rank {self._peers.ranks[place]} ({why})" for place, why in missing.items()]
         who = f"{', '.join(ranks)} did not reach" if ranks else "not every rank reached"
-        why = "the ranks make different numbers of steps, or one has exited"
+        why = "ranks make different numbers of steps, or one has exited or waits elsewhere"
         said = f"distcheck.guard: {who} the check after step {self.steps}; {why} ("
         said += f"{str(error).splitlines()[0]})"
         if self._action == "raise":
