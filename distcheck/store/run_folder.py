@@ -344,11 +344,12 @@ def stored_bytes(fd: int) -> int:
 KEPT_RUNS = f"run distcheck runs to list those in {DEFAULT_FOLDER} here"
 
 
-def latest_run() -> Path:
+def latest_run(*, with_report: bool = False) -> Path:
     """Return the latest run in `.distcheck/`. Raises UsageError if there is none."""
-    runs = kept_runs()
+    runs = [run for run in kept_runs() if not with_report or (run / "report.json").is_file()]
     if not runs:
-        raise UsageError(f"{DEFAULT_FOLDER} has no run; pass the folder of a run")
+        which = " with a report" if with_report else ""
+        raise UsageError(f"{DEFAULT_FOLDER} has no run{which}; pass the folder of a run")
     return runs[-1]
 
 

@@ -10,7 +10,7 @@ from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import print_displayable
-from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
+from distcheck.store.run_folder import latest_run
 
 
 @click.command("open", cls=OnceCommand)
@@ -21,7 +21,7 @@ def command(run: str | None) -> int:
     distcheck renders it from the run's JSON, and saves it next to it as report.html. If no browser
     can be started, the command prints its address.
     """  # fmt: skip
-    folder = Path(run) if run is not None else _last_finished()
+    folder = Path(run) if run is not None else latest_run(with_report=True)
     page = (folder if folder.is_dir() else folder.parent) / "report.html"
     if page.is_symlink() or (page.exists() and not page.is_file()):
         raise UsageError(f"{page} is a link or a special file; expected a regular file; remove it")
@@ -33,10 +33,3 @@ def command(run: str | None) -> int:
         shown = False
     print_displayable(address if shown else f"no browser could be started; open {address}")
     return int(ExitCode.PASS)
-
-
-def _last_finished() -> Path:
-    finished = [folder for folder in kept_runs() if (folder / "report.json").is_file()]
-    if not finished:
-        raise UsageError(f"{DEFAULT_FOLDER} has no run with a report; pass the folder of a run")
-    return finished[-1]
