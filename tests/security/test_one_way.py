@@ -83,7 +83,7 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
         **dict.fromkeys((
             "__init__.py", "cli/__init__.py", "judge/checks/__init__.py",
             "plan/source_files.py",
-            "addons/selftest/command.py", "workloads/datasets/__init__.py",
+            "addons/selftest/command.py",
             "workloads/datasets/files.py", "worlds/local/child.py", "worlds/local/helper.py",
             "worlds/local/late_compiler.py", "addons/simulated/host.py",
             "addons/simulated/search.py",
