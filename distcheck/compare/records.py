@@ -3,7 +3,7 @@
 import msgspec
 
 from distcheck.contract import Contract, Training
-from distcheck.recordings.differing import CHOSEN, TraceComparison
+from distcheck.recordings.differing import CHOSEN, INITIAL, TraceComparison
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Diagnosis, Origin, VerdictName, merge_verdicts
 from distcheck.records.run_facts import ByModule
@@ -81,7 +81,8 @@ def verdict_on_changes(
         verdict: VerdictName = "fail" if "fail" in said else "unknown"
         return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
     if found.kind in CHOSEN:
-        return "unknown", f"the runs diverge from there on: {found.kind} differ"
+        begin = "; start both from the same parameters" if found.kind == INITIAL else ""
+        return "unknown", f"the runs diverge from there on: {found.kind} not the same{begin}"
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
         return "unknown", f"results may not be bit-identical across machines: {machine[0]}"

@@ -113,6 +113,13 @@ def test_a_change_is_located(record: Callable[..., int], place: Place, kind: str
     assert (whole.first is not None, whole.by_digest, len(whole.drift)) == (True, False, 2)
 
 
+def test_another_initial_state_says_what_to_do(record: Callable[..., int]) -> None:
+    found = found_in(record({}), record({(0, Kind.PARAMETER, 0): AN_ULP}), tensors=True)
+    verdict, reason = _judge(found, [], ("pass", "pass"), bits=False)
+    assert verdict == "unknown"
+    assert reason.endswith("initial state not the same; start both from the same parameters")
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
