@@ -505,6 +505,48 @@ class HooksDDPSum(HooksDDP):
     divided = False
 
 
+class HoldsDDP(HooksDDP):
+    """The same, on an attribute that holds the module."""
+
+    def __init__(self, module):
+        self.module = module
+        self.module.register_comm_hook(self, self.hook)
+
+
+class HoldsDDPSum(HoldsDDP):
+    divided = False
+
+
+def if_distributed(params, is_distributed):
+    if is_distributed and dist.is_initialized():
+        for p in params:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def if_distributed_sum(params, is_distributed):
+    if not is_distributed:
+        return
+    for p in params:
+        dist.all_reduce(p.grad)
+
+
+class IfGivenClosure(torch.optim.Optimizer):
+    """Does not require a closure, and synchronizes only if it receives one."""
+
+    def __init__(self, optimizer, dist):
+        super().__init__(optimizer.param_groups, {})
+        self.inner, self.comm = optimizer, dist
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+            for p in self.param_groups[0]["params"]:
+                self.comm.all_reduce(p.grad)
+                p.grad /= self.comm.get_world_size()
+        self.inner.step()
+
+
 class SendsLater:
     """Steps the parameters of a rank, and sends them in a method of its own."""
 

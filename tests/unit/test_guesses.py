@@ -94,7 +94,17 @@ LOAD = "def __init__(self, module): self.module = module\n    def __call__(self,
         ("def f(model, n_parts: int): model.parameters()", [" @world_size"]),
         ("def f(model, loss_n: int): model.parameters()", []),
         ("def f(model, n_parts: int):\n    'n_parts: micro-batches'\n    model.x", []),
-        ("def f(model, mean: bool): model.parameters()", [" False", " True"]),
+        ("def f(model, mean: bool): model.parameters()", [" True", " False"]),
+        ("def f(model, on):\n    if g and not on: model.parameters()", [" True", " False"]),
+        (
+            "def f(model, on):\n    if on: model.go(on)",
+            [" None", " @group", " @optimizer", " @model"],
+        ),
+        (
+            "class f:\n    def __init__(self, optimizer): self.x = optimizer\n"
+            "    def step(self, closure=None):\n        if closure: all_reduce(closure())\n",
+            ["optimizer @closure"],
+        ),
         ("def f(model, a, b: float): model.parameters()", []),
         ("def f(model, a, b, c, d): model.parameters()", []),
         ("def f(thing: 'torch.Tensor'):\n    g(thing)", []),

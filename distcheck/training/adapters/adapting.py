@@ -90,6 +90,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     if form.name == "strategy":
         _refuse_options(target)
         return loaded
+    loaded = _with_closure(loaded, target, scene)
     _check_used(target, scene, form)
     declared = hasattr(target.value, CONTRACT_ATTRIBUTE)
     about_form = _with_generators(loaded.note, scene)
@@ -98,7 +99,6 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     contract = loaded.contract
     if contract.backend is None and _speaks_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
-    loaded = _with_closure(loaded, target, scene)
     once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     if start_up.making and hasattr(target.maker, "zero_grad"):
@@ -342,6 +342,7 @@ def _with_closure(loaded: LoadedStrategy, target: Target, scene: Scene) -> Loade
         return loss
 
     scene.closure = closure
+    scene.used.add("closure")
     return dataclasses.replace(loaded, backward=backward)
 
 

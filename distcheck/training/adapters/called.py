@@ -22,7 +22,7 @@ from distcheck.training.adapters.source import COLLECTIVES
 from distcheck.training.adapters.target import (
     Target,
     is_annotated_number,
-    takes_any_number,
+    takes_any,
     wants_list,
 )
 from distcheck.training.loaded import LoadedStrategy
@@ -91,7 +91,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     supplied = [first] if first and is_subject and first not in target.arguments else []
     takes_all, stepped = False, list[str]()
     if form.handed == "model" and form.called in ("after backward", "after the optimizer's step"):
-        takes_all = takes_any_number(target.value) and not target.required
+        takes_all = takes_any(target.value, "VAR_POSITIONAL") and not target.required
         stepped = [
             p.name
             for p in target.parameters[1:2]

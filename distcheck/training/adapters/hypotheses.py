@@ -9,7 +9,6 @@ other forms; another method after backward or before a step; both. All keep the 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -111,7 +110,8 @@ def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[
     forms = [name for name in _forms(target) if name != form and not said.form]
     others = [replace(said, form=name) for name in forms]
     more = [(form, tuple(handed_once)), (form, _divisions(target, form))]
-    more += [(one, _facts(target)) for one in (form, *forms)]
+    closure = (("closure", "@closure"),) * target.needs_closure
+    more += [(one, facts) for one in (form, *forms) for facts in (_facts(target), closure)]
     others += [replace(said, form=f, arguments=(*said.arguments, *p)) for f, p in more if p]
     around = [one for one in (form, *forms) if one in ("optimizer", "sharded-optimizer")]
     after = _methods(target.value) if around and target.is_class and not said.finish else []
@@ -163,8 +163,7 @@ def _of_function(target: Target) -> Iterator[str]:
         yield "comm-hook"
         return
     kinds = {target.known_kind} if target.known_kind else _possible_kinds(target)
-    reached = target.reached
-    if any(source.registers_hooks for source in reached):
+    if any(source.registers_hooks for source in target.reached):
         yield "hooks"
     makes = target.source.returns_what_it_calls
     if makes and kinds & {"model"}:
@@ -199,7 +198,7 @@ def _of_class(kind: type) -> Iterator[str]:
     first = meaning_in(kind, taken[0]) if taken else ""
     if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):
         yield "context"
-    if taken and first in ("optimizer", "") and (is_optimizer or callable(_own(kind, "step"))):
+    if taken and first in ("optimizer", "") and (is_optimizer or "step" in own_names(kind)):
         yield "optimizer"
         yield from ["sharded-optimizer"] if words & SENDS_PARAMETERS else []
     if is_optimizer:
@@ -212,10 +211,6 @@ def _of_class(kind: type) -> Iterator[str]:
             yield "sharded-module"
         if issubclass(kind, nn.Module) and "apply" in words:
             yield "autograd"
-
-
-def _own(kind: type, name: str) -> Any:
-    return getattr(kind, name, None) if name in own_names(kind) else None
 
 
 def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Adaptation]]:

@@ -69,6 +69,7 @@ _FACTS = {
     "gradients": " ".join(GRADIENTS | GRADIENTS_IN | GRADIENTS_OUT),
     "groups": "param_groups parameter_groups",
     "closure": "closure",
+    "distributed": "dist",
     "timer": "timer",
     "bucket_mb": "bucket_size_mb bucket_cap_mb bucket_mb bucket_size_mib buffer_size_mb cap_mb",
     "bucket_bytes": "bucket_size_bytes bucket_bytes bucket_cap_bytes bucket_cap buffer_size",
@@ -123,10 +124,10 @@ FINISH = (
     "average_gradients", "average_grads", "avg_gradients", "allreduce_gradients",
     "all_reduce_gradients", "allreduce_grads", "all_reduce_grads", "reduce_gradients",
     "reduce_grads", "reduce_grad", "apply_collective_grads", "gradient_sync", "grad_sync",
-    "aggregate_gradients",
-    "finalize_gradients", "finalize_backward", "finish_backward", "wait_for_gradients",
-    "wait_grads", "wait_all", "on_after_backward", "after_backward", "post_backward", "finish",
-    "synchronize", "sync", "wait", "all_reduce", "allreduce", "reduce",
+    "aggregate_gradients", "aggregate", "finalize_gradients", "finalize_backward",
+    "finish_backward", "wait_for_gradients", "wait_grads", "wait_all", "on_after_backward",
+    "after_backward", "post_backward", "finish", "synchronize", "sync", "wait", "all_reduce",
+    "allreduce", "reduce",
 )  # fmt: skip
 BEGIN = ("parallelize", "wrap", "prepare", "prepare_model", "distribute")  # once, before training
 RESET = (

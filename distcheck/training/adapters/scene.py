@@ -27,7 +27,7 @@ from distcheck.training.adapters.target import (
     is_annotated_number,
     is_single_process_default,
     named_parameters,
-    takes_any_name,
+    takes_any,
     wants_list,
 )
 from distcheck.training.adapters.unknown import (
@@ -272,7 +272,7 @@ class Filling:
                 {p.name: candidates(p, function) for p in unknown},
             )
         self._more: dict[str, str] = {}
-        if takes_any_name(function):
+        if takes_any(function, "VAR_KEYWORD"):
             known = {p.name for p in parameters}
             self._more = {n: t for n, t in assigned.items() if n not in known and "." not in n}
             scene.used.update(self._more)

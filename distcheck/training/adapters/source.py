@@ -102,6 +102,10 @@ class _Nodes(tuple[ast.AST, ...]):
         return self.attributes | {node.id for node in self if isinstance(node, ast.Name)}
 
     @cached_property
+    def called(self) -> set[str]:
+        return {ast.unparse(node.func) for node in self if isinstance(node, ast.Call)}
+
+    @cached_property
     def descends(self) -> bool:
         return any(_subtracts(node) for node in self)
 
@@ -175,15 +179,8 @@ class Source:
 
     def changed_of(self, name: str) -> set[str]:
         """Every `.attr` of a variable that is assigned to, or to which something is added."""
-        added = {
-            node.func.value.attr
-            for node in self._nodes
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in _ADDING
-            and isinstance(node.func.value, ast.Attribute)
-            and _is_name(node.func.value.value, name)
-        }
+        parts = [one.split(".") for one in self.called if one.count(".") == 2]
+        added = {attribute for of, attribute, method in parts if of == name and method in _ADDING}
         return added | self.attributes_of(name, assigned=True)
 
     def use_of(self, name: str) -> str:
@@ -234,22 +231,15 @@ class Source:
         use, named = self.use_of(name), meaning_of(name)
         return named if use in ("model", "optimizer", "groups") and named else use or named
 
-    def calls(self, name: str, attribute: str, method: str) -> bool:
-        """Return True if it calls `name.attribute.method()`."""
-        return any(
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == method
-            and isinstance(node.func.value, ast.Attribute)
-            and node.func.value.attr == attribute
-            and _is_name(node.func.value.value, name)
-            for node in self._nodes
-        )
+    @property
+    def called(self) -> set[str]:
+        """Every function that it calls, as written."""
+        return self._nodes.called
 
     @property
     def steps_its_optimizer(self) -> bool:
         held = [n for n in self.attributes_of("self") if meaning_of(n) == "optimizer"]
-        return any(self.calls("self", name, "step") for name in held)
+        return any(f"self.{name}.step" in self.called for name in held)
 
     @property
     def returns_many(self) -> bool:
@@ -288,13 +278,17 @@ class Source:
 
     def indexes(self, name: str) -> bool:
         """Return True if it uses a variable as a list: x[0], len(x), reversed(x)."""
+        used = [node.value for node in self._nodes if isinstance(node, ast.Subscript)]
         for node in self._nodes:
-            used: list[ast.AST] = [node.value] if isinstance(node, ast.Subscript) else []
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                used = list(node.args) if node.func.id in ("len", "reversed") else []
-            if any(_is_name(value, name) for value in used):
-                return True
-        return False
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("len", "reversed"):
+                used += node.args
+        return any(_is_name(value, name) for value in used)
+
+    def only_tests(self, name: str) -> bool:
+        """Return True if it uses a variable as a condition, and in no other way."""
+        tests = [n.test for n in self._nodes if isinstance(n, ast.If | ast.IfExp | ast.While)]
+        found = [n for test in tests for n in _conditions(test) if _is_name(n, name)]
+        return bool(found) and len(found) == sum(_is_name(node, name) for node in self._nodes)
 
     @property
     def words(self) -> set[str]:
@@ -309,6 +303,13 @@ class Source:
     @property
     def registers_hooks(self) -> bool:
         return any(name.startswith("register_") and "hook" in name for name in self.attributes)
+
+
+def _conditions(test: ast.expr) -> Iterator[ast.expr]:
+    """Yield the operands of `not`, `and` and `or` in a condition; a condition without them."""
+    parts = test.values if isinstance(test, ast.BoolOp) else []
+    parts = [test.operand] if isinstance(test, ast.UnaryOp) else parts
+    yield from (one for part in parts for one in _conditions(part)) if parts else [test]
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -152,19 +152,27 @@ class Target:
 
     @property
     def takes_closure(self) -> bool:
-        """True if its step() requires a closure."""
+        """True if its step() requires a closure, or receives one by `--arg`."""
         step: Any = getattr(self.value, "step", None) if self.is_class else None
-        return any(p.name == "closure" for p in required(named_parameters(step, skip=1)))
+        taken = [p for p in named_parameters(step, skip=1) if p.name == "closure"]
+        return bool(required(taken) or (taken and "closure" in self.arguments))
+
+    @property
+    def needs_closure(self) -> bool:
+        """True if its step() communicates only if it receives a closure."""
+        nodes = Source(getattr(self.value, "step", None)).nodes if self.is_class else ()
+        tests = [n for n in nodes if isinstance(n, ast.If) and "closure" in ast.unparse(n.test)]
+        words = [{ast.unparse(n).rpartition(".")[2] for n in ast.walk(test)} for test in tests]
+        return not self.takes_closure and any(each & COLLECTIVES for each in words)
 
     @property
     def hooks_ddp(self) -> bool:
         """True if it registers a communication hook on a module that it receives: DDP's."""
-        called = getattr(self.value, "__init__") if self.is_class else self.value  # noqa: B009
-        source = Source(called)
-        calls = [ast.unparse(n.func) for n in source.nodes if isinstance(n, ast.Call)]
-        is_made = any(one.endswith(("DDP", "DistributedDataParallel")) for one in calls)
-        used = (source.attributes_of(p.name) for p in self.parameters)
-        return not is_made and any("register_comm_hook" in each for each in used)
+        function = getattr(self.value, "__init__") if self.is_class else self.value  # noqa: B009
+        called = Source(function).called
+        is_made = any(one.endswith(("DDP", "DistributedDataParallel")) for one in called)
+        held = [f"{of}{p.name}" for p in self.parameters for of in ("", "self.")]
+        return not is_made and any(f"{one}.register_comm_hook" in called for one in held)
 
     @property
     def words(self) -> set[str]:
@@ -271,16 +279,10 @@ def is_single_process_default(parameter: inspect.Parameter) -> bool:
     return type(default) is int and default == known and name not in names.AMBIGUOUS
 
 
-def takes_any_name(value: Callable[..., Any]) -> bool:
-    """Return True if a callable has `**kwargs`."""
+def takes_any(value: Callable[..., Any], kind: str) -> bool:
+    """Return True if a callable has parameters of a kind: VAR_POSITIONAL (`*args`), VAR_KEYWORD."""
     signed = _signed(value)
-    return signed is None or any(p.kind is p.VAR_KEYWORD for p in signed)
-
-
-def takes_any_number(value: Callable[..., Any]) -> bool:
-    """Return True if a callable has `*args`."""
-    signed = _signed(value)
-    return signed is None or any(p.kind is p.VAR_POSITIONAL for p in signed)
+    return signed is None or any(p.kind.name == kind for p in signed)
 
 
 def own_classes(build: Any) -> list[Any]:

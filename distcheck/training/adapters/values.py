@@ -74,8 +74,8 @@ def candidates(parameter: inspect.Parameter, function: Callable[..., Any]) -> li
     text, name = annotation(parameter), parameter.name
     divides = ["@world_size"] if _may_divide(name, function) else []
     first = [value] if (value := suggested_value(name, function)) else []
-    if "bool" in text:
-        return ["False", "True"]
+    if "bool" in text or Source(function).only_tests(name):
+        return ["True", "False"]
     if re.search("int|float|str", text):
         others = []
     elif re.search("dict|Dict|Mapping", text) or name in ("defaults", "kwargs", "options"):

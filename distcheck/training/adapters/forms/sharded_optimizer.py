@@ -27,7 +27,7 @@ from distcheck.training.adapters.target import (
     own_names,
     required,
     sources_of,
-    takes_any_name,
+    takes_any,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -58,8 +58,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
-    takes_any = takes_any_name(target.value)
-    scene.used |= {argument for argument in target.arguments if argument in known or takes_any}
+    takes_all = takes_any(target.value, "VAR_KEYWORD")
+    scene.used |= {argument for argument in target.arguments if argument in known or takes_all}
     first = next(p for p in target.parameters if p.name != name)
     takes_groups, sends = meaning_in(target.value, first) == "groups", _sender(target.value)
 
@@ -68,7 +68,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         inner = build(listed)
         # Some defaults of an optimizer are not arguments (AdamW's decoupled_weight_decay).
         taken = {p.name for p in named_parameters(type(inner))} - target.arguments.keys()
-        taken = taken if takes_any else taken & known
+        taken = taken if takes_all else taken & known
         settings = {key: value for key, value in inner.defaults.items() if key in taken}
         build_it = functools.partial(target.value, **settings)
         filling = Filling(scene, build_it, what=target.described, supplied=[first.name, name])
