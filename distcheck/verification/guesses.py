@@ -66,7 +66,7 @@ class Trial:
 @dataclass(frozen=True)
 class Decision:
     """The guess stands, a way replaces it, or the user must choose one of `ways`. It is `sure` if
-    every way has the same result: then the form makes no difference.
+    every way has the same result, or the arguments are flags: no other form or value can be right.
     """
 
     what: Literal["stands", "take", "ask"]
@@ -97,8 +97,9 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     explained = guess.exchanged and guess.explained
     alike = bool(others) and all(one.seen == guess.seen for one in others)
     alike &= all(one.broken or (one.exchanged and one.explained) for one in (guess, *others))
-    if explained or alike:
-        return Decision("stands", sure=alike)
+    values = {value for _, value in guess.way.arguments}
+    if explained or alike:  # a flag has no third value
+        return Decision("stands", sure=alike or (bool(values) and values <= {"True", "False"}))
     # An argument's value that was tried may itself be what is wrong.
     same = [one for one in others if one.way.arguments == guess.way.arguments]
     found = tuple(trial for trial in same if trial.exchanged and trial.explained)

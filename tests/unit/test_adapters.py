@@ -460,3 +460,29 @@ def test_mpi_is_seen_through_a_helper(
     finally:
         for name in ("mpi4py_of_test", "helper_of_mpi", f"sync_{by_mpi}"):
             sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "gets_one"),
+    [
+        ("model.register_comm_hook(None, f)", True),
+        ("self.model = model; self.model.register_comm_hook(None, f)", True),
+        ("self.model = DDP(model); self.model.register_comm_hook(None, f)", False),
+        ("self.other = model; self.other.register_comm_hook(None, f)", False),
+    ],
+)
+def test_code_that_registers_a_communication_hook_gets_a_module_of_ddp(
+    tmp_path: Path, line: str, gets_one: bool
+) -> None:
+    source = f"class f:\n    def __init__(self, model):\n        {line}\n"
+    assert target_of(tmp_path, source).hooks_ddp is gets_one
+
+
+def test_a_closure_that_step_accepts_can_be_passed(tmp_path: Path) -> None:
+    (tmp_path / "closed.py").write_text(
+        "class f:\n    def __init__(self, optimizer, dist): self.inner = optimizer\n"
+        "    def step(self, closure=None): self.inner.step(closure)\n"
+    )
+    place, closure = f"{tmp_path / 'closed.py'}:f", (("closure", "@closure"),)
+    assert load_strategy(place).backward is None
+    assert load_strategy(place, Adaptation(arguments=closure)).backward is not None

@@ -65,6 +65,12 @@ def test_after_trials(guess: Trial, others: list[Trial], what: str, ways: list[A
     assert (decision.what, [one.way for one in decision.ways]) == (what, ways)
 
 
+def test_a_flag_has_no_third_value() -> None:
+    on, off = (Adaptation(arguments=(("x", value),)) for value in ("True", "False"))
+    assert decide(trial(on, exchanged=True, explained=True), [trial(off)]).sure
+    assert not decide(trial(ONE, exchanged=True, explained=True), [trial(TWO)]).sure
+
+
 def test_what_is_asked_can_be_copied() -> None:
     case = Case(id="", strategy="a b.py:C", world=2)
     error = question(case, Decision("ask", (trial(), trial(THIRD))))

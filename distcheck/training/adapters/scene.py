@@ -271,11 +271,10 @@ class Filling:
                 f"{options('--arg', listed, function)}",
                 {p.name: candidates(p, function) for p in unknown},
             )
-        self._more: dict[str, str] = {}
-        if takes_any(function, "VAR_KEYWORD"):
-            known = {p.name for p in parameters}
-            self._more = {n: t for n, t in assigned.items() if n not in known and "." not in n}
-            scene.used.update(self._more)
+        known = {p.name for p in parameters}
+        more = assigned.items() if takes_any(function, "VAR_KEYWORD") else ()
+        self._more = {n: t for n, t in more if n not in known and "." not in n}
+        scene.used.update(self._more)
 
     def _found(self, parameter: inspect.Parameter) -> tuple[str, str]:
         """Where the value of a parameter comes from: what its name or use means, or an object of

@@ -202,8 +202,7 @@ class Source:
         if any(f"{element}['params']" in parts for element in elements):
             return "groups"
         passed = (node for node in self._nodes if isinstance(node, ast.keyword))
-        is_group = any(node.arg == "group" and _is_name(node.value, name) for node in passed)
-        return "group" if is_group else ""
+        return "group" * any(node.arg == "group" and _is_name(node.value, name) for node in passed)
 
     @property
     def exchanges_by_mpi(self) -> bool:
