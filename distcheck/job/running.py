@@ -20,6 +20,7 @@ import psutil
 
 from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageError
+from distcheck.job.inside.marking import SHARED_RANK
 from distcheck.job.settings import VARIABLE, RankPosition
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Outcome
@@ -356,6 +357,13 @@ def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> 
             f"the recorder failed in a rank ({last[:300]}), which is a bug in distcheck: the job "
             "continued without it and is not judged; please report it with the traceback"
             f"{' in ' * bool(saved := save_traceback(trace))}{saved}"
+        )
+    if (note := folder / SHARED_RANK).exists():
+        raise DistcheckError(
+            f"several processes of the command train as {note.read_text()}, so distcheck cannot "
+            "tell their gradients apart, and nothing is judged: a process without a process group "
+            "and without RANK is rank 0, such as a parameter server of torch.distributed.rpc, or "
+            "the second of two trainings"
         )
     if any(folder.glob("rank-*/step-*.json")):
         return

@@ -15,7 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from distcheck.job import running
+from distcheck.errors import DistcheckError
+from distcheck.job import running, settings
+from distcheck.job.settings import JobSettings
+from tests.job import worlds
 from tests.waiting import wait_until
 from tests.world import warm
 
@@ -326,6 +329,34 @@ model = torch.nn.Linear(3, 2)
 F.cross_entropy(model(torch.ones(4, 3)), torch.zeros(4, dtype=torch.int64)).backward()
 print([name for name in listener.heard if name in ("losses", "backward", "target")])
 """
+
+
+ALONE = """
+import torch
+model = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 6)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_processes_that_are_all_rank_0_are_not_judged(restarts: int, tmp_path: Path) -> None:
+    """A rank that torchrun starts again after a failure is another matter: the first is judged."""
+    script, folder = tmp_path / "train.py", tmp_path / "job"
+    script.write_text(ALONE)
+    folder.mkdir()
+    file = settings.write(JobSettings(steps=2), folder)
+    for start in (0, restarts):
+        variables = {"TORCHELASTIC_RESTART_COUNT": str(start)}
+        worlds._ended([worlds._forked(script, (), file, variables)], folder)
+    assert [one.name for one in folder.glob("rank-*")] == ["rank-0000"]
+    if restarts:
+        running.check_recorded(folder, running.CommandResult(0, ()), ("python",))
+        return
+    with pytest.raises(DistcheckError, match="several processes of the command train as rank 0 of"):
+        running.check_recorded(folder, running.CommandResult(0, ()), ("python",))
 
 
 def test_a_loss_is_heard_once_under_a_mode_of_torch(tmp_path: Path) -> None:

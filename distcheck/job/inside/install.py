@@ -22,9 +22,9 @@ from distcheck.errors.masking import masked
 from distcheck.job import settings as asked
 from distcheck.job.inside import hooks
 from distcheck.job.inside.loaders import LoaderWorkerListener
-from distcheck.job.inside.marking import is_rank_process
+from distcheck.job.inside.marking import SHARED_RANK, is_rank_process
 from distcheck.job.inside.perturb import PerturbingRecorder
-from distcheck.job.inside.rank import rank_and_world_size
+from distcheck.job.inside.rank import SharedRankError, rank_and_world_size
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.settings import RankPosition
 from distcheck.worlds import flight
@@ -89,8 +89,12 @@ def install(file: str) -> None:
     folder = Path(file).parent
 
     def give_up() -> None:
+        error = sys.exception()
         with contextlib.suppress(OSError):  # the folder and its reader are gone
-            private.write(folder / "defect", masked(traceback.format_exc()))
+            if not isinstance(error, SharedRankError):
+                private.write(folder / "defect", masked(traceback.format_exc()))
+            elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                private.write(folder / SHARED_RANK, str(error))  # not restarted after a failure
         if settings.mode == "replay":
             os._exit(ExitCode.INTERNAL)
 

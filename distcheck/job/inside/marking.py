@@ -11,6 +11,7 @@ from distcheck import private
 
 # Environment of a rank: its process, and its names from the launcher.
 MARK = "DISTCHECK_JOB_RANK"
+SHARED_RANK = "shared-rank"  # the note of a process whose rank another process has recorded
 _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 

@@ -47,10 +47,16 @@ def rank_and_world_size() -> tuple[int, int]:
     return 0, 1
 
 
+class SharedRankError(Exception):
+    """Raised in a process whose rank another process has recorded."""
+
+
 def write_rank_record(
     folder: Path, rank: int, world: int, parameters: Parameters, axes: Sequence[records.Axis] = ()
 ) -> None:
     mine = records.rank_folder(folder, rank)
+    if mine.exists():
+        raise SharedRankError(f"rank {rank} of {world}")
     private.folder(mine, is_new=True)
     mark_rank()
     atexit.register(private.write, mine / "ended", b"")
