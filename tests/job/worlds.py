@@ -13,10 +13,9 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # which the first optimizer would import, in each fork
 
-from distcheck.job import command, replaying, settings
+from distcheck.job import command, perturbed_runs, replaying, settings
 from distcheck.job.copying import ProjectCopy
 from distcheck.job.inside.install import install
-from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.job.judging import judge
 from distcheck.job.options import JobOptions
 from distcheck.job.replaying import NoReferenceError, Reference
@@ -79,7 +78,7 @@ def record(
         for rank in range(world)
     ]  # fmt: skip
     _ended(children, folder)
-    return with_moved_gradients(reading.read(folder))
+    return reading.read(folder)
 
 
 def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: bool) -> Reference:
@@ -100,7 +99,8 @@ def judged(
     change: Callable[[JobOptions], JobOptions] = lambda asked: asked,
 ) -> CaseReport:  # fmt: skip
     """The case of a script, as the command judges it."""
-    job = record(script, folder / "job", *words, modules=modules, steps=steps)
+    record(script, folder / "job", *words, modules=modules, steps=steps)
+    job = perturbed_runs.read_whole(folder / "job", folder / "whole")
     asked = change(JobOptions(words=("python", str(script)), steps=steps, modules=modules))
 
     def replayed(job: JobRecording, copy: ProjectCopy, there: Path, **_: object) -> Reference:

@@ -1,5 +1,6 @@
 """Injects the ranks' recorded batches, inputs, targets and RNG states into a script."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -35,6 +36,8 @@ class BatchInjector:
         self._calls = 0  # losses since the last forward pass
         self._before_backward = 0  # losses since the last backward pass
         self._passes_before = 0  # forward passes before that backward pass
+        self._injects = False  # a batch of a loader
+        self.has_own_order = False  # inputs with the recorded rows in another order
 
     def computes_loss(self) -> None:
         self._calls += 1
@@ -98,6 +101,7 @@ class BatchInjector:
         leaves = self._together(self.batch_source.batch, known, longer=longer)
         if leaves is not None and len(known) == len(places):
             self._put("a batch", tensors.leaves(batch), leaves)
+            self._injects = True
         self.set_random_streams(origin=True)
 
     def inputs(self, args: Any, kwargs: Any) -> None:
@@ -119,6 +123,10 @@ class BatchInjector:
             )
         self.passes, self._calls = self.passes + 1, 0
         if not self._owns:
+            pairs = zip(own, found, strict=False)
+            self.has_own_order = self._injects and any(
+                g is not None and _are_permuted(t, g) for t, g in pairs
+            )
             self._put("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
@@ -134,6 +142,8 @@ class BatchInjector:
                 pairs, call = [(rank, noted) for rank, _ in pairs], self._before_backward
         found = self._together(self.batch_source.target, self.step, pairs, call)
         if found is None or found.dtype != target.dtype:
+            return
+        if self.has_own_order and _are_permuted(target, found):
             return
         if found.shape == target.shape or found.shape[:1] == computed.shape[:1]:
             tensors.replace_data(target, found)
@@ -160,7 +170,9 @@ class BatchInjector:
                 "a single process"
             )
         for tensor, recorded in zip(own, given, strict=True):
-            if recorded is not None and not _counts(recorded, tensor):
+            if recorded is None or _counts(recorded, tensor):
+                continue
+            if not (self.has_own_order and _are_permuted(tensor, recorded)):
                 tensors.replace_data(tensor, recorded)
 
     def _are_own(self, own: Sequence[torch.Tensor]) -> bool:
@@ -176,6 +188,18 @@ class BatchInjector:
             if all(map(_is_of, zip(*parts, strict=True), own)):
                 return True
         return False
+
+
+def _are_permuted(own: torch.Tensor, recorded: torch.Tensor) -> bool:
+    """Return True if the script has the recorded rows in another order, as in two views of each
+    sample: the ranks' inputs are [a, a', b, b'], but a single process makes [a, b, a', b'].
+    """
+    recorded = recorded.to(own.device)
+    alike = own.dim() > 0 and (own.shape, own.dtype) == (recorded.shape, recorded.dtype)
+    if not alike or torch.equal(own, recorded):
+        return False
+    rows = (Counter(tensors.digests_of_samples([one])) for one in (own, recorded))
+    return next(rows) == next(rows)
 
 
 def _counts(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -197,6 +197,7 @@ class Replayer(NullListener):
             self._is_target and self._copy is not None and self._copy.doubles
         )
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
+        makes_one = makes_one or self._hands.has_own_order  # no rank's rows are together
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):
             place = next(n for n, one in enumerate(self._parameters.roots) if one is model)
             shapes = {rank: watching.shapes_at(self._job, rank, self._step) for rank, _ in pairs}
@@ -244,7 +245,9 @@ class Replayer(NullListener):
         self._parameters.add_others()
         self._load_state(max(0, self._hands.passes - 1))
         if self._is_target and self._copy is not None and self._copy.pairs:
-            taken = self._copies.merged_batch.take(self._copy, loss, self._parameters.by_name)
+            used = {n: t for n, t in self._parameters.of_fsdp2().items() if t is not None}
+            trained = {**self._parameters.by_name, **used}  # the graph has the unsharded tensors
+            taken = self._copies.merged_batch.take(self._copy, loss, trained)
             self._copies.forks.leave(self._copy, taken, self._step)
         self._backwards += 1
         if self._step in self._job.moved:  # the script moves them away after each pass
