@@ -23,6 +23,7 @@ from distcheck.job.checks.ranks import (
 )
 from distcheck.job.checks.reference import paired_clips, reference_gradients, reference_scale
 from distcheck.job.fitting import Gradients, fit, gradients_of_rank
+from distcheck.job.inside.choosing import collective_before_backward
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
@@ -30,6 +31,7 @@ from distcheck.judge.diagnosis.measurements import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
 from distcheck.judge.diagnosis.wording import some_of
 from distcheck.recordings.jobs.reading import JobRecording
+from distcheck.recordings.jobs.records import Iteration
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis, FindingKind
 from distcheck.records.causes import name_cause, suggested
@@ -116,15 +118,41 @@ def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     elif data is not None and ("data", NO_LAYER) in failed:
         same = data.first_kind is FindingKind.SAME_SAMPLES
         cause = "same-data" if same else "overlapping-data"
-        has_loader = any(record.batches for record in job.records.values())
-        variant = "job-sampler" if has_loader else "job-draws"
-        yield name_cause(cause, data.first_reason, variant)
+        variant, about = _sampling(job)
+        yield name_cause(cause, data.first_reason + about, variant)
     if "epoch order" in checks:
         yield name_cause("missing-set-epoch", _result(failed, "epoch order").first_reason)
     if "random streams" in checks:
         reason = _result(failed, "random streams").first_reason
         evidence = f"{reason}, so dropout masks or noise are copies"
         yield name_cause("shared-rng-seed", evidence, "job")
+
+
+def _sampling(job: JobRecording) -> tuple[str, str]:
+    """Return the variant of the advice for samples that ranks share, and the fact it is based on:
+    a custom batch sampler, or samplers whose settings do not fit together.
+    """
+    if not any(record.batches for record in job.records.values()):
+        return "job-draws", ""
+    by_pass: dict[tuple[int, int], list[Iteration]] = {}
+    for (rank, _), record in sorted(job.records.items()):
+        for one in record.iterations:
+            of_ranks = by_pass.setdefault((one.loader, one.epoch), [])
+            of_ranks += [one] if len(of_ranks) == rank else []
+    used = {p[:2] for record in job.records.values() for one in record.trained for p in one.batches}
+    for place, of_ranks in by_pass.items():
+        if place not in used or len(of_ranks) < job.world:
+            continue
+        first = of_ranks[0]
+        if first.batch_sampler:
+            return "job-batch-sampler", f"; {first.batch_sampler} selects the batches"
+        for rank, one in enumerate(of_ranks[1:], 1):
+            settings = {**one.settings, "epoch": one.sampler_epoch}
+            for key, value in {**first.settings, "epoch": first.sampler_epoch}.items():
+                if (settings.get(key) == value) is (key == "rank"):
+                    both = f"{value} on rank 0 and {settings.get(key)} on rank {rank}"
+                    return "job-sampler-settings", f"; {first.sampler} has the {key} {both}"
+    return "job-sampler", ""
 
 
 def _of_state(failed: Failed) -> Iterator[Diagnosis]:
@@ -322,6 +350,8 @@ def _around(job: JobRecording, step: int) -> list[int]:
 def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:
     """Return the diagnosis with the advice for whole jobs, if the cause has one."""
     of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
+    if found.cause == "missing-sync" and view.job.ranks[0].bypassed:
+        return msgspec.structs.replace(found, suggestion=suggested(found.cause, "bypassed"))
     if found.cause not in (_IN_JOBS | _WITH_DDP if of_ddp else _IN_JOBS):
         return found
     return msgspec.structs.replace(
@@ -530,6 +560,13 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
             f"the number of micro-batches{also}, but a single process makes only one"
         )
         return name_cause("accumulation-not-scaled", evidence)
+    call = collective_before_backward(job) if reference.replayed.interacts else None
+    if call is not None and isclose(fitted[0][0] * job.world, 1, rel_tol=_LEFT):
+        evidence = (
+            f"step {step}: gradients are {fitted[0][0]:.6g}x the single-process reference, and the "
+            f"loss uses tensors of other ranks ({call.name} at {call.place})"
+        )
+        return name_cause("double-division", evidence, "loss")
     passes = max(1, len(job.records[0, step].trained))
     return _named(fitted[0][0], step, world=job.world, passes=passes)
 
@@ -558,16 +595,43 @@ def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | Non
     )
 
 
-def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
-    """Diagnose ranks that are weighted equally while the reference weights them differently."""
+def _rank_weights(
+    job: JobRecording, found: Gradients, step: int
+) -> tuple[tuple[float, ...], float] | None:
+    """Return the weights with which the ranks' local gradients add up to the reference."""
     fitted = fit(
         found,
         *(gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)),
     )
-    counts = _unlike_counts(job, step)
-    if fitted is not None:  # the residual must be small relative to the explained change
-        unlike = max(abs(one * job.world - 1) for one in fitted[0])
-        fitted = fitted if fitted[1] <= min(_LEFT, _SHARE * unlike) else None
+    if fitted is None:
+        return None
+    # The residual must be small relative to the explained change.
+    unlike = max(abs(one * job.world - 1) for one in fitted[0])
+    return fitted if fitted[1] <= min(_LEFT, _SHARE * unlike) else None
+
+
+def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
+    """Return True if the joint batch is a mean of the ranks' with other weights, at every step and
+    for the loss as well: then its samples do not interact, but the ranks' means are over different
+    numbers, such as the targets within a mask.
+    """
+    for seen in reference.replayed.steps:
+        found = reference_gradients(reference.tensors(seen.step), Kind.EXCHANGED)
+        count = sum(one.numel() for one in found.values())
+        fitted = _rank_weights(job, found, seen.step)
+        if fitted is None or count <= 2 * job.world or abs(sum(fitted[0]) - 1) > _LEFT:
+            return False
+        losses = [record.loss for record in job.at(seen.step)]
+        loss = sum(weight * one for weight, one in zip(fitted[0], losses, strict=True))
+        expected = float(reference.tensors(seen.step)["loss"])
+        if min(fitted[0]) <= 0 or not isclose(loss, expected, rel_tol=_LEFT):
+            return False
+    return True
+
+
+def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
+    """Diagnose ranks that are weighted equally while the reference weights them differently."""
+    fitted, counts = _rank_weights(job, found, step), _unlike_counts(job, step)
     if fitted is not None and abs(sum(fitted[0]) - 1) <= _LEFT:
         rows = [sum(len(one.rows) for one in record.trained) for record in job.at(step)]
         shares = [number / (sum(rows) or 1) for number in rows]

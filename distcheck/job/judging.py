@@ -293,6 +293,7 @@ def _if_known(
     if reference is None:
         return unknown_if_sharded(job, result)
     interacts = reference.replayed.interacts and causes.scaled_loss_term(job, reference) is None
+    interacts = interacts and not causes.reference_weights_ranks(job, reference)
     return unknown_if_samples_interact(job, result, all_of) if interacts else result
 
 

@@ -54,6 +54,7 @@ class Facts:
         self.passes = [self.a_pass(0)]
         self.sampler_epoch: int | None = step
         self.sampler = "DistributedSampler"
+        self.of_iteration: dict[str, Any] = {}  # what else its Iteration has
         self.clips: tuple[Clip, ...] = ()
         self.scale: float | None = None
         self.carried = False
@@ -96,8 +97,8 @@ class Facts:
             ),
             iterations=(
                 Iteration(
-                    loader=0, epoch=self.epoch, length=4, sampler=self.sampler, shuffles=True,
-                    sampler_epoch=self.sampler_epoch,
+                    loader=0, epoch=self.epoch, sampler=self.sampler, shuffles=True,
+                    sampler_epoch=self.sampler_epoch, **{"length": 4, **self.of_iteration},
                 ),
             ),
             **self.of_record,

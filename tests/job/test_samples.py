@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -114,6 +115,85 @@ def test_advice_names_a_loader_only_if_there_is_one(loads: bool, tmp_path: Path)
         job = dataclasses.replace(job, records=own)
     (found,) = causes.diagnose(job, [samples.disjoint_samples(job)])
     assert (found.cause, "DataLoader" in found.suggestion) == ("same-data", loads)
+
+
+RIGHT = {"seed": 0, "num_replicas": 2}
+SAMPLERS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("no sampler", {}, "a DistributedSampler", ""),
+    ("a seed per rank", {"seed": 7}, "the same seed", "has the seed 0 on rank 0 and 7 on rank 1"),
+    ("one rank", {"rank": 0}, "its own rank", "has the rank 0 on rank 0 and 0 on rank 1"),
+    ("right", {"rank": 1}, "a DistributedSampler", ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "advice", "fact"), [one[1:] for one in SAMPLERS])
+def test_advice_on_samplers_follows_their_settings(
+    settings: dict[str, Any], advice: str, fact: str, tmp_path: Path
+) -> None:
+    def sets(facts: Facts) -> None:
+        alike(facts)
+        facts.rows = tuple(map(str, range(4)))
+        facts.passes = [facts.a_pass(0)]
+        own = {**RIGHT, "rank": 0, **(settings if facts.rank else {})}
+        facts.of_iteration = {"settings": own if settings else {}}
+
+    job = make(tmp_path, sets)
+    (found,) = causes.diagnose(job, [samples.disjoint_samples(job)])
+    assert found.cause == "same-data"
+    assert advice in found.suggestion
+    assert fact in found.evidence
+
+
+def test_advice_names_a_batch_sampler(tmp_path: Path) -> None:
+    def sets(facts: Facts) -> None:
+        takes_the_rows_of_rank_0(facts)
+        facts.of_iteration = {"batch_sampler": "ByLength"}
+
+    job = make(tmp_path, sets)
+    (found,) = causes.diagnose(job, [samples.disjoint_samples(job)])
+    assert "ByLength selects the batches" in found.evidence
+    assert "DistributedSampler" not in found.suggestion
+
+
+BATCHES = """
+data = torch.utils.data.TensorDataset(torch.ones(8, 3))
+sampler = torch.utils.data.DistributedSampler(data, 2, 1, seed=5)
+class ByLength(torch.utils.data.BatchSampler): pass
+own = torch.utils.data.DataLoader(data, batch_sampler=ByLength(sampler, 2, False))
+model = torch.nn.Linear(3, 2)
+optimizer = optimizer_of(model)
+for loader in (torch.utils.data.DataLoader(data, 2, sampler=sampler), own):
+    for (x,) in loader:
+        optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+"""
+
+
+def test_the_settings_of_samplers_are_recorded(tmp_path: Path) -> None:
+    job = recorded(BATCHES, tmp_path, steps=4)
+    first, second = (job.records[0, step].iterations[0] for step in (0, 2))
+    assert first.settings == {"seed": 5, "rank": 1, "num_replicas": 2}
+    assert (first.samples, first.batch_sampler, second.batch_sampler) == (8, "", "ByLength")
+
+
+@pytest.mark.parametrize(
+    ("samples_of_1", "size", "verdict"),
+    [
+        ((0, 1, 2, 4), 5, "pass"),  # accelerate: 0 to 3 on rank 0, 4 and the first again on rank 1
+        ((0, 1, 2, 4), 6, "fail"),  # no rank reads the sample 5
+        ((0, 1, 2, 3), 4, "fail"),  # there is nothing left to read
+    ],
+)
+def test_a_pass_shorter_than_a_batch_may_be_filled(
+    samples_of_1: tuple[int, ...], size: int, verdict: str, tmp_path: Path
+) -> None:
+    def fills(facts: Facts) -> None:
+        indices = samples_of_1 if facts.rank else (0, 1, 2, 3)
+        facts.of_batch = {"indices": indices}
+        facts.rows = tuple(map(str, indices))
+        facts.passes = [facts.a_pass(0)]
+        facts.of_iteration = {"length": 1, "samples": size}
+
+    assert samples.disjoint_samples(make(tmp_path, fills, steps=1)).verdict == verdict
 
 
 @pytest.mark.parametrize(("number", "verdict"), [(3, "pass"), (2, "fail")])

@@ -93,6 +93,62 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+# Two views of each sample in one batch, whose output is split in halves.
+VIEWS = """
+net = nn.Linear(6, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in loader:
+    a, b = net(torch.cat([x, 2 * x + 1])).chunk(2)
+    optimizer.zero_grad()
+    (F.mse_loss(a, b.detach()) + F.cross_entropy(torch.cat([a, b]), torch.cat([y, y]))).backward()
+    for p in net.parameters():
+        %s
+    optimizer.step()
+"""
+# Each rank's mean is over its own targets within a mask.
+MASKED = """
+model = DDP(nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    mask = (y > 0).float()
+    losses, total = F.cross_entropy(model(x), y, reduction="none") * mask, mask.sum() + 1e-8
+    optimizer.zero_grad()
+    %s
+    optimizer.step()
+"""
+BY_ALL = "dist.all_reduce(total); (losses.sum() * dist.get_world_size() / total).backward()"
+BYPASSED = """
+model = DDP(nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model.module(x), y).backward()
+    optimizer.step()
+"""
+# The graph of fully_shard has other tensors than the optimizer.
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+net = nn.Sequential(nn.Embedding(3, 5), nn.Flatten(), nn.Linear(30, 3))
+fully_shard(net[2])
+optimizer = torch.optim.AdamW(fully_shard(net).parameters(), lr=1e-2)
+for x, y in loader:
+    optimizer.zero_grad()
+    for a, b in zip((x > 0).long().chunk(2), y.chunk(2)):
+        (F.cross_entropy(net(a), b)%s).backward()
+    optimizer.step()
+"""
+# A loss of all ranks' means, gathered with and without a gradient.
+GATHERED = """
+import torch.distributed.nn.functional as D
+model = DDP(nn.Linear(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    mean = model(x).square().mean(0) / dist.get_world_size()
+    optimizer.zero_grad()
+    %s
+    mean.std().backward()
+    optimizer.step()
+"""
 # Every second position of a sequence: rank 0's half does not fit the targets of one process.
 POSITIONS = """
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -116,9 +172,20 @@ SCRIPTS = {
                   {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
     "moved": (MOVED % "kept.get(p, 0)", "pass", set(), set()),
     "moved, the last only": (MOVED % "0", "fail", {"lost-micro-batch"}, set()),
+    "views": (VIEWS % MEAN, "pass", set(), set()),
+    "views, a sum": (VIEWS % SUM, "fail", {"missing-division"}, set()),
+    "masked": (MASKED % "(losses.sum() / total).backward()", "fail", {"unweighted-tokens"}, set()),
+    "masked, by all": (MASKED % BY_ALL, "pass", set(), set()),
+    "bypassed": (BYPASSED, "fail", {"missing-sync"}, set()),
+    "sharded": (SHARDED % " / 2", "pass", set(), set()),
+    "sharded, not scaled": (SHARDED % "", "fail", {"accumulation-not-scaled"}, set()),
+    "gathered": (GATHERED % "mean = D.all_reduce(mean)", "pass", set(), set()),
+    "gathered without a gradient": (GATHERED % "dist.all_reduce(mean.data)", "fail",
+                                    {"double-division"}, set()),
     "micro-batches": (SPLIT % "y", "pass", set(), set()),
     "micro-batches, each a mean": (SPLIT % "b", "fail", {"accumulation-not-scaled"}, set()),
 }  # fmt: skip
+ADVICE = {"bypassed": "call the wrapped", "gathered without a gradient": "gather with a backward"}
 ANOTHER_SHAPE = ("positions", "positions, a sum")  # for one process, which begins again
 
 
@@ -131,6 +198,11 @@ def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
     assert {one.cause for one in case.diagnosis} == causes
     assert {one.cause for one in case.remarks} == remarks
     assert unfounded(msgspec.to_builtins(case), HEAD + script) == []
+    advice = {
+        "bypassed": "call the wrapped",
+        "gathered without a gradient": "gather with a backward",
+    }
+    assert advice.get(name, "") in "".join(one.suggestion for one in case.diagnosis)
 
 
 @pytest.mark.sweep

@@ -51,6 +51,7 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
 def disjoint_samples(job: JobRecording) -> CheckResult:
     """Check that no sample is on two ranks in one step, or in the recorded part of one epoch."""
     tally, trained = Tally("data", NO_LAYER), _trained(job)
+    padded = _padded_passes(job, trained)
     if job.processes == 1:
         tally.remark("a single rank has all samples")
     _shared(job, tally)
@@ -63,6 +64,8 @@ def disjoint_samples(job: JobRecording) -> CheckResult:
             if found[one] and Counter(found[one]) == Counter(found[two]):
                 said, kind = f"have the same {len(found[one])} samples", FindingKind.SAME_SAMPLES
             elif 2 * shared > min(len(found[one]), len(found[two])) and shared > 1:
+                if all(_ends_padded(job, rank, step, padded) for rank in (one, two)):
+                    continue
                 said, kind = f"have {shared} samples in common", FindingKind.OTHER
             else:
                 continue
@@ -70,7 +73,7 @@ def disjoint_samples(job: JobRecording) -> CheckResult:
             _report(tally, trained, f"step {step}: {both} {said}", two, step, kind)
     result = tally.result()
     if result.verdict != "fail":
-        _within_epochs(job, tally, trained)
+        _within_epochs(job, tally, trained, padded)
         _drawn_alike(job, tally, trained)
     if not result.compared.elements:
         tally.missing("no tensor with samples was found among the arguments of the model")
@@ -174,18 +177,54 @@ def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int
     return [rows[row] if row < len(rows) else "" for rows in parts]
 
 
-def _within_epochs(job: JobRecording, tally: Tally, trained: _Trained) -> None:
-    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each, and
-    other samplers may fill the last batch with samples that were read before.
-    """
-    last = {
+def _last_batches(job: JobRecording) -> set[tuple[int, int, int, int]]:
+    return {
         (rank, one.loader, one.epoch, one.length - 1)
         for (rank, _), record in job.records.items()
         for one in record.iterations
     }
+
+
+def _ends_padded(job: JobRecording, rank: int, step: int, padded: set[tuple[int, int]]) -> bool:
+    """Return True if a rank's step was trained on last batches of padded passes only."""
+    places = {p for one in job.records[rank, step].passes if one.live for p in one.batches}
+    last = _last_batches(job)
+    return bool(places) and all(p[:2] in padded and (rank, *p) in last for p in places)
+
+
+def _padded_passes(job: JobRecording, trained: _Trained) -> set[tuple[int, int]]:
+    """Return the passes over loaders in which ranks together read every sample, and some again to
+    fill their last batches, as accelerate does.
+    """
+    sizes = {
+        (one.loader, one.epoch): (one.length, one.samples)
+        for record in job.records.values()
+        for one in record.iterations
+    }
+    read: dict[tuple[int, int], list[LoadedBatch]] = {}
+    for (_, place), (_, batch) in trained.batches.items():
+        read.setdefault(place[:2], []).append(batch)
+    padded = set()
+    for place, batches in read.items():
+        length, samples = sizes.get(place, (0, 0))
+        indices = [index for batch in batches for index in batch.indices]
+        of_last = sum(len(batch.indices) for batch in batches if batch.number == length - 1)
+        is_complete = len(batches) == length * job.world and len(set(indices)) == samples
+        if is_complete and len(indices) - samples < of_last:
+            padded.add(place)
+    return padded
+
+
+def _within_epochs(
+    job: JobRecording, tally: Tally, trained: _Trained, padded: set[tuple[int, int]]
+) -> None:
+    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each, and
+    other samplers may fill the last batch with samples that were read before.
+    """
+    last = _last_batches(job)
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
     for (rank, place), (_, batch) in trained.batches.items():
-        may_be_filled = place[2] > 0 and (rank, *place) in last
+        may_be_filled = (place[2] > 0 or place[:2] in padded) and (rank, *place) in last
         if _divides(job, batch.loader) and not (batch.loader in trained.split or may_be_filled):
             is_known = batch.indices and batch.loader not in trained.own
             of_epoch = seen.setdefault(place[:2], {})

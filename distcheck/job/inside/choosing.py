@@ -29,7 +29,7 @@ def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> lis
         if batch_source.varies():
             batch_source.pads = True
             tasks.append(ReplayTask(0, first, longer=True))
-    if _before_backward(job) is not None:
+    if collective_before_backward(job) is not None:
         tasks.append(ReplayTask(0, first, doubles=True))
     return tasks
 
@@ -81,7 +81,7 @@ def choose(
     # Heuristic: the same kernels ran on the same batch.
     same = all(one and math.isclose(one["loss"], rank.loss, rel_tol=1e-5) for rank, one in pairs)
     is_unused = is_unused and (int(base["exchanges"]) >= recorded or same)
-    call = None if is_unused else _before_backward(job)
+    call = None if is_unused else collective_before_backward(job)
     why = why or "the ranks' batches cannot be concatenated"
     if call is not None:
         advice = "; set dropout to 0 for this check" * any(one.draws for one in record.passes)
@@ -117,7 +117,7 @@ def _of_together(
     interacts = len(set(map(_shape, records))) == 1
     first = alone[0]
     has_negatives = first is not None and int(first["classes"]) < int(together["classes"])
-    if interacts and has_negatives and _before_backward(job) is None:
+    if interacts and has_negatives and collective_before_backward(job) is None:
         why = "the classes of a loss are the samples of a batch: all ranks' would be more negatives"
         return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
     return ReferenceChoice(TOGETHER, interacts=interacts)
@@ -146,7 +146,7 @@ def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[
     return (1.0, float(job.world))
 
 
-def _before_backward(job: JobRecording) -> CollectiveCall | None:
+def collective_before_backward(job: JobRecording) -> CollectiveCall | None:
     """Return the first collective of more than one element that a rank called before backward."""
     calls = (call for step in job.steps for one in job.at(step) for call in one.calls)
     return next((call for call in calls if call.elements > 1 and not call.after_backward), None)

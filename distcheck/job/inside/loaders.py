@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
 
 Place = tuple[int, int, int]  # loader, pass over it, batch number
+_SETTINGS = ("seed", "rank", "num_replicas")  # of DistributedSampler, which others imitate
 _MOST_AHEAD = 4096  # batches prefetched by workers
 
 
@@ -87,7 +88,9 @@ class Loaders:
         if hasattr(loader.dataset, "__getitem__") and getattr(loader, "in_order", True):
             self.datasets[number] = loader
         self._handed = [o for o in self._handed if o.is_used or o.batch.loader != number]
-        sampler = loader.sampler
+        sampler, batches = loader.sampler, loader.batch_sampler
+        is_custom = batches is not None and type(batches) is not torch.utils.data.BatchSampler
+        settings = {name: getattr(sampler, name, None) for name in _SETTINGS}
         self._iterations.append(
             Iteration(
                 loader=number,
@@ -96,6 +99,9 @@ class Loaders:
                 sampler=type(sampler).__name__,
                 shuffles=bool(getattr(sampler, "shuffle", "Random" in type(sampler).__name__)),
                 sampler_epoch=getattr(sampler, "epoch", None),
+                samples=length_of(loader.dataset),
+                batch_sampler=type(batches).__name__ if is_custom else "",
+                settings={name: one for name, one in settings.items() if isinstance(one, int)},
             )
         )
         return number, epoch
@@ -228,8 +234,8 @@ def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
 
 
 def length_of(loader: Any) -> int:
-    """Return the number of batches of a loader; -1 if unknown, as for an iterable data set."""
+    """Return the length of a loader or a data set; -1 if unknown, as for an iterable data set."""
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError, AttributeError, RuntimeError, ValueError):
         return -1

@@ -79,6 +79,7 @@ def write_rank_record(
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
             divided_by=sharding_library(parameters),
             axes=tuple(axes),
+            bypassed=_bypassed_wrapper(parameters),
             schedules_by="accelerate" if _steps_per_rank() else "",
         ),
     )
@@ -144,6 +145,20 @@ def sharding_library(parameters: Parameters) -> str:
             name = type(part).__name__
             if name in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"):
                 return name
+    return ""
+
+
+def _bypassed_wrapper(parameters: Parameters) -> str:
+    """Return the class of a DistributedDataParallel that wraps a called model, or contains it, but
+    is not called itself.
+    """
+    own = {id(one) for root in parameters.roots for one in root.parameters()}
+    if any(ddp_in(root) is not None for root in parameters.roots):
+        return ""
+    kind = torch.nn.parallel.DistributedDataParallel
+    for one in gc.get_objects():
+        if issubclass(type(one), kind) and any(id(p) in own for p in one.parameters()):
+            return type(one).__name__
     return ""
 
 

@@ -103,7 +103,12 @@ class RereadSamples(msgspec.Struct, frozen=True):
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of a pass over a data loader; `sampler_epoch` is the value from set_epoch."""
+    """The start of a pass over a data loader; `sampler_epoch` is the value from set_epoch.
+
+    samples        the size of the data set, if known
+    batch_sampler  the class of a batch sampler that is not torch's
+    settings       the sampler's `seed`, `rank` and `num_replicas`, if it has them
+    """
 
     loader: int
     epoch: int
@@ -111,6 +116,9 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     sampler: str
     shuffles: bool
     sampler_epoch: int | None = None
+    samples: int = -1
+    batch_sampler: str = ""
+    settings: dict[str, int] = {}
 
 
 class LossCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,6 +326,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     wrapper: str = ""
     divided_by: str = ""
     axes: tuple[Axis, ...] = ()  # of the mesh, if the script has one
+    bypassed: str = ""  # the wrapper of a model that is called without it
     schedules_by: str = ""  # "accelerate" if its schedules step once per rank
 
 
