@@ -371,6 +371,32 @@ def test_what_stands_in_for_a_parameter_is_none(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
+REMOTE = """
+class Remote(torch.nn.Module):
+    def _none(self, *args, **kwargs): raise ValueError("not supported")
+    named_modules = modules = parameters = named_parameters = _none
+class Hybrid(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.own = Remote(), torch.nn.Linear(3, 2)
+    def forward(self, x): return self.own(x)
+model = Hybrid()
+optimizer = optimizer_of(model.own)
+for step in range(3):
+    x, y = batch(step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_the_local_modules_next_to_a_remote_one_are_recorded(tmp_path: Path) -> None:
+    """torch's RemoteModule raises ValueError if anything asks for its parameters."""
+    job = recorded(REMOTE, tmp_path)
+    assert job.steps == (0, 1, 2)
+    assert set(job.parameters(0)) == {"weight", "bias"}
+
+
 ALONE = """
 import distcheck.job.inside.rank
 distcheck.job.inside.rank.rank_and_world_size = lambda: (0, 2)

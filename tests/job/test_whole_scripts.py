@@ -26,9 +26,16 @@ data = TensorDataset(torch.randn(96, 6, generator=drawn),
                      torch.randint(0, 3, (96,), generator=drawn))
 loader = DataLoader(data, 4, sampler=DistributedSampler(data))
 """
-# The fakes of a step train both networks, and losses are reduced to be logged before backward.
+# The fakes of a step train both networks, and losses are reduced to be logged before backward. DDP
+# broadcasts a buffer in its forward pass.
 GAN = """
-maker, critic = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+class Scaled(nn.Dropout):
+    def __init__(self):
+        super().__init__(0.1)
+        self.register_buffer("by", torch.full((8,), 0.5))
+    def forward(self, x):
+        return super().forward(x * self.by)
+maker, critic = nn.Linear(6, 3), nn.Sequential(nn.Linear(3, 8), Scaled(), nn.Linear(8, 1))
 torch.manual_seed(1 + dist.get_rank())
 model, judge = DDP(maker), DDP(critic)
 optimizer = torch.optim.AdamW(maker.parameters(), lr=1e-2)

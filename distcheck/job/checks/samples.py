@@ -205,13 +205,13 @@ def _padded_passes(job: JobRecording, trained: _Trained) -> set[tuple[int, int]]
     for (_, place), (_, batch) in trained.batches.items():
         read.setdefault(place[:2], []).append(batch)
     padded = set()
-    for place, batches in read.items():
-        length, samples = sizes.get(place, (0, 0))
+    for one_pass, batches in read.items():
+        length, samples = sizes.get(one_pass, (0, 0))
         indices = [index for batch in batches for index in batch.indices]
         of_last = sum(len(batch.indices) for batch in batches if batch.number == length - 1)
         is_complete = len(batches) == length * job.world and len(set(indices)) == samples
         if is_complete and len(indices) - samples < of_last:
-            padded.add(place)
+            padded.add(one_pass)
     return padded
 
 

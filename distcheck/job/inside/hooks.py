@@ -123,7 +123,10 @@ def _is_listening(module: torch.nn.Module) -> bool:
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
-    return next(iter(module.parameters()), None) is not None
+    try:
+        return next(iter(module.parameters()), None) is not None
+    except ValueError:  # with a RemoteModule inside; its other modules are observed themselves
+        return False
 
 
 def _trains(module: torch.nn.Module) -> bool:

@@ -208,7 +208,7 @@ def models_like_averages(parameters: Parameters) -> list[torch.nn.Module]:
 def _shapes(module: torch.nn.Module) -> tuple[torch.Size, ...]:
     try:
         return tuple(one.shape for one in module.parameters())
-    except (AttributeError, RuntimeError):  # not initialized yet
+    except (AttributeError, RuntimeError, ValueError):  # not initialized yet, or remote
         return ()
 
 

@@ -235,6 +235,7 @@ class Replayer(NullListener):
     def collective(self, name: str, place: str, given: Any) -> None:
         """Count exchanges before backward."""
         size = max((t.numel() for t in tensors.leaves(given)), default=0)
+        single_process_group.called = name
         self._exchanges += size > 1 and not self._backwards
 
     # -- backward passes -------------------------------------------------------------------------
