@@ -134,21 +134,22 @@ def _sampling(job: JobRecording) -> tuple[str, str]:
     """
     if not any(record.batches for record in job.records.values()):
         return "job-draws", ""
-    by_pass: dict[tuple[int, int], list[Iteration]] = {}
-    for (rank, _), record in sorted(job.records.items()):
-        for one in record.iterations:
-            of_ranks = by_pass.setdefault((one.loader, one.epoch), [])
-            of_ranks += [one] if len(of_ranks) == rank else []
     used = {p[:2] for record in job.records.values() for one in record.trained for p in one.batches}
-    for place, of_ranks in by_pass.items():
-        if place not in used or len(of_ranks) < job.world:
+    by_pass: dict[tuple[int, int], dict[int, Iteration]] = {}
+    for (rank, _), record in job.records.items():
+        for one in record.iterations:
+            by_pass.setdefault((one.loader, one.epoch), {})[rank] = one
+    for place in sorted(used & by_pass.keys()):
+        first = by_pass[place].get(0)
+        if first is None:
             continue
-        first = of_ranks[0]
         if first.batch_sampler:
             return "job-batch-sampler", f"; {first.batch_sampler} selects the batches"
-        for rank, one in enumerate(of_ranks[1:], 1):
+        own = {**first.settings, "epoch": first.sampler_epoch}
+        for rank in sorted(by_pass[place].keys() - {0}):
+            one = by_pass[place][rank]
             settings = {**one.settings, "epoch": one.sampler_epoch}
-            for key, value in {**first.settings, "epoch": first.sampler_epoch}.items():
+            for key, value in own.items():
                 if (settings.get(key) == value) is (key == "rank"):
                     both = f"{value} on rank 0 and {settings.get(key)} on rank {rank}"
                     return "job-sampler-settings", f"; {first.sampler} has the {key} {both}"

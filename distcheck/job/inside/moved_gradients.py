@@ -7,7 +7,6 @@ optimizer is a multiple of the ranks' mean with them, and of no mean without the
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -51,22 +50,17 @@ def _residual(job: JobRecording, step: int, *, cleared: bool) -> float:
     """Return the residual of the optimizer gradients, fitted by the ranks' mean."""
     given: dict[str, torch.Tensor | None] = {}
     own: dict[str, torch.Tensor | None] = {}
+    kinds = ("local", "cleared") if cleared else ("local",)
     for name in job.parameters(step):
         given[name] = job.gradient(Kind.GRADIENT, job.holders(step, name)[0], step, name)
-        terms = [term for r in range(job.world) for term in _terms(job, r, step, name, cleared)]
+        kept = [
+            job.tensors(rank, step).get(f"{k}/{name}") for rank in range(job.world) for k in kinds
+        ]
+        terms = [one.double() for one in kept if one is not None]
         if terms:
             own[name] = torch.stack(terms).sum(0)
     fitted = fit(given, own)
     return 1.0 if fitted is None else fitted[1]
-
-
-def _terms(
-    job: JobRecording, rank: int, step: int, name: str, cleared: bool
-) -> Iterator[torch.Tensor]:
-    kept = job.tensors(rank, step)
-    for kind in ("local", "cleared") if cleared else ("local",):
-        if f"{kind}/{name}" in kept:
-            yield kept[f"{kind}/{name}"].double()
 
 
 def _with_all_passes(record: StepRecord) -> StepRecord:

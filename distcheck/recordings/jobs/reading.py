@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
+from distcheck.machine.numerics import real_parts
 from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
     KeptRecording,
@@ -132,7 +133,7 @@ class JobRecording:
                 break
             cleared, size = found[f"cleared/{name}"], found[f"cleared-sizes/{name}"]
             local = found.get(f"local/{name}", torch.zeros_like(cleared))
-            found[f"sizes/{name}"] = found.get(f"sizes/{name}", local.abs()) + size
+            found[f"sizes/{name}"] = found.get(f"sizes/{name}", real_parts(local).abs()) + size
             found[f"local/{name}"] = local + cleared
             norm = found.get(f"norms/{name}", torch.zeros(()))
             # Derived: the sum of n norms is at most sqrt(n) times that of the summed magnitudes.
