@@ -1,13 +1,13 @@
 """Registry of the add-ons: the parts of distcheck that everything else works without.
 
-The core imports no add-on. It reaches one through `load`, by its name in `ADDONS`; a backend or a
-command of an add-on is found by `BACKENDS` and `COMMANDS`. After the folder of an add-on has been
-removed, a request that needs it ends in one sentence and exit code 2, and nothing else changes.
+The core does not import add-ons. It loads one with `load`, by its name in `ADDONS`; `BACKENDS` and
+`COMMANDS` list the backends and commands of add-ons. If the folder of an add-on is removed, a
+request that needs it ends with one sentence and exit code 2, and nothing else changes.
 
-An add-on is a package below `distcheck.addons` whose `__init__` offers what the core calls. One
-with a backend is the backend's module as well (see `distcheck/backends/__init__.py`); a command is
-the object `command` of the module that `COMMANDS` names. To add one, create its folder and add a
-line here.
+An add-on is a package below `distcheck.addons` whose `__init__` defines the functions that the core
+calls. If it has a backend, it is also the backend's module (see `distcheck/backends/__init__.py`);
+a command is the object `command` of the module that `COMMANDS` names. To add one, create its folder
+and add a line here.
 """
 
 import functools

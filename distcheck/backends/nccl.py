@@ -3,7 +3,7 @@ topology and release. No order is claimed, and results are judged by error bound
 
 NCCL refuses ranks that share a GPU, unless it is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE is 1.
 A collective then waits for a kernel of every rank, so all of them must fit on the GPU: each rank
-gets few thread blocks. If they do not fit, the world hangs, and its deadline ends it.
+therefore gets few thread blocks. If they do not fit, the world hangs, and its deadline ends it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`distcheck plan`: the cases that would run, their part of the plan, and an estimated duration."""
+"""`distcheck plan`: lists the cases that would run, their shards, and estimated durations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

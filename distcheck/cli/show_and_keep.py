@@ -1,4 +1,4 @@
-"""The part of `verify`, `replay` and `recheck` around a verification: output and storage."""
+"""Output and storage of a verification, for `verify`, `replay` and `recheck`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

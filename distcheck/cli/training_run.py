@@ -1,7 +1,7 @@
-"""`distcheck train`: plain training with a strategy, for tables of loss, accuracy and time.
+"""`distcheck train`: trains with a strategy, and reports loss, accuracy and time.
 
-`verify` records the same loop. Every rank computes with one thread, a single process, too, so that
-durations are comparable.
+`verify` records the same loop. Every rank computes with one thread, and so does a single process,
+so that durations are comparable.
 """
 
 import statistics

@@ -1,5 +1,5 @@
-"""The options of `verify` and `plan` as a request, including those that a launcher sets, and the
-cases that they select.
+"""Turns the options of `verify` and `plan`, and settings of a launcher, into a request and its
+cases.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """`distcheck verify --watch`: repeats a run whenever its code changes.
 
-The helper and the further interpreters stay, with torch imported; ranks are forked anew, and import
-the present code. The cheapest cases run first, and verdicts are printed as they come.
+The helper and the additional interpreters are reused, with torch imported. Ranks are forked anew,
+and import the current code. The cheapest cases run first, and each verdict is printed immediately.
 """
 
 import importlib.util

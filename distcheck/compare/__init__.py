@@ -1,6 +1,6 @@
-"""`distcheck compare`: two recordings of one training, of the same cases or of two jobs.
+"""`distcheck compare`: compares two recordings, of the same cases or of two jobs.
 
 `command` is the entry point. `traces` compares two recordings in a process with torch, and derives
-the maximum difference between two correct results of one computation; `jobs` does so for two jobs,
-`records` decides the verdict, `screen` prints.
+the maximum difference between two correct results of one computation. `jobs` does the same for two
+jobs, `records` decides the verdict, and `screen` prints it.
 """

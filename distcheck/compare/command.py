@@ -1,4 +1,5 @@
-"""`distcheck compare`: reports if an upgrade, or a change of the code, changed bits, and how far.
+"""`distcheck compare`: reports whether an upgrade or a change of the code changed bits, and by how
+much.
 
 1  read     the saved cases of both runs, and their verdicts
 2  run      without a second run, the cases of the first run here and now

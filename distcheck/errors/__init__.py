@@ -1,5 +1,5 @@
-"""Errors for users: one clear sentence each, with the exit code that it leads to; and suggestions
-for misspelled names.
+"""Errors shown to users, each with one sentence and an exit code; and suggestions for misspelled
+names.
 """
 
 from collections.abc import Iterable

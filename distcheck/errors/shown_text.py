@@ -1,4 +1,4 @@
-"""Texts of user code, made safe to display, in every format but JSON, which has its own escapes and
+"""Makes texts of user code safe to display, in every format but JSON. JSON has its own escapes, and
 includes every text in full.
 
 A strategy chooses its names, its exceptions and its output. Non-printing characters (controls,

@@ -1,4 +1,4 @@
-"""Whole training jobs, unchanged: `distcheck job -- torchrun --nproc-per-node 4 train.py`.
+"""Unmodified training jobs: `distcheck job -- torchrun --nproc-per-node 4 train.py`.
 
 In the front-end process:
     command, guard_command   the main sequence: run the command, judge the recording, report

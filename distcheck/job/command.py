@@ -138,7 +138,7 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
 
 
 def _kept(report: Report) -> Report:
-    """Store the report (without the recording) among the kept runs, if possible."""
+    """Store the report (without the recording) among the saved runs, if possible."""
     store = Store.by_default()
     if store is not None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""Merges the recordings of a job on several machines, each running `distcheck job`: one judges.
+"""Merges the recordings of a job on several machines. Each runs `distcheck job`; one of them
+judges.
 
 Ranks write on their own machine. After the command has ended on every machine, the port of the
 job's master is free again: the machine with the master's address listens there, and the others send

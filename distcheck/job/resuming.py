@@ -1,6 +1,6 @@
 """Judges a resumed job against the recording of the uninterrupted job.
 
-The resume step is the step of the earlier job that starts with the same parameters. All state at
+The resumed step is the step of the earlier job that starts with the same parameters. All state at
 that step is compared bitwise; then both jobs are compared in execution order
 (`judge/divergence/job_recordings.py`). Each item that a checkpoint must restore has its own cause.
 Results computed from different state are consequences and are not judged.

@@ -1,4 +1,4 @@
-"""Expectations, comparisons and causes: decides if a run is correct, and why not.
+"""Judges runs: expectations, comparisons, and the causes of failures.
 
 oracles/     the results that each rank should have, one file per layer or accepted deviation
 checks/      comparisons of a trace with an expectation

@@ -1,11 +1,10 @@
 """Deviations by design that the user accepts (`--accept KIND`), and the expectations under them.
 
-    low-precision:bf16 gradients are rounded to that dtype (or fp16, fp32); the rounding bound, full
-    batch float32 and float64
-                                are widened as for a promised `wire`        oracles/rounding.py
+    low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32). The rounding
+                                bound, full batch float32 and float64 are widened as for a
+                                promised `wire`                             oracles/rounding.py
     quantized:BITS              gradients are rounded to a grid of 2^BITS steps over the range of
-                                one rank or of all; the rounding bound, full batch float32 and
-                                float64 are widened
+                                one rank or of all. The same bounds are widened
                                                                             oracles/quantum.py
     low-rank:RANK               a matrix is reduced as its projection on RANK directions, and
                                 the rest is carried over (PowerSGD)         oracles/low_rank.py

@@ -1,5 +1,5 @@
-"""Plans worlds to find the difference that changes a rerun in separate interpreters, one world at a
-time, or to show that it is a race.
+"""Plans worlds, one at a time, that find the difference which changes a rerun in separate
+interpreters, or show that it is a race.
 
     1  repeat the first world      differs: two worlds with one process state do
     2  each factor by itself       the first that differs is suspected; delays are no state

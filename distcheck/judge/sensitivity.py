@@ -1,7 +1,7 @@
-"""Turns the sensitivity of a passing case into its verdict. No torch.
+"""Derives the verdict of a passing case from its sensitivity. No torch.
 
-A mistake that no tensor would have revealed at any step, on some rank, was not searched for: then
-the case is `unknown`, however much was compared.
+A mistake that no tensor would have revealed at any step, on some rank, was not tested for. The case
+is then `unknown`, however much was compared.
 """
 
 from collections import defaultdict

@@ -1,5 +1,4 @@
-"""Names of torch without a public counterpart, so that a change in torch needs one fix, in this
-module.
+"""Private names of torch without a public equivalent. Update this file when a release renames one.
 
 Classes are read when this module is imported, everything else when it is used, so that a renamed
 function breaks only its users. `tests/unit/test_compat.py` uses every name in the installed torch.

@@ -1,4 +1,4 @@
-"""Notes that accompany a case's verdict, and reasons for leaving a case out."""
+"""Notes on a case's verdict, and reasons for leaving a case out."""
 
 from collections.abc import Iterator, Sequence
 

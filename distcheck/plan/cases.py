@@ -1,4 +1,4 @@
-"""From a request to cases, and from a case to its checks. No torch.
+"""Plans the cases of a request, and the checks of a case. No torch.
 
 A case is plain data and determines everything that its ranks do. `check_case` plans a stored case
 anew and refuses one that a request could not have produced.

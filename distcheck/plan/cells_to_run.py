@@ -2,9 +2,9 @@
 
 `--thorough` runs all of them. The default run adds those that correct code may be unable to train:
 most code for models in which every rank uses every layer raises, or waits indefinitely, if some
-ranks do not use some layers. Such code is correct for a training that never has such a model, so
-these cases count only if all ranks finish: wrong gradients are then a silent error. If ranks do not
-finish, a note lists the cases that were not judged.
+ranks do not use some layers. Such code is correct for a training that never has such a model. These
+cases therefore count only if all ranks finish: wrong gradients are then a silent error. If ranks do
+not finish, a note lists the cases that were not judged.
 """
 
 from collections.abc import Collection, Iterator

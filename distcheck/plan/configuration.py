@@ -8,8 +8,8 @@
     worlds = [3]
     arg = { average = true }
 
-A key takes the same values as its option; a list if the option may be repeated, or if one run has
-one value and a matrix several.
+A key takes the same values as its option. It takes a list if the option may be repeated, or if a
+matrix has several values where one run has one.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Estimated duration of a case: measured in an earlier run here, or by a rough model."""
+"""Estimates the duration of a case, from an earlier run on this machine or by a rough model."""
 
 from collections.abc import Mapping
 from pathlib import Path

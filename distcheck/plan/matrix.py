@@ -1,4 +1,4 @@
-"""From a matrix and the command line to cases, and to the shard of them that runs here.
+"""Combines the matrix and the command line into cases, and selects the shard that runs here.
 
 Command-line values override a strategy's own table in the file, which overrides the common table.
 """

@@ -1,4 +1,4 @@
-"""The files that make up a piece of code: its own, and those that it imports from its project."""
+"""The source files of a piece of code: its own, and those that it imports from its project."""
 
 import ast
 import functools

@@ -1,13 +1,13 @@
 """Frozen data that packages exchange. No torch, no behavior except merging.
 
-This module has results and reports: `CheckResult`, `CaseReport`, `Report`. The others:
+This module defines results and reports: `CheckResult`, `CaseReport`, `Report`. Other modules:
 
     case              a request to one strategy in one world, and its name
     layers, causes/   the tables of layers and of causes
-    exit_status, odd_ranks  exit status of ranks, and the rank that differs from the others
+    exit_status, odd_ranks   exit status of ranks; the rank that differs from the others
     run_facts         facts about a run in addition to its checks
-    posted_calls      calls of ranks, deadlocks; schedules: interleavings
-    mistakes, expected_events, picture_sums   sensitivity of a pass, required events, pictures
+    posted_calls, schedules  calls of ranks and deadlocks; interleavings of ranks
+    mistakes, expected_events, picture_sums   sensitivity of a pass; required events; pictures
     decoding          reads files of any origin, with limits
 """
 
@@ -283,7 +283,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
-    """The last kept run of the same strategies that passed, and the changes since."""
+    """The last saved run of the same strategies that passed, and the changes since."""
 
     run: str
     changes: tuple[Change, ...]

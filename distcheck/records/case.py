@@ -1,5 +1,5 @@
-"""A case: a request to one strategy in one world, in names that JSON can hold; and its name, which
-is unique and independent of the order of requests.
+"""A case: one strategy in one world, as plain values that JSON can hold. Its name is unique and
+independent of the order of requests.
 """
 
 import re

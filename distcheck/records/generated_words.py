@@ -2,23 +2,25 @@
 
     generated:conv2.strided-linear3.bias.frozen-scale;adam;samples=20
 
-Layers in the order of the forward pass, joined by `-`, each a kind, a size where it has one, and
-marks; then, after `;`, the optimizer (sgd, momentum or adam; sgd if none is named), `groups` where
-it has two groups of parameters, `schedule` where its rates change with every step, the number of
-training samples, and `accumulate=N` where the loop runs backward N times in a step. The words are
-the whole description: a case that holds them can be replayed.
+Layers are joined by `-`, in the order of the forward pass. Each has a kind, possibly a size, and
+marks. After `;` follow the optimizer (sgd, momentum or adam; default: sgd), `groups` if it has two
+parameter groups, `schedule` if the learning rates change in every step, the number of training
+samples, and `accumulate=N` if a step runs backward N times. These words describe the model
+completely, so a case that contains them can be replayed.
 
-    linear N    N features out, and tanh; conv N: 2x2, N channels out, and tanh
-    scale       one parameter without dimensions
-    table N     a vector of N elements that every sample takes part in
-    running     a buffer that follows the mean of what passes; no parameter
-    norm        BatchNorm of the samples' two channels; comes first
+    linear N    a linear layer with N output features, then tanh
+    conv N      a 2x2 convolution with N output channels, then tanh
+    scale       one scalar (0-d) parameter
+    table N     a vector of N elements that every sample uses
+    running     a buffer with the running mean of the activations; no parameter
+    norm        BatchNorm over the samples' two channels; only as the first layer
 
-    bias        of a linear or conv        frozen    takes no gradient
-    strided     not contiguous: a linear's weight is transposed in memory, a conv's channels_last
-    tied        a linear's weight is used once more, transposed, to go back
-    absent      for half of the samples only: a rank that has none of them has no gradient (None)
-    nestedN     lies within N more modules, in one with its neighbor as far as that does too
+    bias        a linear or conv has a bias
+    frozen      requires no gradient
+    strided     not contiguous: transposed in memory (linear) or channels_last (conv)
+    tied        a linear's weight is used a second time, transposed
+    absent      used by half of the samples; a rank without these has no gradient (None)
+    nestedN     is nested in N more modules, shared with a neighbor that is nested as well
 """
 
 import re

@@ -1,7 +1,7 @@
 """Identifies the rank that differs from the others, for both the diagnosis and the pictures.
 
-A rank is odd if most ranks did something else. In a tie, no rank is odd, and the tie is reported. A
-rank that only lost its peer is a secondary failure, and is never odd for its later inactivity.
+A rank is odd if most ranks behaved differently. In a tie, no rank is odd, and the tie is reported.
+A rank that only lost its peer is a secondary failure, and is never odd because it stopped.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

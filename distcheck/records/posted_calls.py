@@ -1,8 +1,8 @@
-"""Calls of ranks in simulated worlds and worlds of processes: their consistency, and why blocked
-ranks can never continue (an unmatched message, or a cycle).
+"""Calls of ranks, in simulated worlds and in worlds of processes: whether they match, and why
+blocked ranks can never continue (an unmatched message, or a cycle).
 
-Collectives of a group with the same number must be the same on all of its ranks. Unknown properties
-are not compared: two calls differ only in properties known of both.
+Collectives of a group with the same number must be the same on all of its ranks. A property is
+compared only if it is known for both calls.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Symptoms in people's words, and the search of `distcheck explain "WORDS"`. No torch.
+"""Symptoms in everyday words, and the search of `distcheck explain "WORDS"`. No torch.
 
 A search compares stems of words, in which synonyms are equal; a rare stem weighs more. Causes are
 searched, too: by their name, description and symptoms.

@@ -1,4 +1,4 @@
-"""Formats a case that did not pass, for a screen: ranks, first place, causes, and its replay."""
+"""Formats a case that did not pass, for a screen: ranks, first divergence, causes, replay."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """The report as one self-contained page: no script, no font, no external request.
 
 The page has its own policy, `default-src 'none'`, with the digest of its style sheet. If a server
-blocks even that, plain HTML in a sensible order remains, with pictures that include their colors.
-All contents of the report are escaped.
+blocks even that, plain HTML in reading order remains, with pictures that include their colors. All
+contents of the report are escaped.
 """
 
 import base64

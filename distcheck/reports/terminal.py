@@ -1,4 +1,4 @@
-"""The report for people: one screen, the verdict first."""
+"""The report for the terminal: one screen, the verdict first."""
 
 import io
 import os

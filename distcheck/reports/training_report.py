@@ -1,5 +1,5 @@
-"""The figures of `distcheck train`: its document, on the screen a line per epoch and how ranks
-failed, and a page with a table of the runs and their curves.
+"""Reports of `distcheck train`: a JSON document; a screen with a line per epoch and the failed
+ranks; a page with a table of the runs and their curves.
 """
 
 import shlex

@@ -1,8 +1,9 @@
-"""Earlier runs: the cases that failed in their last run; and the last run that passed with the same
-strategies, with the differences in environment and in code of strategies and workloads.
+"""Earlier runs: the cases that failed in their last run; the last passing run of the same
+strategies, and the differences since then in the environment and in the code of strategies and
+workloads.
 
-The first question about a failed run is the change since the last pass; only a run can answer it,
-not a report that is rendered elsewhere.
+The first question about a failed run is what changed since the last pass. Only the process that
+runs the verification can determine this, and not a report that is rendered elsewhere.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Origin of a run: date, command line, and the commit and state of the code.
 
-A repository may come from elsewhere, with a configuration that names programs. git is only asked
-for information that starts none of them.
+A repository may come from elsewhere, with a configuration that names programs. Only git commands
+that start none of them are used.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Layout and lifetime of a run directory: cases before they run, traces and the report after.
+"""Layout and lifetime of a run directory: cases (stored before they run), traces, and the report.
 
   cases/CASE.json         written before the case starts; `distcheck replay` reads it
   report.json             the verdict, as `--json` writes it

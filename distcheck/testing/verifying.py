@@ -1,4 +1,4 @@
-"""`distcheck.verify(...)`: a verification from a test, a script or a notebook."""
+"""`distcheck.verify(...)`: runs a verification in a test, a script or a notebook."""
 
 import inspect
 import os

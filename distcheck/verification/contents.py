@@ -1,4 +1,4 @@
-"""The features that a run's cases had, and so the limits of its pass. No torch.
+"""The features that the cases of a run covered, and therefore the limits of its pass. No torch.
 
 A pass shows nothing about features that no case had: a larger tensor, a later step, a second param
 group. These limits are derived from the cases. Among them, features that the strategy's code uses

@@ -1,6 +1,6 @@
 """Strategies given as objects: the names by which ranks import them.
 
-Ranks import the code that they judge. No module holds a notebook, and a script that calls
+Ranks import the code that they judge. A notebook is not a module, and a script that calls
 `distcheck.verify` outside `if __name__ == "__main__":` would call it again in every rank. So a
 definition there is copied into a file from its source, together with the names that it uses:
 imports, constants, and other definitions of `__main__`. Other values cannot be written into a file,

@@ -1,4 +1,4 @@
-"""Estimates if a case fits on this machine, before anything is started."""
+"""Estimates whether a case fits on this machine, before any process starts."""
 
 import math
 import resource

@@ -1,7 +1,7 @@
-"""Limits the code that a process lends its ranks to, and tells defects of distcheck from those of
-others.
+"""Limits the code for which a process provides ranks, and distinguishes defects of distcheck from
+those of the code under test.
 
-A process that lends its ranks runs only code of its own command line. The front-end process selects
+A process that provides ranks only runs code of its own command line. The front-end process selects
 the case of a rank: it may choose another built-in workload, batch or delay, as follow-ups do;
 strategies, and modules or files that a case names, must be among those that this process was
 started with.

@@ -1,8 +1,8 @@
 """Finds lines of the code under test that read state which differs between processes.
 
 The lines come from the syntax tree of the strategy's file and the modules next to it; nothing is
-imported. A file cannot show which line is at fault, so all candidates are listed: in the strategy's
-file, those reachable by name from its definition, by the factor that made a difference:
+imported. The source does not show which line is responsible, so all candidates are listed: in the
+strategy's file, those reachable by name from its definition, by the factor that made a difference:
 
     interpreters, memory   iterates over a set; hash(), id(), data_ptr()
     nodes                  LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, get_node_local_rank()

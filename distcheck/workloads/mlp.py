@@ -1,4 +1,4 @@
-"""A three-layer perceptron: the fastest real training, no convolution, no buffers."""
+"""A three-layer perceptron without convolutions or buffers: the fastest real training."""
 
 from math import prod
 

@@ -7,17 +7,17 @@ worker_pool.py   persistent processes that serve one request after another
 jobs.py          the type of a job that a forked process can run, the connection of that process to
                  the front end, and the state that each rank of a simulated world owns
 messages.py      messages between front end, helper and children; framing.py: their encoding
-rendezvous.py    how the ranks of a world find each other
+rendezvous.py    connects the ranks of a world
 shares.py        the ranks of a world that run in one place
 surroundings.py  differences between ranks in several interpreters: machines, environment, delays
-stalls.py        tells a hung rank from a slow machine
+stalls.py        distinguishes a hung rank from a slow machine
 waiting.py       detects that a rank is blocked, and in which of its calls
 call_recorder.py records those calls; flight.py reads torch's own record of them
 callers.py       classifies source files, and finds the line that made a call
 proofs.py        proves from reports of blocked ranks that a world is deadlocked
 call_log.py      the latest calls in shared memory, for ranks that a library aborts
-root_cause.py    how each rank ended, and which end is the root cause
-interrupts.py    Ctrl-C and SIGTERM
+root_cause.py    the exit status of each rank, and the root cause
+interrupts.py    handles Ctrl-C and SIGTERM
 turns.py         limits the number of concurrent worlds under pytest-xdist
 scratch.py       temporary folders that are removed even if their process is killed
 linux.py         the few Linux calls that Python does not wrap

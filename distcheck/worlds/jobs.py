@@ -1,5 +1,5 @@
-"""Defines the `Job` type, work that a forked process can be asked to do, and the `Reporter`, the
-connection of that process to the front end.
+"""Defines `Job`, the work that a forked process can be asked to do, and `Reporter`, the connection
+of that process to the front end.
 
 Each package declares its own jobs; this module imports none of them. The front end holds the
 declaration, which imports nothing heavy; the process that runs the job imports the function that

@@ -1,4 +1,4 @@
-"""Starts the two shapes of work: a world of ranks, and a single-process job."""
+"""Starts a world of ranks, or a single-process job."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

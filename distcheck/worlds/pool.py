@@ -1,9 +1,9 @@
-"""Processes that ranks and single-process jobs are forked from: the helper, and for a rerun further
-interpreters.
+"""Processes from which ranks and single-process jobs are forked: the helper, and additional
+interpreters for a rerun.
 
-There are two further ones for any world size, each with its own torch, whose import takes about two
-seconds of CPU time. They start one after another, so that they do not slow down the helper on two
-cores, and live as long as the pool.
+There are two additional interpreters for any world size, each with its own torch, whose import
+takes about two seconds of CPU time. They start one after another, so that they do not slow down the
+helper on two cores, and live as long as the pool.
 """
 
 import selectors

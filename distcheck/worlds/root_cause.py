@@ -1,4 +1,4 @@
-"""The end of each rank of a world, ordered by cause: root causes before secondary failures."""
+"""How each rank of a world ended, with root causes before secondary failures."""
 
 import os
 import re

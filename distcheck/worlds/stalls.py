@@ -1,4 +1,4 @@
-"""Tells a hung world from a slow machine.
+"""Distinguishes a hung world from a slow machine.
 
 A fixed deadline is either too long to wait for or too short on an overloaded machine (Measured: the
 same passing world took 35 ms on an idle one and 310 ms at load 20). The deadline therefore applies

@@ -1,10 +1,10 @@
 """One world of ranks: started together, supervised, and ended together.
 
-running     until every rank has reported, or one failed, or all stalled
-asking      remaining ranks are asked for their stacks
-shaking     those that did not answer are asked by a signal, which needs no Python lock
+running     until every rank has reported, one has failed, or all have stalled
+asking      the remaining ranks are asked for their stacks
+shaking     ranks that did not respond are asked by a signal, which needs no Python lock
 ending      ranks that have not reported are killed
-over        every rank is gone, and how each ended is known
+over        every rank has exited, and its exit status is known
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""`distcheck backends`: from options to worlds to an exit code. Imports no torch."""
+"""`distcheck backends`: probes backends and prints a table. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,9 +1,9 @@
-"""The jobs of probing processes: to look if a backend is available, and one rank that performs
-probes in sequence and reports each result.
+"""The jobs of probing processes: one checks whether a backend is available; the other is a rank
+that performs probes in sequence and reports each result.
 
 After every call the ranks exchange its status through the store: no rank runs ahead, and every rank
-knows if the group may be out of sync. Then they continue with a new group with fresh connections
-and counters.
+knows whether the group may be out of sync. If it may be, they continue with a new group, which has
+new connections and counters.
 """
 
 import warnings

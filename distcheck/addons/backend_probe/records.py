@@ -1,5 +1,5 @@
-"""Results of a sweep: a verdict per cell, and the exit code; and requests of the front end to
-processes that probe. No torch.
+"""Results of a sweep (a verdict per cell, and the exit code), and the front end's requests to
+probing processes. No torch.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Ray engine: a part is a task with as many CPUs, or GPUs, as ranks, and a copy of this folder."""
+"""Ray engine: each part is a task with a CPU or GPU per rank, and a copy of the current folder."""
 
 import importlib
 import logging

@@ -1,5 +1,5 @@
-"""Slurm, through submitit: a part is a job with as many CPUs, or GPUs, as it has ranks. Code is
-loaded by its path, so the current folder must be on a file system that all nodes share.
+"""Slurm engine, through submitit: each part is a job with one CPU or GPU per rank. Code is loaded
+by its path, so the current folder must be on a file system that all nodes share.
 """
 
 import logging

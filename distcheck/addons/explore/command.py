@@ -1,4 +1,4 @@
-"""`distcheck explore`: from command line options to an exit code."""
+"""The options of `distcheck explore`, and its exit code."""
 
 import importlib.util
 import itertools

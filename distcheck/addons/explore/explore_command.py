@@ -1,4 +1,4 @@
-"""`distcheck explore`: search for the smallest case in which a strategy fails."""
+"""Runs `distcheck explore`: searches for the smallest case in which a strategy fails."""
 
 from typing import Any
 

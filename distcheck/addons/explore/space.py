@@ -1,7 +1,7 @@
 """The search space, as Hypothesis strategies; also for property tests of users.
 
-The first choices are simpler, and Hypothesis shrinks towards them: fewer ranks, one step, float32,
-one sample per rank, one layer without marks, no delays.
+Hypothesis shrinks towards the first of several choices, which is therefore the simplest: fewer
+ranks, one step, float32, one sample per rank, one layer without marks, no delays.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The jobs of persistent processes: a rank, and the judge.
+"""The jobs of reused processes: a rank, and the judge.
 
 They run the same code as the ranks and the judge of `distcheck verify`, but are not forked for each
 case and keep their process group. State left by one case may therefore affect another; the caller

@@ -1,5 +1,7 @@
-"""The operations that this process has started, in the format of torch's flight recorder (torch
-does not record a backend that is written in Python), and c10d's Work, over MPI requests.
+"""Started MPI operations: c10d's Work over MPI requests, and a record of each operation.
+
+The record has the format of torch's flight recorder, which does not cover backends written in
+Python.
 """
 
 import functools

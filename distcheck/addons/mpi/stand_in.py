@@ -1,7 +1,7 @@
 """Program that a launcher starts in place of a rank. Standard library only.
 
-It sends the launcher's environment for the job to the front end, and lives as long as the rank that
-replaces it. It imports little, because there is one for every rank.
+It sends the launcher's environment for the job to the front end, and exits when the rank that
+replaced it exits. It imports little, because there is one for every rank.
 """
 
 import json

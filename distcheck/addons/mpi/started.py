@@ -1,6 +1,7 @@
-"""MPI jobs whose ranks are forked by distcheck's helper process and not by MPI: mpirun starts a
-stand-in for each rank, and the rank takes over the environment and connections of its stand-in
-(docs/decisions/mpi.md).
+"""MPI jobs whose ranks are forked by distcheck's helper process and not by MPI.
+
+mpirun starts a stand-in for each rank, and the rank takes over the environment and connections of
+its stand-in (docs/decisions/mpi.md).
 
 front end -> keeper.py -> mpirun -> stand_in.py, one for each rank
 """

@@ -1,6 +1,4 @@
-"""`distcheck selftest`, which tests the tool itself on this machine: from options to an exit code.
-Imports no torch.
-"""
+"""`distcheck selftest`: tests distcheck itself on this machine. Imports no torch."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""A call of a rank: the operation, its tensors, and the line of the code under test."""
+"""A posted call: its operation, its tensors, and its line in the code under test."""
 
 import math
 import os

@@ -1,5 +1,5 @@
-"""The process group of a simulated world: c10d's collectives and messages as its calls; and the
-store for its rendezvous.
+"""The process group of a simulated world, which posts c10d's collectives and messages as calls; and
+the store for its rendezvous.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""Per-rank state of a simulated world. Ranks in one process would share state of which separate
-processes have a copy each; it is swapped whenever another rank runs.
+"""Per-rank state of a simulated world, swapped whenever another rank runs.
+
+Each of several processes has its own copy of this state; ranks in one process would share it.
 
  RNG state         of torch, Python and NumPy
  environment       `os.environ`; C code reads the environment of the process

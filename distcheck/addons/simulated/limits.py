@@ -1,4 +1,4 @@
-"""Operations that code under test must not use in a simulated world, and replacements of others.
+"""Operations that code under test must not use in a simulated world, and replacements for others.
 
 A rank that forks, or communicates through another library, would leave the world: the run ends with
 one sentence. A command (subprocess, os.system) runs while its rank stays scheduled. `time.sleep`

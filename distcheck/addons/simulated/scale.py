@@ -1,8 +1,8 @@
 """Cases of `distcheck scale`: one workload in simulated worlds of several sizes and orders. No
 torch.
 
-Every world trains on the same total batch, as does the single-process reference, so that worlds
-differ only in how a sum is divided and added.
+Every world, and the single-process reference, trains on the same global batch, so worlds differ
+only in how a sum is split and in which order it is added.
 """
 
 import re

@@ -2,7 +2,7 @@
 tries.
 
 round-robin  after every call, or every few, the next rank by number
-random       half of the choices are the default ones, the others any rank with equal probability
+random       half of the choices are the default ones, the others are uniformly random
 PCT          ranks have random priorities, and the ready rank with the highest runs; at three
    random choices, that rank gets the lowest priority (Burckhardt et al.,
    A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010)

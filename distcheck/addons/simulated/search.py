@@ -1,8 +1,8 @@
 """The process that tries schedules, in forks of itself; each fork runs one simulated world or
 several in sequence.
 
-All worlds begin in the same state, so that two runs of one schedule differ only by influences that
-no schedule controls. If the result of a schedule differs from that of the default schedule,
+All worlds begin in the same state, so two runs of one schedule differ only by influences that no
+schedule controls. If the result of a schedule differs from that of the default schedule,
 preemptions are removed from it in smaller and smaller subsets, until only the necessary ones are
 left.
 """

@@ -1,5 +1,6 @@
-"""Calls that gloo accepts and that are rarely intended. Their results may still be correct, so each
-is a warning that fails nothing; the numbers decide.
+"""Calls that gloo accepts and that are rarely intended.
+
+Their results may still be correct, so each call only causes a warning.
 
 NAME of a warning      finding
 other-shapes           ranks pass equally many elements in different shapes or memory layouts

@@ -1,8 +1,8 @@
 """The ranks of this process: their scheduling, their calls, and the end of their world.
 
 A world that cannot proceed ends: by a mismatch, found when the second call is posted; by ranks that
-have ended while others wait for them, which then lose their peer, as in a world of processes; or by
-a deadlock, when every remaining rank is blocked.
+have ended while others wait for them (the others then lose their peer, as in a world of processes);
+or by a deadlock, when every remaining rank is blocked.
 """
 
 import math

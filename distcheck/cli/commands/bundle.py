@@ -1,4 +1,4 @@
-"""`distcheck bundle`: packs a run to hand on."""
+"""`distcheck bundle`: packs a run into a zip file for another user."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`distcheck compare`: two saved runs, or one and the present results of the same cases."""
+"""`distcheck compare`: compares two saved runs, or a saved run with a new run of its cases."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck explain`: explains a cause, a symptom in words, and findings of a guard."""
+"""`distcheck explain`: explains a cause, a symptom in your words, or the findings of a guard."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`distcheck job`: judges a whole, unchanged training job."""
+"""`distcheck job`: judges an unmodified training job."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`distcheck open`: shows the page of a kept run."""
+"""`distcheck open`: shows a saved run as a page."""
 
 import webbrowser
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`distcheck record`: a verification that is kept completely, for `distcheck compare`."""
+"""`distcheck record`: runs a verification and saves all of its traces, for `distcheck compare`."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`distcheck replay`: runs a case, or those of a bundle, again."""
+"""`distcheck replay`: replays a case, or the cases of a bundle."""
 
 from collections.abc import Sequence
 from typing import Any

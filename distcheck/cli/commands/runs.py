@@ -1,4 +1,4 @@
-"""`distcheck runs`: lists kept runs."""
+"""`distcheck runs`: lists saved runs."""
 
 import time
 from datetime import datetime

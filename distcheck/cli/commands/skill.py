@@ -1,4 +1,4 @@
-"""`distcheck skill`: instructions for coding agents."""
+"""`distcheck skill`: prints instructions for coding agents."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""`distcheck train`: training without judging."""
+"""`distcheck train`: trains without checking anything."""
 
 from typing import Any
 

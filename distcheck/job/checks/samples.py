@@ -1,10 +1,10 @@
-"""Checks that ranks train on different samples and that every epoch has another order.
+"""Checks that ranks train on different samples and that every epoch has a different order.
 
-A sample is identified by its sampler index, or by its content if there is none; then rows that one
-rank has twice in its epoch are ignored. If ranks read different content for the same indices, each
-rank has its own data set, unless some part of every sample is the same. If reading also draws
-random numbers, the data sets cannot be distinguished, and the result is unknown. Ranks that read
-one batch and take its rows in turn have different samples.
+A sample is identified by its sampler index, or by its content if there is none. In the latter case,
+rows that one rank reads twice in an epoch are ignored. If ranks read different content for the same
+indices, each rank has its own data set, unless some part of every sample is the same. If reading
+also draws random numbers, the data sets cannot be distinguished, and the result is unknown. If all
+ranks read one batch and each takes every W-th row, they have different samples.
 """
 
 from collections import Counter

@@ -8,7 +8,7 @@ most W + k + 6 times (a sum over ranks and passes; divisions by the world size, 
 scale; a clip), each time by at most the unit roundoff u of the summed magnitudes. The bound of a
 parameter is therefore (W + k + 6) * u * sum |g|. A factor of 1 + d appears as d * |g|_2, which
 exceeds the bound for up to 1 / (W + k + 6)^2 u^2 elements: for float32 the whole tensor is
-projected, for 16-bit dtypes a part of it, another one each time.
+projected, for 16-bit dtypes a part of it, a different part each time.
 
 If fully_shard shards a parameter, the first projection covers the unsharded gradient of the model,
 and the second is summed over the ranks, each of which contributes its shard.

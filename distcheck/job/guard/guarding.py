@@ -1,4 +1,4 @@
-"""The guard of one optimizer: every N steps, the ranks compare their replicas."""
+"""The guard of one optimizer: makes the ranks compare their replicas every N steps."""
 
 import functools
 import math

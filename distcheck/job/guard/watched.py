@@ -1,6 +1,6 @@
 """The trained model, found at its first call and observed in selected steps.
 
-The hooks are on the module inside DistributedDataParallel, which has broadcast buffers by then.
+The hooks are on the module inside DistributedDataParallel, which has already broadcast buffers.
 """
 
 from collections.abc import Callable, Iterator

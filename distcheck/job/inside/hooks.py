@@ -1,6 +1,6 @@
 """Patches the places in torch that every training script calls, and forwards events to a listener.
 
-A listener that raises is removed, and the job continues without it: `say` is the only boundary
+A listener that raises is removed, and the job continues without it: `emit` is the only boundary
 between distcheck and the script. Each place is documented by torch, or is a function that scripts
 call by its public name; for data loaders also their iterators and fetchers.
 """

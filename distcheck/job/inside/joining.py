@@ -1,8 +1,8 @@
-"""Concatenates the micro-batches of a step, for a script that makes one pass as a single process.
+"""Concatenates the micro-batches of a step, for a script that runs one pass in a single process.
 
-A pipeline, or an accumulation that a script skips in a single process, makes several forward passes
-in a step while the reference makes one. Each step's record then has one pass: the concatenated
-inputs and targets of all micro-batches, and the sum of their losses.
+A pipeline, or gradient accumulation that a script skips in a single process, runs several forward
+passes in a step while the reference runs one. Each step's record then has one pass: the
+concatenated inputs and targets of all micro-batches, and the sum of their losses.
 """
 
 import dataclasses

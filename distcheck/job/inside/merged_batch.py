@@ -1,4 +1,4 @@
-"""Merges the passes of an accumulation: a copy of the replay computes the gradient of all
+"""Merges the passes of gradient accumulation: a copy of the replay computes the gradient of all
 micro-batches of all ranks in one batch.
 
 The script's factor (`loss / accumulate`) is excluded: the result is the gradient of torch's loss,

@@ -1,4 +1,4 @@
-"""Stand-in for GPUs: a script that asks for CUDA trains on the CPU, over gloo.
+"""Stand-in for GPUs: a script that requests CUDA trains on the CPU, over gloo.
 
 Devices are replaced in torch calls (a `TorchFunctionMode`), and in the few functions of
 `torch.cuda` and `torch.distributed` that scripts call. Behavior specific to GPUs (kernels, TF32,

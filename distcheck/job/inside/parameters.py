@@ -1,6 +1,6 @@
 """Names the parameters that a script trains.
 
-Names are for the reader, and identify the same tensor on another rank; a step consists of the
+A name is shown to the user and identifies the same tensor on every rank. A step consists of the
 tensors of its optimizer.
 """
 

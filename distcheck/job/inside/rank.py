@@ -1,4 +1,4 @@
-"""Describes this rank: its place in the world, its environment, and properties of its modules."""
+"""Describes this rank: its position in the world, its environment, properties of its modules."""
 
 import atexit
 import gc

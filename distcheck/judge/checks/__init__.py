@@ -6,11 +6,11 @@ One file per check, in report order:
     agreement, rerun
 
 A check module defines `compare(evidence, tally)`; `tally.layer` is the layer, and the plan decides
-if it is judged step by step or over the whole run. A check trains nothing, stores nothing, starts
-no process, reads no clock, and does not depend on other checks: expectations are computed before
-(`judge/job.py`) and frozen. It receives one step at a time in order, or all steps at once with
-`OVER_STEPS = True`. Only `outcome` needs no trace; the front-end process judges it. `purpose`
-cannot fail: it reports if the events that a workload exists for have happened.
+whether it is judged step by step or over the whole run. A check trains nothing, stores nothing,
+starts no process, reads no clock, and does not depend on other checks: expectations are computed
+before (`judge/job.py`) and frozen. It receives one step at a time in order, or all steps at once
+with `OVER_STEPS = True`. Only `outcome` needs no trace; the front-end process judges it. `purpose`
+cannot fail: it reports whether the events that a workload exists for have happened.
 
 Shared parts:
 

@@ -2,9 +2,10 @@
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
 belongs to rank p mod W at step p div batch, for the W ranks with data. A workload with its own
-sampler is checked for less: no sample twice in an epoch, shards of the right size, another order in
-another epoch. In a mesh, ranks of one data coordinate read the same samples. Ranks that draw equal
-random numbers for different samples get a warning only: a workload may not draw any.
+sampler has fewer requirements: no sample twice in an epoch, shards of the right size, and a
+different order in every epoch. In a mesh, ranks of one data coordinate read the same samples. Ranks
+that draw equal random numbers for different samples get a warning only: a workload may not draw
+any.
 """
 
 from collections import defaultdict

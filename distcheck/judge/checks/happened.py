@@ -1,8 +1,7 @@
 """Detects events of the training loop: its steps, epochs, modes and random numbers.
 
-Each kind of event has a function with its name, which returns "" if the event happened, and
-otherwise a description of the recording. The ranks' reaction is irrelevant: a GradScaler met an
-overflow whether or not the strategy then hid it.
+The function of an event returns "" if the event happened, and otherwise describes the recording.
+The ranks' reaction is irrelevant: a GradScaler met an overflow even if the strategy then hid it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The optimizer's update is that of a single process, given the reduced gradients.
+"""Given the reduced gradients, the optimizer's update is that of a single process.
 
 Gradients are judged separately; here each rank's recorded gradients, parameters and optimizer state
 go through the same optimizer in one process, and the result must be bit-identical. In workload

@@ -1,4 +1,4 @@
-"""Reports if the events that a workload exists for happened in this run.
+"""Reports whether the events that a workload exists for happened in this run.
 
 A workload declares events that must happen (`records/expected_events.py`): a cell for a short last
 batch shows nothing in a run without one. Each event is searched for in the ranks' recording. If one

@@ -1,4 +1,4 @@
-"""A second, fresh world with the same seeds produced the same bits everywhere."""
+"""A second world of new ranks with the same seeds produced the same bits everywhere."""
 
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence

@@ -1,5 +1,4 @@
-"""Searches for the combination of shard gradients that a rank's result is. Pure arithmetic on
-facts.
+"""Expresses a rank's result as a combination of shard gradients. Pure arithmetic on facts.
 
 Purpose: a synchronization is linear, so a wrong result y of a rank is usually a combination of the
 shard gradients g_r with other weights than the mean's. Each `Reading` is one hypothesis about the

@@ -1,5 +1,5 @@
-"""Causes that show in single elements: which of them are right, the source of a wrong gradient
-(another parameter or an earlier step), and roundings of a lower-precision dtype.
+"""Causes found in single elements: partial synchronization, gradients of another parameter or an
+earlier step, and rounding to a lower-precision dtype.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,8 @@
 
 Choices of a script (samples, random numbers, settings) must be equal; after a different choice
 nothing is compared. Computed values must be within the bound of `noise_floor`. As with a reference,
-optimizer gradients and parameters decide: if both are within, a loss or reduced gradient outside
-may be scaled and unscaled later.
+optimizer gradients and parameters decide: if both are within the bound, a loss or reduced gradient
+outside it may have been scaled, and unscaled later.
 
 If world sizes differ, each recording is treated as a single process: the samples of all ranks in
 any order, the mean of the losses, and the tensors of rank 0; local gradients and RNG streams of

@@ -1,5 +1,4 @@
-"""Compares the modules of two runs of one step: the first whose inputs match and whose outputs
-diverge.
+"""Finds the first module, in two runs of one step, whose inputs match and whose outputs diverge.
 
 In forward, calls are ordered by completion: a module comes after its submodules, so the innermost
 one is named. Its inputs are right if every one that both runs have is; it is wrong if an output

@@ -9,9 +9,9 @@ diverge about as far. So the bound at a step is
 
 for a loss or gradient x, where x_d is that of perturbed run d and X are all gradients: the bound of
 a job against its reference (`job/checks/reference.py`). In contrast, perturbed runs are not reset
-to the job's state at each step, since the other recording was not, either. Both drift for the same
-reasons. For parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1 updates of
-about ten rounded operations each. u is that of the less precise dtype, and W the larger world.
+to the job's state at each step, since the other recording was not reset either. Both drift for the
+same reasons. For parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1 updates
+of about ten rounded operations each. u is that of the less precise dtype, and W the larger world.
 
 A distance may be small by chance, such as that of a scalar: the largest relative change of a tensor
 applies to all later steps.

@@ -1,10 +1,10 @@
-"""Tests if the reduction orders that the bitwise layer relies on hold on this machine, with this
-torch.
+"""Tests whether the reduction orders that the bitwise layer relies on hold on this machine, with
+this torch.
 
-Orders are facts about a backend and about DDP, not promises: a release may change them. So before X
-is used, ranks run the bare collective (and a bare DDP model) on known vectors, and compare bitwise
-with the prediction. If that fails, the bitwise layer falls back to the rounding bound, and the
-report says so.
+Orders are facts about a backend and about DDP, not promises: a release may change them. So before
+the layer is used, ranks run the bare collective (and a bare DDP model) on known vectors, and
+compare bitwise with the prediction. If that fails, the bitwise layer falls back to the rounding
+bound, and the report says so.
 """
 
 import os

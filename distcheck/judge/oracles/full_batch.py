@@ -1,14 +1,14 @@
 """full batch float64 and float32: the full batch of a step, forward and backward once, in one
 process.
 
-This is single-process training at equal global batch size, and it shares no arithmetic with the
-shards: other kernels' blocking, other sums. So it agrees only up to rounding.
+This is single-process training at equal global batch size. It shares no arithmetic with the shards
+(kernels block and sum differently), so it agrees only up to rounding.
 
 BatchNorm is the exception. Shards that normalize separately do not train the model of a single
 process, however they synchronize; the expectation is then the *ghost batch* (Hoffer, Hubara and
 Soudry, arXiv:1705.08741): one pass over the whole batch in which BatchNorm normalizes each shard's
 samples separately (ghost_batch.py). Its distance from true full-batch training is measured and
-reported. In eval mode BatchNorm does not use batch statistics, here or there.
+reported. In eval mode BatchNorm uses batch statistics neither in the ranks nor here.
 
 Tolerance, per tensor: the L2 norm of the difference is at most
 
@@ -17,20 +17,20 @@ Tolerance, per tensor: the L2 norm of the difference is at most
 where, with N samples and P positions, the rounding error of a sum of N P terms grows like the root
 of its length (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1):
 
-full batch float32  relative = u sqrt(N P), u = 2^-24. P is counted in the reference's own forward
-                    pass
-     (longest_sum.py): at how many positions of a sample a layer is applied. It is 32 x 32 at least,
-     the most that the shipped workloads have, so short sums in a deep network have as much: 3.1e-5
-     for 256 images. Correct code was measured at up to 1.1e-5.
-full batch float64  relative = 1e-11, or u sqrt(N P) with u = 2^-53 where that is more, which takes
-                    sums of 8e9
-     terms. Correct code was measured at up to 2e-14 (VGG11, ghost batch); the rest is room for
+full batch float32
+     relative = u sqrt(N P), u = 2^-24. P is the number of positions of a sample at which a layer is
+     applied, counted in the reference's own forward pass (longest_sum.py). It is at least 32 x 32,
+     the maximum of the built-in workloads, so that short sums in a deep network have the same
+     tolerance: 3.1e-5 for 256 images. Correct code was measured at up to 1.1e-5.
+full batch float64
+     relative = 1e-11, or u sqrt(N P) with u = 2^-53 if that is larger, which takes sums of 8e9
+     terms. Correct code was measured at up to 2e-14 (VGG11, ghost batch). The rest is a margin for
      deeper networks, and still a millionth of the smallest error that matters.
 
 The module's largest tensor sets the scale because a tensor's own norm may be rounding noise: the
 exact gradient of a bias in front of BatchNorm is zero. It is the sum of the same cotangents that
-enter the weight's gradient, so its error is of the size of the weight's, not of its own. (Against
-the weight's norm, correct code was measured at up to 2e-6 in float32.)
+enter the weight's gradient, so its error has the size of the weight's error. (Against the weight's
+norm, correct code was measured at up to 2e-6 in float32.)
 
 Layers that are split over k ranks (docs/layouts.md): a sum of K products is then k sums of K / k
 products, and k - 1 additions between them. A term goes through K / k - 1 of the former and at most
@@ -41,28 +41,28 @@ and backward: N P becomes N P + 2 L (k - 1), for L all the modules that have par
 
 Terms that fall below the smallest normal number are rounded to a multiple of the smallest one, tiny
 (2^-149 in float32), whatever their size. An element's gradient is a sum of N samples' terms, each
-the result of a product: off by tiny / 2 each, in the shards and in the whole batch, and by a few
-more for weight and division, fewer than N. Sums do not underflow. So both layers allow for
+the result of a product with an error of tiny / 2, in the shards and in the whole batch. Weight and
+division add a few such errors, fewer than N. Sums do not underflow. So both layers allow an
+additional L2 norm of
 
-    2 N tiny sqrt(elements)
+2 N tiny sqrt(elements), 7e-43 for one element and 256 images, below every normal number. (A term
+that underflows earlier in backward, and is then multiplied by a large number, may have a larger
+error.)
 
-more, as an L2 norm: 7e-43 for one element and 256 images, below every normal number. (A term that
-underflows earlier in backward, and is then multiplied by something large, may be off by more.)
-
-Both assume that the gradient is a smooth function of the rounded values. It is not at a kink (a
-ReLU at 0, a maximum of equals, a clamp at its end): where a unit's input is nearer to one than its
-own rounding error, other kernels' blocking may put a sample on the other side than its shard did,
-and that sample's whole share of the gradient comes or goes, however small the rounding was. Both
-are right. So a gradient that full batch float32 refuses is compared, within the same tolerance,
-with the mean of the shards' gradients, each computed again in one process, provided that this mean
-*is* the whole batch's gradient: in float64, from the same parameters, the two agree within the
-tolerance of full batch float64. There a kink is undecided 2^29 times more rarely, and all other
-differences between shards and the full batch (interacting samples, weights, a sum in place of a
-mean) are as large as in float32. Small networks over few samples were seen to need this once in
-some hundred runs. A long sum whose terms cancel, as that of a convolution over 65,536 positions,
-needs it as well: its rounding is as large as its terms, and larger than a fraction of their sum. In
-a layout, no rank has a shard's gradient, and ranks on another device have others than are computed
-here: there kinks.py and own_rounding.py take this place.
+Both assume that the gradient is a smooth function of the rounded values. This is not true at a kink
+(a ReLU at 0, a maximum of equal numbers, a clamp at its limit). If a unit's input is nearer to a
+kink than its own rounding error, the full batch may compute it on the other side than the shard
+did, and this sample's whole share of the gradient appears or vanishes, however small the rounding
+was. Both results are right. So a gradient that full batch float32 refuses is compared, within the
+same tolerance, with the mean of the shards' gradients, each computed again in one process, provided
+that this mean *is* the whole batch's gradient: in float64, from the same parameters, the two agree
+within the tolerance of full batch float64. There a kink is undecided 2^29 times more rarely, and
+all other differences between shards and the full batch (interacting samples, weights, a sum in
+place of a mean) are as large as in float32. Small networks over few samples needed this once in
+some hundred runs. A long sum whose terms cancel, such as that of a convolution over 65,536
+positions, needs it as well: its rounding error is proportional to its terms, and may exceed a
+fraction of their sum. In a layout, no rank has a shard's gradient, and ranks on another device have
+gradients that cannot be recomputed here; kinks.py and own_rounding.py handle these cases.
 
 A loss is the mean of the samples' losses l_i. Each of them is computed up to a few roundings, and
 so are their sums, so two ways of computing their mean differ by at most
@@ -70,10 +70,10 @@ so are their sums, so two ways of computing their mean differ by at most
     relative * (sum of |l_i|) / N
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
-full batch float32, 1e-13 is 900 u for full batch float64. Losses of one sign make that relative to
-the mean itself. Those of both signs (policy gradients, critics) may cancel, and only then are the
-l_i computed one by one: the batch's own terms, so nothing is wider than the rounding of the sum of
-these numbers.
+full batch float32, 1e-13 is 900 u for full batch float64. If all losses have one sign, this is
+relative to the mean itself. Losses of both signs (policy gradients, critics) may cancel. Only then
+are the l_i computed one by one: they are the batch's own terms, so the bound is no wider than the
+rounding of their sum.
 
 A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
 the full batch. A loss that full batch float32 refuses is compared, within the same tolerance, with

@@ -9,12 +9,12 @@ Units are near if their input is at most _NEAR times the layer's largest; the ne
 used. This is heuristic: a hundred roundings of float32. More of them would not make a wrong
 gradient right, as each difference is the exact one of a perturbation that small.
 
-On two kinds of device every sum rounds differently, and in a large network some units are on other
-sides: one in a million, each with a sample's whole contribution. These are unknown. So all units
-near a kink are moved to the other side, and in a second pass a random half of them; the difference
-between two devices consists of some of these. _SOME times the larger of both distances is allowed
-in addition to the tolerance. In VGG11 with 256 images, two other kernels of a CPU changed gradients
-by 0.2 to 0.5 of it.
+On two kinds of device every sum rounds differently, and in a large network some units (one in a
+million) are on different sides, each with a sample's whole contribution. These are unknown. So all
+units near a kink are moved to the other side, and in a second pass a random half of them; the
+difference between two devices consists of some of these. _SOME times the larger of both distances
+is allowed in addition to the tolerance. In VGG11 with 256 images, two other kernels of a CPU
+changed gradients by 0.2 to 0.5 of it.
 
 Units are inputs of a ReLU, and the largest two in a window of a maximum. Near means within _NEAR of
 the largest value in a layer with this median: an input masked with -1e9 makes no other one near.

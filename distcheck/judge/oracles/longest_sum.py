@@ -1,4 +1,4 @@
-"""Counts the terms per sample that an element of a gradient sums, in a forward pass.
+"""Counts, in a forward pass, the terms per sample that are summed in an element of a gradient.
 
 A layer that is applied at many positions of a sample (a convolution at every pixel, a linear layer
 at every token, a recurrent layer at every step) adds a term for each. So does a layer that is

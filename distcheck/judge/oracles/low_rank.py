@@ -13,18 +13,20 @@ choice the following holds, which can be checked without the strategy's data:
 1. e_r adds up: the mean of a_r at step t is M = g(t) + sum over s < t of (g(s) - y(s)), with g the
    mean of the shards' gradients and y what was recorded. Without feedback M is g(t) alone.
 2. y = P P^T M: its rank is at most RANK,
-3. and if P is orthonormal, y is the orthogonal projection of M on its own columns: y^T (M - y) = 0.
-   That is as good as saying so (a y of rank RANK with y^T M = y^T y has U^T M = U^T y for its left
-   singular vectors U, so y = U U^T M); a y that is scaled, or made from other gradients, has not.
+3. and if P is orthonormal, y is the orthogonal projection of M on its own columns:
+   y^T (M - y) = 0.
+   The two are equivalent: a y of rank RANK with y^T M = y^T y has U^T M = U^T y for its left
+   singular vectors U, so y = U U^T M. A y that is scaled, or computed from other gradients, does
+   not satisfy this.
 
-A power iteration may take its sides in turn: y = M Q Q^T, with Q of unit columns, is as right. Then
-all of this holds of the transposed matrices, with their n; a result is right if it is one or the
-other.
+A power iteration may alternate between the sides: y = M Q Q^T, with Q of unit columns, is also
+right. Then all of this holds for the transposed matrices, with their n. A result is right if it
+satisfies either form.
 
-In floating point y = P P^T M + E. The input of P does not matter, as it is the same P in both
-places. Q's terms are inner products of n numbers, W of them are added up and divided, those of the
-second product are RANK, and a_r has two roundings a step behind it, so with u of the gradients'
-dtype, A_r = |g_r| + the sizes of all that was added and subtracted, and |P|_F^2 = RANK
+In floating point y = P P^T M + E. The origin of P does not matter, since both products use the same
+P. The terms of Q are inner products of n numbers; W of them are summed and divided; the second
+product sums RANK terms; and a_r includes two roundings per step. With u of the gradients' dtype,
+A_r = |g_r| + the magnitudes of all terms that were added and subtracted, and |P|_F^2 = RANK
 
     |E|_F  <=  gamma(n + W + RANK + 4 + 2 t) RANK sum_r w_r |A_r|_F  =: eps
 
@@ -33,15 +35,15 @@ so beyond RANK the singular values of y add up to eps at most (in the L2 norm), 
     |y^T (M - y)|_F  <=  eps (|M|_F + 2 |y|_F)  +  c gamma(n + 4) |y|_F^2
 
 where the last term accounts for P not being exactly orthonormal. A single column is a unit vector
-up to gamma(n + 4): c = 1. Two that Gram and Schmidt made orthogonal are so up to u times the
-condition number of their input; that condition times |p_1^T M| |p_2^T M| is what enters, and is of
-the size of |y|_F^2 unless the directions tried were bad ones by far: c = 100, which leaves 2e-3 for
-256 rows in float32.
+up to gamma(n + 4): c = 1. Two columns after Gram-Schmidt are orthogonal up to u times the condition
+number of their input. The error includes this number times |p_1^T M| |p_2^T M|, which has the size
+of |y|_F^2 unless the directions were very ill-conditioned: c = 100, a relative 2e-3 for 256 rows in
+float32.
 
 Uncompressed tensors (vectors, small matrices, all in the first steps) must be M itself within the
-rounding bound, with A_r for g_r and 2 t roundings more. A tensor is right if it is one or the
-other. It is wrong if it is zero (eps at most) and M is not (by the rounding bound), or if M is
-exactly zero and it is not. How near y comes to M is not checked, but reported.
+rounding bound, with A_r for g_r and 2 t more roundings. A tensor is right if it satisfies either.
+It is wrong if it is zero (at most eps) and M is not (by the rounding bound), or if M is exactly
+zero and the tensor is not. The distance of y from M is reported, but not checked.
 """
 
 from collections.abc import Sequence

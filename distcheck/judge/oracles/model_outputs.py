@@ -1,7 +1,7 @@
 """Expected model outputs for the samples of each data coordinate of a layout, and their tolerance.
 
-The whole batch goes through one process (`full_batch.py`); each data coordinate's samples are a
-stretch of it. They are compared as one tensor, in the L2 norm.
+The model of a single process computes the outputs of the whole batch (`full_batch.py`); the samples
+of each data coordinate are consecutive. They are compared as one tensor, in the L2 norm.
 
 One number that a model returns is a sum of K_l products in each of its layers l, where K_l is the
 layer's input size: the elements of a weight over its outputs. The roundings of one layer are u
@@ -17,8 +17,8 @@ gradient. So the L2 norm of the difference is at most
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
 was measured at up to 11 % of it in one process (VGG11, 1.5e-6 of 1.4e-5 for 32 images).
 
-Where a model's last sum cancels, its outputs are rounded by more than their norm says, in one
-process as well: see `own_rounding.py`.
+If the terms of a model's last sum cancel, the rounding of its outputs exceeds this bound, also in a
+single process: see `own_rounding.py`.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Measures the rounding of the full batch in a single process, for layouts that full batch float32
 refuses.
 
-the bounds of full batch float32 use the size of a result as the size of its summands. If nearly
+The bounds of full batch float32 use the size of a result as the size of its summands. If nearly
 equal numbers cancel, in the model's last sum, in a loss, or where gradients of two branches meet,
 the summands are larger, and so is the rounding, in one process as well. Ranks that share a model
 split their sums and round differently, and no rank's arithmetic can be reproduced bitwise in one
@@ -11,7 +11,7 @@ product and sum then rounds differently (Parker, Monte Carlo Arithmetic, UCLA CS
 Both results are right, and differ only by rounding.
 
 If that exceeds `_UNUSUAL` of the bound, the bound does not hold for this model, and an error of at
-most `_LIKE_ROUNDING` times as much may be rounding: the check is unknown. Otherwise the bound
+most `_LIKE_ROUNDING` times that may be rounding, too: the check is unknown. Otherwise the bound
 stands. It is never widened, so nothing passes because of this.
 
 A norm over few numbers may be small by chance. For those, `_DRAWS` runs are made, and the largest

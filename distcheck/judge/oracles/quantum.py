@@ -1,38 +1,39 @@
 """Bound of the mean of quantized gradients: `--accept quantized:BITS`.
 
-Rank r sends its gradients as whole numbers of BITS bits: x becomes round(x / s) + z, and the
-received value is s times that, less z. The *quantum* s is the range of all elements quantized
-together, divided by the number of steps. The range of all that a rank holds, symmetric in sign, is
-the widest that a quantizer with a grid for each rank needs, and two of 2^BITS numbers may be left
-unused by a symmetric one, so a right one has at most
+Rank r sends its gradients as integers of BITS bits: x becomes round(x / s) + z, and the received
+value is s times (this integer minus z). The *quantum* s is the range of all elements quantized
+together, divided by the number of steps. The widest range that a quantizer with one grid per rank
+needs is that of all of the rank's elements, symmetric in sign. A symmetric quantizer may leave two
+of the 2^BITS integers unused. The quantum of a correct quantizer is therefore at most
 
     q_r  =  2 max |g_r| / (2^BITS - 2),     over every parameter of the rank
 
-One that takes a bucket, a tensor or a channel at a time, or the range from least to largest, has
-less. An element is then off by at most half of it. The quotient and the zero point are computed in
-floating point (float32, or wider where gradients are): the quotient, below 2^BITS, moves by at most
-2^BITS u quanta, and s itself by 3 u, so that with u = 2^-24
+The quantum is smaller if there is one grid per bucket, tensor or channel, or if the grid spans only
+the range from the smallest to the largest element. The error of an element is at most half a
+quantum. The quotient and the zero point are computed in floating point (float32, or wider if the
+gradients are). This changes the quotient, below 2^BITS, by at most 2^BITS u quanta, and s by at
+most 3 u, relatively. So with u = 2^-24
 
     |x' - x|  <=  h_r + u |x'|,     h_r  =  q_r / 2 * (1 + 2^(BITS + 2) u)
 
-Clamping to the grid takes nothing away beyond that, as the grid spans the range. In the mean these
-add up to H:
+Clamping to the grid adds no error, since the grid spans the range. In the mean, these errors add up
+to H:
 
-    sum_r w_r h_r            where each rank has a grid of its own; whether weights go on before or
-                             after makes no difference, as they stretch the grid as well
-    max_r h_r  sum_r w_r     where all have one, and the whole numbers are added up themselves: it
-                             must span the widest of their ranges (max_r q_r)
-    W max_r w_r h_r          the same, where weights went on before: then those of w_r g_r
+    sum_r w_r h_r            if each rank has its own grid. Weights may be applied before or after
+                             quantization, since they scale the grid as well
+    max_r h_r  sum_r w_r     if all ranks share one grid, and the integers themselves are summed:
+                             the grid must span the widest of the ranks' ranges (max_r q_r)
+    W max_r w_r h_r          the same, if weights are applied before: the grid spans w_r g_r
 
-Either of the last two is at least the first (and all are equal if ranks are), and none is asked
-for, so that H is the larger of the two. The received values are averaged like any gradients
-(`rounding`), with one more rounding for the product, so that
+Each of the last two is at least the first (and all are equal if the ranks' ranges are). None of the
+three is required, so H is the larger of the last two. The received values are averaged like any
+gradients (`rounding`), with one more rounding for the product. Hence
 
     |actual - mean|  <=  H  +  gamma(k + 1) (sum_r w_r |g_r| + H)  +  (k + 1) tiny
 
-An exact quantum is not asked for: it may be finer, never coarser. Elements below half of it may
-become zero. Where one of a rank's gradients is infinite or NaN its range has no end, and nothing is
-known of the others.
+The quantum may be finer than q_r, but not coarser. Elements below half a quantum may become zero.
+If one of a rank's gradients is infinite or NaN, the range is unbounded, and nothing is known about
+the others.
 """
 
 from collections.abc import Sequence

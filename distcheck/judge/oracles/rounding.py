@@ -13,36 +13,36 @@ scale (1 / W rounded, then multiplied), so k = W + 1; with unequal shards two mo
     |actual - sum_r w_r g_r|  <=  gamma(k) * sum_r |w_r| |g_r|  +  k * tiny
 
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 4.2);
-`tiny`, the smallest subnormal number, covers products that underflow. A weight is negative where a
-loss was multiplied by a negative factor, which the weight takes back.
+`tiny`, the smallest subnormal number, covers products that underflow. A weight is negative if the
+loss was multiplied by a negative factor, which the weight cancels.
 
-Where backward starts from the sum over a rank's n_r tokens, g_r is that sum's gradient and w_r is 1
-/ T, for the T tokens of all ranks: integers, which are added up exactly. Dividing the sum by T, or
+If backward starts from the sum over a rank's n_r tokens, g_r is that sum's gradient and w_r is 1 /
+T, for the T tokens of all ranks: integers, which are added up exactly. Dividing the sum by T, or
 multiplying by 1 / T or by W / T and dividing by W, is covered by the same k, with two more as for
 any loss that was scaled (`rescaled`): W + 3, or W + 5.
 
 The mean itself is computed in float64, and its own error is added by the same formula with
 float64's u. A term of it goes through W roundings (its product and W - 1 additions: the first is to
-zero) and those of its weight: two, for n_r W / N and its division by W, and five more where the
-loss was scaled: for the factor (declared times observed), the division by it, and, where another
-loss is asked after, that one's factor, a product and a quotient. So k is W + 2, or W + 7. The bound
-and the compared values are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
+zero) and those of its weight: two, for n_r W / N and its division by W, and five more if the loss
+was scaled: for the factor (declared times observed), the division by it, and, if another loss is
+tested, the factor of that loss, a product and a quotient. So k is W + 2, or W + 7. The bound and
+the compared values are computed in float64, too: fewer than 8000 roundings, 2^-40 of it.
 
-A strategy may promise that gradients travel in another dtype, its `wire`. Then every term is
-rounded once more, on its way in, and each of the k roundings is counted with the larger of the two
-units (and of the two tiny numbers). The result goes back into the gradient's dtype without rounding
-where that holds every number of the wire's (float32 and float64 hold all of float16's and
-bfloat16's, float64 those of float32); otherwise that is one rounding more. With U the larger unit,
-the bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of sum_r w_r |g_r|,
-for float16 0.3 %. Such a wire may cause an error of that size in an element; a smaller one in every
-element is not noticed by the rounding bound, but by the bitwise layer, where an order is promised.
+A strategy may promise that gradients are sent in another dtype, its `wire`. Every term is then
+rounded once more before it is sent, and each of the k roundings is counted with the larger of the
+two units (and of the two tiny numbers). Converting the result to the gradient's dtype is exact if
+that dtype represents every number of the wire's (float32 and float64 represent all of float16 and
+bfloat16, float64 all of float32); otherwise it is one more rounding. With U the larger unit, the
+bound is gamma(k + 1 or k + 2) with U: for 4 equal shards and bfloat16 2.4 % of sum_r w_r |g_r|, for
+float16 0.3 %. Such a wire may cause an error of that size in an element; the rounding bound does
+not detect a smaller error in every element, but the bitwise layer does, if an order is promised.
 
-A loop may run backward A times in a step, over stretches of the shard with gradients h_ra, and code
-that exchanges in each of them is right: the averaged part is the same on every rank, so a later
-exchange leaves it as it is, but for rounding. A term then goes through k roundings in each exchange
-and one wherever a stretch is added to what was there before, A k + A - 1 in all, and the bound is
-relative to the stretches, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which the mean
-is taken were added up in the dtype, with A - 1 roundings of their own. Hence
+A loop may run backward A times in a step, over parts of the shard with gradients h_ra. Code that
+reduces in each of these passes is right: the averaged part is the same on every rank, so a later
+reduction leaves it unchanged, except for rounding. A term then goes through k roundings in each
+reduction, and one whenever a part is added to the previous sum, A k + A - 1 in total. The bound is
+relative to the parts, which may cancel in g_r = h_r1 + ... + h_rA. The g_r from which the mean is
+computed were summed in the dtype, with A - 1 additional roundings. Hence
 
     |actual - sum_r w_r g_r|  <=  gamma(A k + 2 (A - 1)) * sum_r |w_r| sum_a |h_ra|  +  ...
 

@@ -1,4 +1,4 @@
-"""Traces in files: one safetensors file per slot, in a standard format.
+"""Traces in files: one safetensors file per slot.
 
     index.bin             headers and tables, as in memory
     slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name

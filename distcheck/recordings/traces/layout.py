@@ -1,7 +1,7 @@
 """Layout of the trace of one world.
 
-A trace is one file of fixed layout (a memfd: shared memory without a name, so nothing remains
-whichever process dies). Every rank writes into its own regions:
+A trace is one file of fixed layout (a memfd: shared memory without a name, so nothing remains when
+processes die). Every rank writes into its own regions:
 
     step headers    per rank and step: sample ids, loss, RNG states, order of gradients
     slot table      per rank, kind, slot and tensor: digest and place of the bytes

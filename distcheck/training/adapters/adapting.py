@@ -1,4 +1,4 @@
-"""Turns an object into a strategy: selects its form, fills in parameters, checks for calls."""
+"""Turns an object into a strategy: selects its form, fills in arguments, checks for calls."""
 
 import dataclasses
 import functools

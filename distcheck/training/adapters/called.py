@@ -1,4 +1,4 @@
-"""Executes a row of the table of forms: when to call the code, its arguments, and its results.
+"""Executes a row of the table of forms: calls the code at the right time, and uses its results.
 Parameters other than the subject are filled in by name.
 """
 

@@ -1,8 +1,8 @@
 """Names of unknown meaning: suggested values, and stand-ins that raise when used.
 
-Much of a script's names (a loss list, a logger, a second communicator) is never read during
-synchronization. A name that is read ends the run with the option that sets it, with a value
-suggested by a word in the name or by the code's file.
+Most of these names (a loss list, a logger, a second communicator) are never read during
+synchronization. If one is read, the run ends, and the error shows the option that sets it. The
+suggested value follows from a word in the name or from the code's file.
 """
 
 import ast

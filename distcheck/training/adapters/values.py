@@ -1,11 +1,12 @@
-"""Values to try for an argument whose name says nothing: an object of the class that the code asks
-for, or plain ones.
+"""Values to try for an argument whose name has no known meaning: an object of the class that the
+code requires, or plain values.
 
-An argument gets an object only if the code tells which: by the annotation, or by attributes that
-one class of its module has. Plain values are hypotheses, which `hypotheses` tries. The world size
-is one only for a name that can be a number of ranks and that no documentation calls anything else:
-code that forgets to divide would pass if its loss scale happened to be the world size. Nor is any
-other number: with 1, code that divides by twice its argument would pass in a world of 2.
+An argument gets an object only if the code identifies its class: by the annotation, or by
+attributes that one class of its module has. Plain values are hypotheses, which `hypotheses` tries.
+The world size is tried only for a name that can be a number of ranks and that no documentation
+describes otherwise: code that forgets to divide would pass if its loss scale happened to be the
+world size. No other number is tried for it: with 1, code that divides by twice its argument would
+pass in a world of 2.
 """
 
 import inspect

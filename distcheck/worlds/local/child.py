@@ -1,4 +1,4 @@
-"""The life of a forked process: setup, its job, reporting, and exit."""
+"""The lifecycle of a forked process: setup, job, reports, exit."""
 
 import contextlib
 import faulthandler

@@ -1,7 +1,7 @@
 """Agent process: forks ranks for a front end in another process, supervises them, and forwards
 their events and traces.
 
-It takes no decisions. It exits when the front end sends the result (`Shutdown`), when no heartbeat
+It makes no decisions. It exits when the front end sends the result (`Shutdown`), when no heartbeat
 arrives within the deadline, or when its connection breaks; its ranks end with it.
 """
 

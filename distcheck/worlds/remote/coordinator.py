@@ -2,7 +2,7 @@
 
 The process with rank 0 is the front end: it plans, judges and reports, and runs its own ranks.
 Every other process is an agent (`agent.py`): it has its own helper, forks the ranks that the front
-end requests, forwards their events, and sends their regions of the trace when they are gone. A
+end requests, forwards their events, and sends their regions of the trace after they have exited. A
 world under torchrun is therefore created, supervised and ended like any other.
 """
 
