@@ -69,7 +69,7 @@ class _Guards:
 
 
 def _trainer_guard() -> type:
-    transformers = _imported("transformers", "the Hugging Face Trainer")
+    transformers = _import_framework("transformers", "the Hugging Face Trainer")
 
     class TrainerGuard(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         """Guards the optimizer of a `transformers.Trainer` while it trains."""
@@ -91,7 +91,7 @@ def _trainer_guard() -> type:
 
 
 def _lightning_guard() -> type:
-    callback = _imported("lightning.pytorch", "Lightning").Callback
+    callback = _import_framework("lightning.pytorch", "Lightning").Callback
 
     class LightningGuard(callback):  # type: ignore[misc, valid-type]
         """Guards every optimizer of a Lightning trainer while it trains."""
@@ -111,7 +111,7 @@ def _lightning_guard() -> type:
     return LightningGuard
 
 
-def _imported(name: str, framework: str) -> Any:
+def _import_framework(name: str, framework: str) -> Any:
     """Import a framework. Raises CannotRunError if it is not installed."""
     try:
         return import_module(name)

@@ -68,7 +68,7 @@ def folder(path: Path, *, is_new: bool = False, strictly: bool = False) -> Path:
     except FileExistsError:  # also if another process has just created it
         if is_new or (not path.is_symlink() and not path.is_dir()):
             raise
-        if _is_empty_own(path):
+        if _is_own_and_empty(path):
             path.chmod(0o700)
         if not is_private_folder(path, strictly=strictly):
             raise PermissionError(errno.EPERM, _NOT_OURS, str(path)) from None
@@ -112,7 +112,7 @@ def unique(prefix: str) -> str:
     return f"{prefix}{os.urandom(8).hex()}"
 
 
-def _is_empty_own(path: Path) -> bool:
+def _is_own_and_empty(path: Path) -> bool:
     is_own = path.lstat().st_uid == os.geteuid() and not path.is_symlink()
     return is_own and not any(path.iterdir())
 
@@ -127,7 +127,7 @@ def new_file(path: Path | str) -> IO[bytes]:
 def write(path: Path, content: str | bytes) -> None:
     """Write a file, or replace it atomically."""
     with replaced_atomically(path) as draft, new_file(draft) as file:
-        file.write(content if isinstance(content, bytes) else _encoded(content))
+        file.write(content if isinstance(content, bytes) else _encode(content))
 
 
 @contextlib.contextmanager
@@ -180,7 +180,7 @@ def publish(path: str, text: str) -> None:
         else:
             try:
                 with file:
-                    file.write(_encoded(text))
+                    file.write(_encode(text))
                     about = place.stat() if is_there else None
                     # By descriptor: in another user's folder, the name may be a link by now.
                     if about is not None and about.st_uid == os.geteuid():
@@ -195,8 +195,8 @@ def publish(path: str, text: str) -> None:
                 return
             finally:
                 draft.unlink(missing_ok=True)
-    Path(path).write_bytes(_encoded(text))
+    Path(path).write_bytes(_encode(text))
 
 
-def _encoded(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")

@@ -99,7 +99,6 @@ class PythonGroup(ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name that torch gave to the group."""
         return self._name
 
     def _set_group_name(self, name: Any) -> None:

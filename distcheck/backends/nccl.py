@@ -23,7 +23,6 @@ def missing() -> str:
 
 
 def has_more_ranks_than_gpus(ranks: int) -> bool:
-    """Return True if there are more ranks than GPUs on this machine."""
     return 0 < devices.gpu_count() < ranks
 
 
@@ -41,8 +40,8 @@ def missing_for(ranks: int) -> str:
     gpus = devices.gpu_count()
     return (
         f"backend nccl: {ranks} ranks are more than the {gpus} GPU{'s' * (gpus > 1)} here, and "
-        f"NCCL {_loaded()} requires a separate GPU for each rank; NCCL {_since()} or newer is "
-        "needed to "
+        f"NCCL {_loaded_version()} requires a separate GPU for each rank; NCCL {_since()} or newer "
+        "is needed to "
         "share one. Use a torch that has it, put a newer libnccl.so.2 first with LD_PRELOAD, or "
         "pass --backend gloo or fewer ranks"
     )
@@ -58,11 +57,11 @@ def describe() -> str:
     if not devices.nccl_version():
         return "torch has none"
     if can_share_gpu():
-        return f"{_loaded()}; ranks can share a GPU"
-    return f"{_loaded()}; each rank needs a GPU ({_since()} or newer lets ranks share one)"
+        return f"{_loaded_version()}; ranks can share a GPU"
+    return f"{_loaded_version()}; each rank needs a GPU ({_since()} or newer lets ranks share one)"
 
 
-def _loaded() -> str:
+def _loaded_version() -> str:
     return ".".join(map(str, devices.nccl_version())) or "of unknown version"
 
 

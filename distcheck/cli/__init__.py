@@ -35,12 +35,12 @@ def main() -> NoReturn:
         _complain(error.format_message(), code)
     except InternalError as error:
         code = ExitCode.INTERNAL
-        _complain(_of_defect(str(error), error.traceback), code)
+        _complain(_defect_line(str(error), error.traceback), code)
     except DistcheckError as error:
         code = error.exit_code
         _complain(str(error), code)
     except Exception as error:
-        code = _unexpected(error)
+        code = _print_unexpected_error(error)
     interrupts.ignore()
     output.flush()
     if output.lost:
@@ -77,7 +77,7 @@ class _Commands(click.Group):
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             word = args[0]
             if word.endswith(".py") or ":" in word:
-                raise click.UsageError(f"{word!r} is not a command; {_for_code(word)}", ctx)
+                raise click.UsageError(f"{word!r} is not a command; {_hint_for_code(word)}", ctx)
             known = ", ".join(COMMANDS)
             meant = did_you_mean(word, [*COMMANDS, "--help", "--version"])
             raise click.UsageError(f"unknown command {word!r}{meant}; known are {known}", ctx)
@@ -113,7 +113,7 @@ class _Commands(click.Group):
         return found
 
 
-def _for_code(word: str) -> str:
+def _hint_for_code(word: str) -> str:
     if ":" in word:
         return f"judge it by distcheck verify --strategy {word}"
     return (
@@ -149,7 +149,7 @@ def root_command(context: click.Context) -> ExitCode | None:
     return None
 
 
-def _unexpected(error: Exception) -> ExitCode:
+def _print_unexpected_error(error: Exception) -> ExitCode:
     """Print an error that no command handles: of the machine, or a defect of distcheck."""
     if isinstance(error, MemoryError):
         _complain(
@@ -174,12 +174,11 @@ def _unexpected(error: Exception) -> ExitCode:
 
     trace = traceback.format_exc()
     what = f"{type(error).__name__}: {error} (at {innermost_own_place(trace)})"
-    _complain(_of_defect(what, trace), ExitCode.INTERNAL)
+    _complain(_defect_line(what, trace), ExitCode.INTERNAL)
     return ExitCode.INTERNAL
 
 
-def _of_defect(what: str, traceback: str) -> str:
-    """Return a line on a defect, with the file of its traceback."""
+def _defect_line(what: str, traceback: str) -> str:
     saved = save_traceback(traceback)
     kept = f"the traceback is in {saved}" if saved else "its traceback could not be saved"
     return (

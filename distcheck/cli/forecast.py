@@ -49,13 +49,13 @@ def print_plan_estimate(planned: Planned, *, costs: bool) -> None:
     click.echo(
         f"distcheck: {len(estimates)} cases in {several}"
         + (f", {len(cells)} of them cells in world {within}" if cells else "")
-        + "".join(f"; {_of_search(search)}" for search in planned.extras.searches)
+        + "".join(f"; {_format_search(search)}" for search in planned.extras.searches)
         + f"; about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}",
         err=True,
     )
 
 
-def _of_search(search: ThoroughSearch) -> str:
+def _format_search(search: ThoroughSearch) -> str:
     if search.why_not:
         return f"{search.strategy} {search.why_not}"
     return f"explore {search.strategy} for {search.budget_s:g} s"
@@ -113,7 +113,7 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
         lines.append(
             f"  {case.id:<{width}}  {case.batch:>7,}  {case.steps:>5,}  {seconds:>8}  {judged}"
         )
-    lines += [f"  {_of_search(search)}" for search in planned.extras.searches]
+    lines += [f"  {_format_search(search)}" for search in planned.extras.searches]
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(

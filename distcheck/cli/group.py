@@ -66,7 +66,7 @@ class Command(click.Command):
             with formatter.section("Other options"):
                 formatter.write_dl(list(records.values()))
 
-    def _say_that_words_follow(self, ctx: click.Context, given: Sequence[str]) -> None:
+    def _check_for_missing_dashes(self, ctx: click.Context, given: Sequence[str]) -> None:
         """Raise UsageError for a missing `--` if a job's command seems to begin before it."""
         takes = [p for p in self.get_params(ctx) if isinstance(p, click.Argument) and p.nargs == -1]
         program = next((word for word in given if not word.startswith("-")), "")
@@ -81,7 +81,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            self._say_that_words_follow(ctx, given)
+            self._check_for_missing_dashes(ctx, given)
             if error.possibilities:
                 raise
             said = error.format_message().rstrip(".")

@@ -94,11 +94,11 @@ class _WholeNumber(click.types.IntParamType):
         try:
             return int(value)
         except ValueError:
-            said = f"{value!r} is not an integer{self._repeated(str(value), param)}"
+            said = f"{value!r} is not an integer{self._hint_to_repeat(str(value), param)}"
             self.fail(said, param, ctx)
 
     @staticmethod
-    def _repeated(value: str, param: click.Parameter | None) -> str:
+    def _hint_to_repeat(value: str, param: click.Parameter | None) -> str:
         several = re.findall(r"\d+", value)
         if len(several) < 2 or not isinstance(param, click.Option) or not param.multiple:
             return ""

@@ -98,7 +98,7 @@ def show_run(
     finally:
         if not stays:
             pool.close()
-    unwritten = _written(report, showing)
+    unwritten = _show_and_write(report, showing)
     if report.interrupted:
         judged = sum(not case.unfinished for case in report.cases)
         click.echo(
@@ -125,7 +125,7 @@ def show_run(
     return int(report.exit_code)
 
 
-def _written(report: Report, showing: OutputOptions) -> list[str]:
+def _show_and_write(report: Report, showing: OutputOptions) -> list[str]:
     """Show the report and write its files; return the errors. They do not change the verdict: a
     failure stays a failure on a full disk.
     """

@@ -173,7 +173,9 @@ class _Table:
         self._width = console_for().width
 
     def head(self, environment: dict[str, Any]) -> None:
-        self._say(training_report.heading(self._case, environment["torch"], width=self._width))
+        self._print_lines(
+            training_report.heading(self._case, environment["torch"], width=self._width)
+        )
 
     def hear(self, payload: bytes) -> None:
         said = msgspec.msgpack.decode(payload, type=EpochFigures | RunningLoss)
@@ -206,9 +208,9 @@ class _Table:
             "step_s": list(first.step_s),
         }
         self.rows.append(row)
-        self._say(training_report.epoch(row, self._epochs, width=self._width))
+        self._print_lines(training_report.epoch(row, self._epochs, width=self._width))
 
-    def _say(self, lines: Iterable[str]) -> None:
+    def _print_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             click.echo(line)
 

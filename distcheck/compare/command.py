@@ -209,7 +209,7 @@ def render_json(comparison: RunsComparison) -> str:
 def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool) -> CaseComparison:
     if name not in then.cases or name not in now.cases:
         there, missing = (then, now) if name in then.cases else (now, then)
-        return _unknown(name, f"{there.folder} has this case; {missing.folder} does not")
+        return _unknown_case(name, f"{there.folder} has this case; {missing.folder} does not")
     traces = then.cases[name], now.cases[name]
     one, two = (trace.saved for trace in traces)
     other = [
@@ -218,7 +218,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
         if field not in _MAY_DIFFER and getattr(one.case, field) != getattr(two.case, field)
     ]
     if other:
-        return _unknown(name, f"the cases differ: {'; '.join(other)}")
+        return _unknown_case(name, f"the cases differ: {'; '.join(other)}")
     found = _compare_traces(pool, *traces)
     changed = changes_for_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
@@ -262,5 +262,5 @@ def _compare_traces(pool: Pool, then: SavedTrace, now: SavedTrace) -> TraceCompa
             os.close(fd)
 
 
-def _unknown(name: str, reason: str) -> CaseComparison:
+def _unknown_case(name: str, reason: str) -> CaseComparison:
     return CaseComparison(id=name, verdict="unknown", bits="not compared", reason=reason)

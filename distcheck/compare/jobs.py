@@ -42,14 +42,14 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
                 f"{folder / REPORT} is damaged: a job has one case, and it has "
                 f"{len(report['cases'])}; run distcheck job again"
             )
-    _check_alike(then, earlier, now, later)
-    known = [_known(report) for report in reports]
+    _check_comparable(then, earlier, now, later)
+    known = [_known_case(report) for report in reports]
     changed = changes_for_bits(
         Provenance(environment=known[0].environment),
         Provenance(environment=known[1].environment),
         known[1].case,
     )
-    verdicts = [_own_verdict(report) for report in reports]
+    verdicts = [_verdict_of_job(report) for report in reports]
     missing = why_not_comparable(earlier, later)
     if missing:
         found = TraceComparison(why_not=missing)
@@ -75,7 +75,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     return msgspec.structs.replace(one, diagnosis=tuple(causes), modules=modules, op=op), known[1]
 
 
-def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:
+def _check_comparable(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:
     """Raise UsageError for recordings that cannot be two runs of one training."""
     for folder, job in ((then, earlier), (now, later)):
         if job.divided_by:
@@ -97,7 +97,7 @@ def _check_alike(then: Path, earlier: JobRecording, now: Path, later: JobRecordi
             )
 
 
-def _own_verdict(report: dict[str, Any]) -> VerdictName:
+def _verdict_of_job(report: dict[str, Any]) -> VerdictName:
     """Return a job's verdict; for one rank, whose verdict is never more than unknown, "pass" if no
     other check failed.
     """
@@ -108,7 +108,7 @@ def _own_verdict(report: dict[str, Any]) -> VerdictName:
     return verdict
 
 
-def _known(report: dict[str, Any]) -> KnownCase:
+def _known_case(report: dict[str, Any]) -> KnownCase:
     entry = report["cases"][0]
     fields = ("strategy", "world", "backend", "device", "dtype", "batch", "steps", "seed")
     case = Case(id=_NAME, workload="job", data="job", **{name: entry[name] for name in fields})
@@ -160,9 +160,9 @@ def _causes(
             cause = "learning-rate-differs" if rate else "optimizer-settings-differ"
             return [name_cause(cause, said, "compared")]
     if found.beyond is None:
-        return _of_bits(comparison, found, earlier, later, changed)
+        return _cause_of_changed_bits(comparison, found, earlier, later, changed)
     step = found.beyond.step
-    clips = [_allowed(job, step) for job in (earlier, later)]
+    clips = [_clipping_limits(job, step) for job in (earlier, later)]
     if found.beyond_kind == "gradients" and clips[0] != clips[1]:
         was, now = (", ".join(f"{norm:g}" for norm in one) or "any" for one in clips)
         said = f"step {earlier.steps[step]}: the maximum norm for clipping was {was}, but is {now}"
@@ -170,17 +170,17 @@ def _causes(
     if found.beyond_kind in _OF_GRADIENTS:
         fitted = fitting.fit(_pairs(earlier, later, step))
         if fitted is not None and fitted.share < min(_LEFT, 0.1 * abs(fitted.factors[0] - 1)):
-            return [_of_factor(fitted.factors[0], step, earlier, later)]
+            return [_cause_of_factor(fitted.factors[0], step, earlier, later)]
     said = f"step {earlier.steps[step]}: {found.beyond_kind}, {found.beyond.parameter} first"
     return [name_cause("unexplained", said, "compared")]
 
 
-def _allowed(job: JobRecording, step: int) -> list[float]:
+def _clipping_limits(job: JobRecording, step: int) -> list[float]:
     """Return the maximum norms and values to which rank 0 clips gradients."""
     return [one.most for one in job.records[0, job.steps[step]].clips if one.most is not None]
 
 
-def _of_bits(
+def _cause_of_changed_bits(
     comparison: JobComparison,
     found: TraceComparison,
     earlier: JobRecording,
@@ -205,7 +205,9 @@ def _pairs(earlier: JobRecording, later: JobRecording, step: int) -> Any:
             yield two, one
 
 
-def _of_factor(factor: float, step: int, earlier: JobRecording, later: JobRecording) -> Diagnosis:
+def _cause_of_factor(
+    factor: float, step: int, earlier: JobRecording, later: JobRecording
+) -> Diagnosis:
     said = f"step {earlier.steps[step]}: gradients are {factor:.9g}x those of the earlier job"
     by = later.world / earlier.world
     if by != 1 and abs(factor - by) <= _LEFT * by:

@@ -86,7 +86,7 @@ def verdict_on_changes(
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
         return "unknown", f"results may not be bit-identical across machines: {machine[0]}"
-    reason = f"{_held(found)}; both runs are correct by their own verdicts"
+    reason = f"{_relate_to_bound(found)}; both runs are correct by their own verdicts"
     if bits:
         return "fail", reason
     if needs_bound and not found.judged:
@@ -94,7 +94,7 @@ def verdict_on_changes(
     return ("unknown" if found.not_judged else "pass"), reason
 
 
-def _held(found: TraceComparison) -> str:
+def _relate_to_bound(found: TraceComparison) -> str:
     """Describe a difference in relation to its bound."""
     if found.not_judged:
         return "it is unknown whether the first step that differs is within the bound"

@@ -63,7 +63,7 @@ def headline(comparison: RunsComparison) -> str:
     if not compared:
         return "nothing was compared"
     if len(cases) == 1 and cases[0].found.noise_floor:
-        return ": ".join(filter(None, [said, _of_jobs(cases[0])]))
+        return ": ".join(filter(None, [said, _describe_job_difference(cases[0])]))
     if changed:
         firsts = [c.found.first for c in changed if c.found.first is not None]
         worst = max(firsts, key=lambda one: one.ulp or 0, default=None)
@@ -79,7 +79,7 @@ def headline(comparison: RunsComparison) -> str:
     return ": ".join(filter(None, [said, "; ".join(filter(None, [text, of]))]))
 
 
-def _of_jobs(case: CaseComparison) -> str:
+def _describe_job_difference(case: CaseComparison) -> str:
     """Describe the first difference between two jobs, and if it is within rounding."""
     found = case.found
     if found.first is None:
@@ -134,7 +134,6 @@ def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def changed_tensors_text(found: TraceComparison) -> str:
-    """Return the number of changed tensors of each kind, as text."""
     moments = [f"{m.changed:,} of {m.tensors:,} {m.kind}" for m in found.moments if m.changed]
     return ", ".join(moments)
 

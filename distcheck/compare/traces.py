@@ -82,7 +82,7 @@ class StepBounds:
         ]
         present = [shard for shard in shards if shard is not None]
         if not present:
-            return self._unseen(index)
+            return self._bound_without_communication(index)
         if not self._bounds_exchange():
             return None
         filled = [torch.zeros_like(present[0]) if s is None else s for s in shards]
@@ -105,7 +105,7 @@ class StepBounds:
     def _bounds_exchange(self) -> bool:
         return self._training.loss_scale is None and self._training.accumulate <= 1
 
-    def _unseen(self, index: int) -> float | None:
+    def _bound_without_communication(self, index: int) -> float | None:
         """Return the bound for a gradient whose communication is not recorded: the full batch's."""
         if not self._layer:
             return None

@@ -203,12 +203,12 @@ def mask_secret_patterns(text: str) -> str:
     """Return the text with everything that has the form of a secret masked."""
     for hints, pattern in _FORMS:
         if any(hint in text for hint in hints):
-            text = pattern.sub(_masked, text)
+            text = pattern.sub(_mask_match, text)
     if "Basic " in text:
         text = _BASIC.sub(_masked_basic, text)
     if "=" in text or "'" in text or '"' in text:
-        text = _VARIABLE.sub(lambda it: _masked(it) if _is_assigned(it) else it[0], text)
-    return _without_assigned(text)
+        text = _VARIABLE.sub(lambda it: _mask_match(it) if _is_assigned(it) else it[0], text)
+    return _mask_assigned_values(text)
 
 
 def masked_json(text: str) -> str:
@@ -231,12 +231,12 @@ def _is_assigned(found: "re.Match[str]") -> bool:
     return not _NUMBER.fullmatch(value) or bool(_EVEN_A_NUMBER.search(name))
 
 
-def _masked(found: "re.Match[str]") -> str:
+def _mask_match(found: "re.Match[str]") -> str:
     start, end = (place - found.start() for place in found.span(found.lastindex or 0))
     return f"{found[0][:start]}{MASK}{found[0][end:]}"
 
 
-def _without_assigned(text: str) -> str:
+def _mask_assigned_values(text: str) -> str:
     """Mask values after names such as `password=`. Texts are long and names rare, so the words in
     the names are searched first.
     """

@@ -58,27 +58,27 @@ def displayable(value: T) -> T:
     text, or made of lists, dictionaries and records.
     """
     mask = masker()
-    return _mapped(value, lambda key, text: _text(_masked(key, text, mask)))  # type: ignore[no-any-return]
+    return _map_texts(value, lambda key, text: _text(_mask_text(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
     """Return the value with every text in it encodable as UTF-8, and otherwise unchanged."""
-    return _mapped(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
+    return _map_texts(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 
 def without_secrets(document: T) -> T:
     """Return a document, or a part of one, without secrets; names and verdicts stay."""
     mask = masker()
-    return _mapped(document, lambda key, text: _masked(key, text, mask))  # type: ignore[no-any-return]
+    return _map_texts(document, lambda key, text: _mask_text(key, text, mask))  # type: ignore[no-any-return]
 
 
-def _masked(key: str, text: str, mask: Callable[[str], str]) -> str:
+def _mask_text(key: str, text: str, mask: Callable[[str], str]) -> str:
     if key in _KEPT or len(text) < _SHORTEST_SECRET:
         return text
     return masked_command(text, mask) if key in _COMMANDS else mask(text)
 
 
-def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
+def _map_texts(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
     """Return the value with each text replaced by `of_text(key, text)`. Elements of a list have the
     key of the list; everything within one of `_FREE` has that key.
     """
@@ -86,14 +86,14 @@ def _mapped(value: Any, of_text: Callable[[str, str], str], key: str = "") -> An
         return of_text(key, value)
 
     def inner(name: Any, one: Any) -> Any:
-        return _mapped(one, of_text, key if key in _FREE or not isinstance(name, str) else name)
+        return _map_texts(one, of_text, key if key in _FREE or not isinstance(name, str) else name)
 
     if isinstance(value, dict):
-        return {_mapped(k, of_text, "name"): inner(k, one) for k, one in value.items()}
+        return {_map_texts(k, of_text, "name"): inner(k, one) for k, one in value.items()}
     if isinstance(value, list | tuple):
         if key == "job":
             value = type(value)(masked_words(map(str, value)))
-        return type(value)(_mapped(one, of_text, key) for one in value)
+        return type(value)(_map_texts(one, of_text, key) for one in value)
     if isinstance(value, msgspec.Struct):
         names = list(value.__struct_fields__)
         return msgspec.structs.replace(value, **{n: inner(n, getattr(value, n)) for n in names})

@@ -106,7 +106,7 @@ def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowa
 def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResult) -> CheckResult:
     """Compare learning rates with the promised ones, and all other settings as usual."""
     tally = Tally(result.check, result.layer)
-    compare = _scaled if kind == RATES else _later
+    compare = _check_scaled_rate if kind == RATES else _later
     for step, name, actual, expected in compare(job, reference, tally):
         tally.count(parameter=name, rank=0, step=step, elements=1)
         if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is never accepted
@@ -144,7 +144,7 @@ def _factor(job: JobRecording, reference: Reference) -> float:
     return 0.0
 
 
-def _scaled(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
+def _check_scaled_rate(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
     """Expect every rate to be the reference's times the factor of the first nonzero rate.
 
     A warm-up may begin at the same rate in both runs; then only the increase is scaled.

@@ -48,15 +48,15 @@ def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, 
     for step in (seen.step for seen in reference.replayed.steps):
         found = reference.tensors(step)
         for rank in range(job.world):
-            own, other = job.modules(rank, step), _of_reference(reference, step, rank)
+            own, other = job.modules(rank, step), _reference_modules(reference, step, rank)
             if own is None or other is None:
                 continue
-            moved = _moved(other, found.get(f"{prefix_of_rank(rank)}spread"), shares)
+            moved = _pair_with_spread(other, found.get(f"{prefix_of_rank(rank)}spread"), shares)
             unit = unit_of([job.records[rank, step]])
             yield step, rank, StepInBothRuns(own, other, moved, unit, fits=True)
 
 
-def _of_reference(reference: Reference, step: int, rank: int) -> WatchedStep | None:
+def _reference_modules(reference: Reference, step: int, rank: int) -> WatchedStep | None:
     try:
         return unpacked(reference.tensors(step), prefix_of_rank(rank))
     except (ValueError, msgspec.MsgspecError) as error:
@@ -91,7 +91,7 @@ class _Moved:
         return self._shares[key] * norm
 
 
-def _moved(
+def _pair_with_spread(
     seen: WatchedStep, spread: torch.Tensor | None, shares: dict[tuple[str, bool], float]
 ) -> _Moved:
     if spread is None or spread.shape != seen.sums.shape[:2]:
@@ -125,7 +125,7 @@ def diagnose_modules(
     return the case with the result. If the rerun trained differently, a note gives the reason.
     """
     try:
-        found = _recorded(job, asked, settings, copy, folder)
+        found = _rerun_with_modules(job, asked, settings, copy, folder)
         private.folder(folder / "reference", is_new=True)
         replayed = replaying.replay(
             found, ProjectCopy(folder / "copy", copy.folder), folder / "reference",
@@ -140,10 +140,9 @@ def diagnose_modules(
     return msgspec.structs.replace(looked, notes=(*case.notes, note))
 
 
-def _recorded(
+def _rerun_with_modules(
     job: JobRecording, asked: JobOptions, settings: JobSettings, copy: ProjectCopy, folder: Path
 ) -> JobRecording:
-    """Rerun the job in a copy of the project with its modules recorded."""
     found = reading.read(
         record_again(
             msgspec.structs.replace(settings, modules=True),

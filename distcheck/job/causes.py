@@ -55,16 +55,16 @@ def diagnose(
     checks = {check for check, _ in failed}
     if not checks:
         return []
-    found = [*_of_data(job, failed), *_of_state(failed)]
-    if alone := _alone(job, failed, None if found else reference):
+    found = [*_data_causes(job, failed), *_state_causes(failed)]
+    if alone := _decisive_causes(job, failed, None if found else reference):
         return alone
     later = failed.get(("agreement", NO_LAYER))
     if later is not None and not checks & {"initial state", "loss scaler"}:
-        found += [*_of_shards(job, _step_of(later)), *_of_writes(job, _step_of(later))]
+        found += [*_broadcast_causes(job, _step_of(later)), *_outside_writes(job, _step_of(later))]
     step = min(map(_step_of, failed.values()), default=0)
     if ("gradients", ROUNDING) in failed:
         step_at = _step_of(failed["gradients", ROUNDING])
-        found += [*_between_passes(job, step_at)] or [*_of_exchange(job, step_at)]
+        found += [*_between_passes(job, step_at)] or [*_reduction_causes(job, step_at)]
     elif "clipping" in checks:
         found.append(
             name_cause(
@@ -76,20 +76,22 @@ def diagnose(
     if ("accumulation", NO_LAYER) in failed:
         found += _between_passes(job, _step_of(failed["accumulation", NO_LAYER]))
     if "loss scale" in checks:
-        result = _result(failed, "loss scale")
+        result = _result_of(failed, "loss scale")
         between = _between_passes(job, _step_of(result))
         lost = [one for one in between if one.cause == "lost-micro-batch"]
-        found += lost or [_of_loss_scale(job, result)]
+        found += lost or [_loss_scale_cause(job, result)]
     if ("learning rate", NO_LAYER) in failed:
-        found.append(_of_settings(failed["learning rate", NO_LAYER]))
+        found.append(_settings_cause(failed["learning rate", NO_LAYER]))
     if "loss scaler" in checks:
-        found.append(_of_scaler(_result(failed, "loss scaler")))
+        found.append(_scaler_cause(_result_of(failed, "loss scaler")))
     if reference is not None:
-        found += _by_reference(job, reference, failed)
+        found += _reference_causes(job, reference, failed)
     return found or [_unexplained(failed, step)]
 
 
-def _alone(job: JobRecording, failed: Failed, reference: Reference | None) -> list[Diagnosis]:
+def _decisive_causes(
+    job: JobRecording, failed: Failed, reference: Reference | None
+) -> list[Diagnosis]:
     if ("finite", NO_LAYER) in failed:
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     if (averaging.CHECK, ROUNDING) in failed:
@@ -97,7 +99,7 @@ def _alone(job: JobRecording, failed: Failed, reference: Reference | None) -> li
     return [] if reference is None else layouts.explain(job, reference, failed)
 
 
-def _result(failed: Failed, check: str) -> CheckResult:
+def _result_of(failed: Failed, check: str) -> CheckResult:
     return next(result for (name, _), result in failed.items() if name == check)
 
 
@@ -105,11 +107,11 @@ def _step_of(result: CheckResult) -> int:
     return result.first.step if result.first is not None else 0
 
 
-def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
+def _data_causes(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     checks = {check for check, _ in failed}
     if ("data", IN_FLOAT32) in failed:
         yield name_cause("sample-content-differs", failed["data", IN_FLOAT32].first_reason)
-    data = _result(failed, "data") if "data" in checks else None
+    data = _result_of(failed, "data") if "data" in checks else None
     if data is not None and data.first_kind is FindingKind.SAME_RANDOMNESS:
         evidence = f"{data.first_reason}, so their augmentations are copies"
         yield name_cause("shared-rng-seed", evidence, "job-data")
@@ -121,9 +123,9 @@ def _of_data(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
         variant, about = _sampling(job)
         yield name_cause(cause, data.first_reason + about, variant)
     if "epoch order" in checks:
-        yield name_cause("missing-set-epoch", _result(failed, "epoch order").first_reason)
+        yield name_cause("missing-set-epoch", _result_of(failed, "epoch order").first_reason)
     if "random streams" in checks:
-        reason = _result(failed, "random streams").first_reason
+        reason = _result_of(failed, "random streams").first_reason
         evidence = f"{reason}, so dropout masks or noise are copies"
         yield name_cause("shared-rng-seed", evidence, "job")
 
@@ -156,7 +158,7 @@ def _sampling(job: JobRecording) -> tuple[str, str]:
     return "job-sampler", ""
 
 
-def _of_state(failed: Failed) -> Iterator[Diagnosis]:
+def _state_causes(failed: Failed) -> Iterator[Diagnosis]:
     result = failed.get(("initial state", "-"))
     if result is not None and result.first is not None:
         yield name_cause(
@@ -166,7 +168,7 @@ def _of_state(failed: Failed) -> Iterator[Diagnosis]:
         )
 
 
-def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
+def _broadcast_causes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Detect sharded optimizers without a broadcast: each parameter changes on one rank only, and
     several ranks own parameters.
     """
@@ -197,7 +199,7 @@ def _of_shards(job: JobRecording, step: int) -> Iterator[Diagnosis]:
         )
 
 
-def _of_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
+def _outside_writes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Detect parameters that are modified outside `optimizer.step()`, differently across ranks."""
     between, name = first_divergence_before(job, step), first_rank_local_write(job, step)
     if between or name:
@@ -262,19 +264,19 @@ def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Itera
         )
 
 
-def _of_scaler(result: CheckResult) -> Diagnosis:
+def _scaler_cause(result: CheckResult) -> Diagnosis:
     clips_first = result.first_kind is FindingKind.BEFORE_UNSCALE
     cause = "clip-before-unscale" if clips_first else "scaler-skips-differ"
     return name_cause(cause, result.first_reason)
 
 
-def _of_settings(result: CheckResult) -> Diagnosis:
+def _settings_cause(result: CheckResult) -> Diagnosis:
     of_rate = result.first is None or is_rate(result.first.parameter)
     cause = "learning-rate-differs" if of_rate else "optimizer-settings-differ"
     return name_cause(cause, result.first_reason, "settings")
 
 
-def _of_loss_scale(job: JobRecording, result: CheckResult) -> Diagnosis:
+def _loss_scale_cause(job: JobRecording, result: CheckResult) -> Diagnosis:
     twice = result.first is not None and float(result.first.actual) < 1
     cause = "accumulation-scaled-twice" if twice else "accumulation-not-scaled"
     if any(axis.kind == "pipeline" for axis in job.ranks[0].axes):
@@ -305,7 +307,7 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
         yield early
 
 
-def _of_exchange(job: JobRecording, step: int) -> Iterator[Diagnosis]:
+def _reduction_causes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     """Explain reduced gradients that are not the mean of the local gradients."""
     records = job.at(step)
     flags = [p.exchanges for p in records[0].trained]
@@ -334,21 +336,21 @@ def causes_of_wrong_gradients(
 ) -> list[Diagnosis]:
     """Return the causes of wrong gradients at a step, in the stage `kind`."""
     view = exchange.gradients_at_step(job, step, kind, of_all=True)
-    others = [exchange.gradients_at_step(job, s, kind, of_all=True) for s in _around(job, step)]
+    others = [exchange.gradients_at_step(job, s, kind, of_all=True) for s in _near(job, step)]
     others = [one for one in others if one.specs == view.specs]
     earlier = [one for one in others if one.step < step]
     later = next((one for one in others if one.step > step), None)
     found = explain(view, earlier[::-1], later) if view.specs else []
-    return [_in_a_job(one, view) for one in found]
+    return [_for_job(one, view) for one in found]
 
 
-def _around(job: JobRecording, step: int) -> list[int]:
+def _near(job: JobRecording, step: int) -> list[int]:
     """Return the earlier steps whose stale gradients may appear at `step`, and the next step."""
     place = job.steps.index(step)
     return [*job.steps[max(0, place - MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
 
 
-def _in_a_job(found: Diagnosis, view: JobStep) -> Diagnosis:
+def _for_job(found: Diagnosis, view: JobStep) -> Diagnosis:
     """Return the diagnosis with the advice for whole jobs, if the cause has one."""
     of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
     if found.cause == "missing-sync" and view.job.ranks[0].bypassed:
@@ -377,11 +379,13 @@ def _unexplained(failed: Failed, step: int) -> Diagnosis:
 # -- comparison with the reference -------------------------------------------------------------
 
 
-def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> Iterator[Diagnosis]:
+def _reference_causes(
+    job: JobRecording, reference: Reference, failed: Failed
+) -> Iterator[Diagnosis]:
     """Explain failed comparisons with the reference when the checks without it passed."""
     rates = failed.get(("learning rate", IN_FLOAT32))
     if rates is not None and ("learning rate", "-") not in failed:
-        yield _of_rates(job, rates)
+        yield _rate_cause(job, rates)
     exchanged = ("gradients", ROUNDING) not in failed and ("loss scale", "-") not in failed
     # After parameters diverge across ranks, later differences are consequences.
     start, later = failed.get(("initial state", "-")), failed.get(("agreement", "-"))
@@ -391,11 +395,11 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
     wrong = failed.get(("gradients", IN_FLOAT32))
     follows = from_step is not None and wrong is not None and _step_of(wrong) >= from_step
     if wrong is not None and wrong.first is not None and exchanged and not follows:
-        yield from filter(None, [_of_factor(job, reference, wrong.first.step)])
+        yield from filter(None, [_factor_causes(job, reference, wrong.first.step)])
     loss = failed.get(("loss", IN_FLOAT32))
     if loss is not None and wrong is None and exchanged and from_step is None:
         at = _step_of(loss)
-        yield from filter(None, [_of_losses(job, at) or _one_factor(job, reference, at)])
+        yield from filter(None, [_loss_causes(job, at) or _one_factor(job, reference, at)])
     clipped = failed.get(("clipped gradients", IN_FLOAT32))
     # The earliest failure is the cause: ranks diverge after a step and compute different gradients
     # in the next.
@@ -404,11 +408,11 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
         and (from_step is None or _step_of(clipped) < from_step)
     )
     if clipped and comes_first and exchanged and ("clipping", ROUNDING) not in failed:
-        yield _of_clipped(job, reference, clipped)
+        yield _later_causes(job, reference, clipped)
     folded = failed.get((CHECK, IN_FLOAT32))
     if folded is not None and exchanged:
         at = _step_of(folded)
-        yield clipping_between_passes(job, at) or _of_accumulation(
+        yield clipping_between_passes(job, at) or _micro_batch_causes(
             job, [*merged_steps(job, reference)], at
         )
     updated = failed.get(("parameters", "-"))
@@ -424,7 +428,7 @@ def _by_reference(job: JobRecording, reference: Reference, failed: Failed) -> It
         )
 
 
-def _of_clipped(job: JobRecording, reference: Reference, result: CheckResult) -> Diagnosis:
+def _later_causes(job: JobRecording, reference: Reference, result: CheckResult) -> Diagnosis:
     """Explain a gradient that changes between synchronization and the optimizer step."""
     step, rank = _step_of(result), result.first.rank if result.first is not None else 0
     seen = next(one for one in reference.replayed.steps if one.step == step)
@@ -462,7 +466,7 @@ def clipping_between_passes(job: JobRecording, step: int) -> Diagnosis | None:
     )
 
 
-def _of_accumulation(job: JobRecording, steps: list[MergedStep], at: int) -> Diagnosis:
+def _micro_batch_causes(job: JobRecording, steps: list[MergedStep], at: int) -> Diagnosis:
     """Explain accumulated gradients that differ from those of one batch in a single process."""
     common = first_most_common_step(steps)
     one = next(step for step in steps if step.step == at)
@@ -480,12 +484,12 @@ def _of_accumulation(job: JobRecording, steps: list[MergedStep], at: int) -> Dia
         return name_cause(
             "accumulation-scaled-twice" if one.factor < 1 else "accumulation-not-scaled", said
         )
-    counts = _unlike_counts(job, at)
+    counts = _target_counts(job, at)
     if counts:
         return name_cause(
             "unweighted-tokens",
             f"step {at}: the mean losses of the backward passes are weighted equally, but have "
-            f"{_listed(counts)} targets; gradients deviate from those of one batch by "
+            f"{_number_list(counts)} targets; gradients deviate from those of one batch by "
             f"{one.left:.2g} of their norm",
             "passes",
         )
@@ -498,7 +502,7 @@ def _of_accumulation(job: JobRecording, steps: list[MergedStep], at: int) -> Dia
     )
 
 
-def _unlike_counts(job: JobRecording, step: int) -> list[int]:
+def _target_counts(job: JobRecording, step: int) -> list[int]:
     """Return the number of targets of a loss in each pass if these numbers differ, else nothing."""
     passes = [one for record in job.at(step) for one in record.trained]
     for call in range(max(len(one.losses) for one in passes)):
@@ -508,11 +512,11 @@ def _unlike_counts(job: JobRecording, step: int) -> list[int]:
     return []
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _number_list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
+def _rate_cause(job: JobRecording, result: CheckResult) -> Diagnosis:
     first = result.first
     assert first is not None
     at_once = first.step == job.steps[0]
@@ -526,7 +530,7 @@ def _of_rates(job: JobRecording, result: CheckResult) -> Diagnosis:
     return name_cause("scheduler-steps-per-rank", f"{said}; earlier steps agree")
 
 
-def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
+def _factor_causes(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
     """Explain the ratio of the job's gradients to the reference's: one factor, or rank weights."""
     found = reference_gradients(reference.tensors(step), Kind.EXCHANGED)
     fitted = fit(gradients_of_rank(job, Kind.EXCHANGED, 0, step), found)
@@ -535,7 +539,7 @@ def _of_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis 
     return (
         _one_factor(job, reference, step)
         or scaled_loss_term(job, reference)
-        or _of_weights(job, found, step)
+        or _weight_causes(job, found, step)
         or name_cause(
             "unexplained",
             f"step {step}: gradients are the mean of the ranks' gradients, but differ from the "
@@ -569,7 +573,7 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
         )
         return name_cause("double-division", evidence, "loss")
     passes = max(1, len(job.records[0, step].trained))
-    return _named(fitted[0][0], step, world=job.world, passes=passes)
+    return _name_factor(fitted[0][0], step, world=job.world, passes=passes)
 
 
 def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | None:
@@ -630,9 +634,9 @@ def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
     return True
 
 
-def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
+def _weight_causes(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
     """Diagnose ranks that are weighted equally while the reference weights them differently."""
-    fitted, counts = _rank_weights(job, found, step), _unlike_counts(job, step)
+    fitted, counts = _rank_weights(job, found, step), _target_counts(job, step)
     if fitted is not None and abs(sum(fitted[0]) - 1) <= _LEFT:
         rows = [sum(len(one.rows) for one in record.trained) for record in job.at(step)]
         shares = [number / (sum(rows) or 1) for number in rows]
@@ -642,21 +646,23 @@ def _of_weights(job: JobRecording, found: Gradients, step: int) -> Diagnosis | N
             "unweighted-mean" if by_rows else "unweighted-tokens",
             f"step {step}: all ranks are weighted equally; the single-process reference weights "
             f"them {said}"
-            + (f", in proportion to their samples {_listed(rows)}" if by_rows else ""),
+            + (f", in proportion to their samples {_number_list(rows)}" if by_rows else ""),
             "job-counts",
         )
     if fitted is not None and all(one > _LEFT for one in fitted[0]):
         times = ", ".join(f"{1 / (job.world * one):.4g}x" for one in fitted[0])
         evidence = f"step {step}: the ranks' gradients are {times} the single-process reference"
         return name_cause("wrong-divisor", evidence, "job-by-rank")
-    named = _of_losses(job, step)
+    named = _loss_causes(job, step)
     if counts and named is None:
-        evidence = f"step {step}: mean losses over {_listed(counts)} targets are weighted equally"
+        evidence = (
+            f"step {step}: mean losses over {_number_list(counts)} targets are weighted equally"
+        )
         return name_cause("unweighted-tokens", evidence, "job-step")
     return named
 
 
-def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
+def _loss_causes(job: JobRecording, step: int) -> Diagnosis | None:
     """Detect a rank whose loss has weight 0 or other terms than the loss of rank 0."""
     records = job.at(step)
     local = [
@@ -668,8 +674,8 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     if 0 < len(zero) < job.world and all(not counts or any(counts) for counts in heard):
         return name_cause(
             "dropped-rank",
-            f"step {step}: all local gradients of rank {_listed(zero)} are zero, and those of the "
-            "other ranks are not",
+            f"step {step}: all local gradients of rank {_number_list(zero)} are zero, and those of "
+            "the other ranks are not",
             "job",
         )
     terms = [
@@ -687,7 +693,7 @@ def _of_losses(job: JobRecording, step: int) -> Diagnosis | None:
     )
 
 
-def _named(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
+def _name_factor(factor: float, step: int, *, world: int, passes: int) -> Diagnosis:
     evidence = f"step {step}: gradients are {factor:.6g}x the single-process reference"
 
     def close(other: float) -> bool:

@@ -70,15 +70,17 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         threads = {"OMP_NUM_THREADS": "1"} if (asked.nproc or 0) > 1 else {}
         ran = running.run(command, file, deadline_s=asked.deadline_s, defaults=threads)
         if ran.hung:
-            return _kept(_report(made, _hung(asked, ran)))
+            return _store_report(_report(made, _hung(asked, ran)))
         running.check_recorded(recorded, ran, command)
         keep_freed_memory()
         with machines.gather_recording(recorded, ran) as whole:
             with live:
-                report, job, noise_floor = _judged(asked, whole, copied, folder, live, earlier)
+                report, job, noise_floor = _judge_recording(
+                    asked, whole, copied, folder, live, earlier
+                )
                 report = msgspec.structs.replace(report, made=made)
             whole.tell(int(report.exit_code), summarize(report))
-        report = _kept(report)
+        report = _store_report(report)
         if asked.save is not None:
             try:
                 reading.keep(job, Path(asked.save))
@@ -90,7 +92,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         return report
 
 
-def _judged(
+def _judge_recording(
     asked: JobOptions,
     whole: GatheredMachines,
     copied: ProjectCopy,
@@ -137,7 +139,7 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
     )
 
 
-def _kept(report: Report) -> Report:
+def _store_report(report: Report) -> Report:
     """Store the report (without the recording) among the saved runs, if possible."""
     store = Store.by_default()
     if store is not None:

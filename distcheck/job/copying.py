@@ -51,7 +51,9 @@ def copy_project(target: Path) -> ProjectCopy:
         )
         return ProjectCopy(here, target, missing)
     try:
-        shutil.copytree(project, target, symlinks=True, ignore=functools.partial(_ignored, own))
+        shutil.copytree(
+            project, target, symlinks=True, ignore=functools.partial(_ignored_names, own)
+        )
         _copy_what_links_lead_to(project, target)
     except (OSError, shutil.Error) as error:
         return ProjectCopy(
@@ -90,7 +92,7 @@ def _is_copied(link: Path, project: Path) -> bool:
     return there.exists() and not there.is_relative_to(project) and os.access(there, os.W_OK)
 
 
-def _ignored(own: Path, folder: str, names: list[str]) -> set[str]:
+def _ignored_names(own: Path, folder: str, names: list[str]) -> set[str]:
     paths = {name: Path(folder, name) for name in names}
     return {name for name, path in paths.items() if _is_left_out(path, own) or path.is_socket()}
 

@@ -60,7 +60,7 @@ def only_source_line(
     lines = {line for one in job.records.values() for line in _lines(one, kind)}
     if len(lines) != 1:
         return None
-    return _from_here(with_code(site_at(*lines), str(Path(script).absolute())))
+    return _relative_site(with_code(site_at(*lines), str(Path(script).absolute())))
 
 
 def _kinds(cause: str, exchange: str) -> Iterator[str]:
@@ -79,8 +79,7 @@ def _lines(step: StepRecord, kind: str) -> Iterable[str]:
     return ["" if is_installed(one.place) else one.place for one in calls]
 
 
-def _from_here(site: CallSite | None) -> CallSite | None:
-    """Return the site with its file relative to the current folder."""
+def _relative_site(site: CallSite | None) -> CallSite | None:
     here = Path.cwd()
     if site is None or not Path(site.file).is_relative_to(here):
         return site
@@ -98,7 +97,7 @@ def judge(
     ends = ran.outcomes(job.processes)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
-        results.append(_divided(job.divided_by))
+        results.append(_unsupported_sharding(job.divided_by))
         job = dataclasses.replace(job, steps=())  # nothing of them can be compared
     not_finite = [*finite(job)]
     if not_finite and not_finite[0].first is not None:  # consequences are not judged
@@ -119,7 +118,7 @@ def judge(
     if job.steps:
         results += checks.checks_without_reference(job, agreed, folded=scaled)
     if reference is not None:
-        results = [_if_divides(reference, r) for r in results]
+        results = [_unknown_if_ranks_divide_samples(reference, r) for r in results]
         results = [r for r in results if r.first_kind is not FindingKind.NO_LOCAL]  # see the note
         results += compared
         if scaled:
@@ -131,13 +130,13 @@ def judge(
     results = [
         _not_vacuous(one) if job.world > 1 or one.layer == IN_FLOAT32 else one for one in results
     ]
-    results = [_if_known(job, reference, result, results) for result in results]
+    results = [_unknown_without_reference(job, reference, result, results) for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
     if [one.cause for one in diagnosis] == ["unexplained"] and _loss_is_unseen(job):
-        results = [_if_seen(result) for result in results]
+        results = [_unknown_if_loss_unrecorded(result) for result in results]
         diagnosis = causes.diagnose(job, [r for r in results if r.check != "outcome"], reference)
-    results, diagnosis, remarks, accepted = _accepted(
+    results, diagnosis, remarks, accepted = _apply_accepted(
         asked, job, reference, results, diagnosis, agreed
     )
     case = CaseReport(
@@ -156,7 +155,7 @@ def judge(
     return case if reference is None else with_module_evidence(case, by_module(job, reference))
 
 
-def _accepted(
+def _apply_accepted(
     asked: JobOptions,
     job: JobRecording,
     reference: Reference | None,
@@ -287,7 +286,7 @@ def _not_vacuous(result: CheckResult) -> CheckResult:
     return msgspec.structs.replace(result, verdict="unknown", reason=said)
 
 
-def _if_known(
+def _unknown_without_reference(
     job: JobRecording, reference: Reference | None, result: CheckResult, all_of: list[CheckResult]
 ) -> CheckResult:
     if reference is None:
@@ -297,7 +296,7 @@ def _if_known(
     return unknown_if_samples_interact(job, result, all_of) if interacts else result
 
 
-def _if_divides(reference: Reference, result: CheckResult) -> CheckResult:
+def _unknown_if_ranks_divide_samples(reference: Reference, result: CheckResult) -> CheckResult:
     """Ranks that read the same samples may each give their model another part of them."""
     if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
         return result
@@ -318,7 +317,7 @@ def _loss_is_unseen(job: JobRecording) -> bool:
     return bool(passes) and not any(one.losses or one.batches for one in passes)
 
 
-def _if_seen(result: CheckResult) -> CheckResult:
+def _unknown_if_loss_unrecorded(result: CheckResult) -> CheckResult:
     """Turn a failure against the reference into unknown if the loss is not recorded."""
     if result.verdict != "fail" or result.layer != IN_FLOAT32:
         return result
@@ -368,7 +367,7 @@ def unknown_if_sharded(job: JobRecording, result: CheckResult) -> CheckResult:
     return _instead(result, "unknown", said)
 
 
-def _divided(by: str) -> CheckResult:
+def _unsupported_sharding(by: str) -> CheckResult:
     return CheckResult(
         check="agreement",
         layer=NO_LAYER,
@@ -388,7 +387,7 @@ def _no_reference(missing: str) -> CheckResult:
     )
 
 
-def _of_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
+def _note_on_reference(job: JobRecording, reference: Reference | None, missing: str) -> str:
     if reference is None:
         return f"no reference run, since {missing}: ranks are compared only with each other"
     replayed = reference.replayed
@@ -421,7 +420,7 @@ def _of_reference(job: JobRecording, reference: Reference | None, missing: str) 
 def _notes(
     asked: JobOptions, job: JobRecording, reference: Reference | None, missing: str
 ) -> list[str]:
-    notes = [_of_reference(job, reference, missing)]
+    notes = [_note_on_reference(job, reference, missing)]
     if asked.on_cpu:
         notes.append(
             "the job ran on CPUs instead of GPUs, over gloo (--on-cpu): GPU kernels and NCCL are "

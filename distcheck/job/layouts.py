@@ -39,11 +39,11 @@ def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Dia
     facts = _facts(job, job.apart, reference, step, failed)
     if facts is None:
         return []
-    clipped = [] if facts.loss_is_wrong else _of_norm(job, job.apart, reference, facts)
+    clipped = [] if facts.loss_is_wrong else _detect_clip_norm(job, job.apart, reference, facts)
     return clipped or layouts.explain(failed, facts)
 
 
-def _of_norm(
+def _detect_clip_norm(
     job: JobRecording, apart: JobRecording, reference: Reference, facts: LayoutFacts
 ) -> list[Diagnosis]:
     """Detect clipping by a norm that does not cover each gradient element once. After correct
@@ -79,19 +79,19 @@ def _facts(
     job: JobRecording, apart: JobRecording, reference: Reference, step: int, failed: Failed
 ) -> LayoutFacts | None:
     axes = job.ranks[0].axes
-    mesh = mesh_of([_renamed(axis) for axis in axes])
+    mesh = mesh_of([_rename_axis(axis) for axis in axes])
     if mesh is None or len({name for name, _ in mesh.axes}) < len(mesh.axes):
         return None
     # Changes by the script itself appear only in the optimizer gradients.
     by_hand = any(one.changes for one in reference.replayed.steps if one.step == step)
     kind = Kind.GRADIENT if by_hand else Kind.EXCHANGED
-    times = _after_clipping(apart, reference, step, kind)
-    wrong, right = _measured(job, apart, reference, step, mesh, kind, times)
+    times = _undo_clipping(apart, reference, step, kind)
+    wrong, right = _measure(job, apart, reference, step, mesh, kind, times)
     loss, expected_loss, bound = paired_losses(job, reference, step)
     pipeline = any(axis.kind == "pipeline" for axis in axes)
     return LayoutFacts(
         step=step,
-        axes=tuple(("data" if a.kind == "expert" else _renamed(a).name, a.size) for a in axes),
+        axes=tuple(("data" if a.kind == "expert" else _rename_axis(a).name, a.size) for a in axes),
         micro_batches=len(job.records[0, step].trained) if pipeline else 1,
         total=len(job.parameters(step)),
         parameters=tuple(wrong),
@@ -101,7 +101,7 @@ def _facts(
         and not _is_scaled(wrong, len(job.parameters(step)), loss / (expected_loss or math.inf)),
         loss=loss,
         expected_loss=expected_loss,
-        apart=_losses_apart(job, apart, step, bound),
+        apart=_losses_differ(job, apart, step, bound),
     )
 
 
@@ -112,7 +112,7 @@ def _is_scaled(wrong: Sequence[LayoutParameter], total: int, ratio: float) -> bo
     return alike and len(factors) == total
 
 
-def _measured(
+def _measure(
     job: JobRecording, apart: JobRecording, reference: Reference, step: int, mesh: Mesh,
     kind: Kind, times: Mapping[int, float],
 ) -> tuple[list[LayoutParameter], list[str]]:  # fmt: skip
@@ -137,7 +137,7 @@ def _measured(
     return wrong, [*dict.fromkeys(right)]
 
 
-def _after_clipping(
+def _undo_clipping(
     apart: JobRecording, reference: Reference, step: int, kind: Kind
 ) -> dict[int, float]:
     """Return factors that undo clipping by a wrong total norm, for ranks whose gradients have
@@ -170,12 +170,12 @@ def _after_clipping(
     return times if others else {}
 
 
-def _renamed(axis: Axis) -> Axis:
+def _rename_axis(axis: Axis) -> Axis:
     name = "data" if axis.kind == "data" else axis.name
     return Axis(name=name, kind=axis.kind, size=axis.size)
 
 
-def _losses_apart(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:
+def _losses_differ(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:
     """Return True if ranks that compute one loss together have different losses."""
     if any(axis.kind in ("sequence", "pipeline") for axis in job.ranks[0].axes):
         return False

@@ -74,12 +74,12 @@ def gather_recording(
     machines but one, and CannotRunError if a machine does not connect.
     """
     own = [read_own(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
-    if not own or len(own) >= own[0].world or not _are_elsewhere(own[0], ran):
+    if not own or len(own) >= own[0].world or not _run_on_other_machines(own[0], ran):
         yield GatheredMachines(ran)
         return
     server = _listening(own, patience_s)
     if server is None:
-        raise _sent(folder, own, ran, patience_s)
+        raise _send_recordings(folder, own, ran, patience_s)
     found, over = GatheredMachines(ran), threading.Event()
     beat = threading.Thread(target=_beat, args=(found, over), daemon=True)
     beat.start()
@@ -105,7 +105,7 @@ class JudgedThereError(DistcheckError):
         self.exit_code = ExitCode(code)
 
 
-def _are_elsewhere(rank: RankRecord, ran: CommandResult) -> bool:
+def _run_on_other_machines(rank: RankRecord, ran: CommandResult) -> bool:
     """Return True if the missing ranks were started on other machines, according to torchrun.
     Without torchrun, a missing rank may have failed.
     """
@@ -231,7 +231,7 @@ def _beat(found: GatheredMachines, over: threading.Event) -> None:
 # -- the other machines ------------------------------------------------------------------------
 
 
-def _sent(
+def _send_recordings(
     folder: Path, own: list[RankRecord], ran: CommandResult, patience_s: float
 ) -> JudgedThereError:
     place = _place_of(own)

@@ -88,7 +88,7 @@ def replay(
         )
     is_forked = first.process and not (job.folder / f"python-{first.process}").exists()
     spawned = bool(is_forked) or _is_spawned(first.arguments)
-    words = shlex.split(command) or list(_of_launcher(job) if spawned else first.arguments)
+    words = shlex.split(command) or list(_command_of_launcher(job) if spawned else first.arguments)
     sizes = {job.processes, *(axis.size for axis in first.axes)}
     words, replaced = (words, ()) if command else with_one_rank(words, *sizes)
     in_processes = first.device != "cpu"  # a fork loses the GPU's state
@@ -126,7 +126,7 @@ def _is_spawned(words: Sequence[str]) -> bool:
     return any(word.startswith("from multiprocessing.") for word in words)
 
 
-def _of_launcher(job: JobRecording) -> Sequence[str]:
+def _command_of_launcher(job: JobRecording) -> Sequence[str]:
     """Return the command of the process that started rank 0, or of an ancestor."""
     process = job.ranks[0].parent
     for _ in range(_MOST_PARENTS):

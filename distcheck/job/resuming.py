@@ -173,7 +173,9 @@ def _find_step(both: ResumedJob) -> bool:
     counts = [sum(one.get(name) == own[name] for name in moving) for one in known]
     both.state.count(parameter="parameters", rank=0, step=both.first, elements=len(own))
     exact = [place for place in places if counts[place] == len(moving)]
-    both.at = max(exact or places, key=lambda place: (counts[place], _others(both, place), -place))
+    both.at = max(
+        exact or places, key=lambda place: (counts[place], _count_matches(both, place), -place)
+    )
     fixed = [name for name in own if name not in moving and own[name] != known[0].get(name)]
     if fixed:
         both.differs(
@@ -212,7 +214,7 @@ def _find_step(both: ResumedJob) -> bool:
     return len(lost) < len(moving)
 
 
-def _others(both: ResumedJob, place: int) -> int:
+def _count_matches(both: ResumedJob, place: int) -> int:
     """Count further state that matches a step: optimizer state, counters, settings."""
     step, one = both.then.steps[place], both.now.records[0, both.first]
     other = both.then.records[0, step]

@@ -56,19 +56,19 @@ class Watch:
             last = now
             if self._idle_s >= self._asked_at:
                 self._asked_at = 2 * self._idle_s
-                found = self._ask()
+                found = self._request_positions()
                 if _is_proven(found):
                     return found
             if (
                 self._idle_s >= self._deadline_s
                 or self._busy_s >= BUSY_DEADLINES * self._deadline_s
             ):
-                return self._ask()
+                return self._request_positions()
 
     def _look(self, elapsed_s: float) -> None:
         files = sorted(self._folder.glob("heartbeat-*"))
         beats = tuple(file.read_bytes() for file in files)
-        worked_s, before_s = _seconds_of(self._process.pid), self._worked_s
+        worked_s, before_s = _cpu_seconds_of(self._process.pid), self._worked_s
         self._worked_s = worked_s
         if beats != self._beats:
             self._beats, self._asked_at = beats, _FIRST_S
@@ -78,7 +78,7 @@ class Watch:
         else:
             self._idle_s += elapsed_s
 
-    def _ask(self) -> tuple[Outcome, ...]:
+    def _request_positions(self) -> tuple[Outcome, ...]:
         """Ask all ranks for their position; those without a reply are unknown."""
         pipes = sorted(self._folder.glob("ask-*"))
         for pipe in pipes:
@@ -95,8 +95,7 @@ class Watch:
         return tuple(_outcome(rank, answers.get(rank)) for rank in range(world))
 
 
-def _seconds_of(process: int) -> float:
-    """Return the CPU time of a process and its descendants, in seconds."""
+def _cpu_seconds_of(process: int) -> float:
     total = 0.0
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(process)

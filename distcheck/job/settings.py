@@ -172,7 +172,6 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(settings: JobSettings, folder: Path) -> Path:
-    """Write the settings into the folder of a recording, and return the file."""
     file = folder / FILE
     private.write(file, msgspec.json.encode(settings))
     return file

@@ -62,17 +62,19 @@ class JobStep(StepView):
         self._shares, self._clips, self._targets = shares, clips, targets
         self._whole = [record.whole for record in job.at(step)]
         found = {name: local_gradients(job, step, name) for name in names}
-        self._locals = {name: self._alike(own) for name, own in found.items() if own is not None}
+        self._locals = {
+            name: self._sketch_all(own) for name, own in found.items() if own is not None
+        }
         dtypes = job.at(step)[0].dtypes
         self.specs = tuple(
             TensorSpec(name=n, shape=tuple(own[0].shape), dtype=dtypes.get(n, "float32"))
             for n, own in self._locals.items()
         )
 
-    def _alike(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._kept(one, rank) for rank, one in enumerate(tensors)]
+    def _sketch_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._maybe_sketch(one, rank) for rank, one in enumerate(tensors)]
 
-    def _kept(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    def _maybe_sketch(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         as_it_is = all(self._whole) or not self._whole[rank]
         return tensor if as_it_is else sketches.sketch(tensor)
 
@@ -125,7 +127,7 @@ class JobStep(StepView):
 
     def reduced(self, rank: int, index: int) -> torch.Tensor | None:
         found = self.job.gradient(self.kind, rank, self.step, self.specs[index].name)
-        return None if found is None else self._kept(found, rank)
+        return None if found is None else self._maybe_sketch(found, rank)
 
     def digest(self, rank: int, index: int) -> bytes:
         digests = self.job.records[rank, self.step].digests

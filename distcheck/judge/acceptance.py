@@ -173,7 +173,7 @@ def describe(case: Case) -> Allowance | None:
         return None
     widened, not_owed = {
         "low-precision": _low_precision,
-        "quantized": _quantized,
+        "quantized": _note_on_quantization,
         "low-rank": _low_rank,
         "local-sgd": _local_sgd,
     }[accepted.family](accepted, case.world)
@@ -192,7 +192,7 @@ def _low_precision(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[
     )
 
 
-def _quantized(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
+def _note_on_quantization(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
         f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element on "

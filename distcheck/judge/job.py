@@ -112,7 +112,7 @@ def expect_step(
     known = {pair: one for pair, one in found.items() if isinstance(one, Expectation)}
     of_gradients = {p: one for p, one in known.items() if isinstance(one.what, GradientForms)}
     try:
-        shown = _shown(
+        shown = _revealed_mistakes(
             at,
             {layer: one.what for (_, layer), one in of_gradients.items()},
             [one.what for one in known.values() if isinstance(one.what, AfterBatch)],
@@ -122,10 +122,9 @@ def expect_step(
         return found | dict.fromkeys(of_gradients, error)
 
 
-def _shown(
+def _revealed_mistakes(
     at: AtStep, gradients: Mapping[str, GradientForms], after: Sequence[AfterBatch]
 ) -> Mapping[str, tuple[Shown | None, ...]]:
-    """Return the mistakes that comparing gradients would reveal, by layer."""
     if at.references.mesh is None:
         return sensitivity.mistakes_shown_at_step(at.trace, at.step, gradients)
     nothing = (None,) * len(at.specs)
@@ -173,14 +172,14 @@ class CheckRun:
             else:
                 self._compare(evidence, [expectation])
         except Exception as error:
-            self._ended = self._failed(error)
+            self._ended = self._result_of_error(error)
 
     def conclude(self, evidence: Evidence) -> CheckResult:
         try:
             if self.goes_on and self._is_over_steps:
                 self._compare(evidence, self._kept)
         except Exception as error:
-            self._ended = self._failed(error)
+            self._ended = self._result_of_error(error)
         return self._ended or self._tally.result()
 
     @property
@@ -191,7 +190,7 @@ class CheckRun:
         with_these = replace(evidence, expectations=tuple(expectations))
         checks.load(self.pair[0]).compare(with_these, self._tally)
 
-    def _failed(self, error: Exception) -> CheckResult:
+    def _result_of_error(self, error: Exception) -> CheckResult:
         if isinstance(error, HeadroomError | NotBoundedError | NotRecordedError):
             return _not_judged(self._tally, str(error))
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -36,7 +36,7 @@ def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckR
     if case.world == 1:
         return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=_ALONE)
     found = [result for result in results if result.shown]
-    shown = _over_layers(found)
+    shown = _merge_layers(found)
     if not shown:
         return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=if_none)
     missing = list(_missing(case, shown))
@@ -83,7 +83,7 @@ def why_alone_unknown(results: Sequence[CheckResult]) -> str:
     return next((result.reason for result in lacking if result.check == SENSITIVITY), "")
 
 
-def _over_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
+def _merge_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
     """Merge the sensitivity of layers, which judge the same steps (numbers do not add)."""
     merged: dict[str, Shown] = {}
     for result in results:

@@ -310,30 +310,30 @@ def timeout_of(group: Any) -> timedelta:
 
 def functional_collectives() -> int:
     """Return the number of functional collectives whose work torch stores until waited for."""
-    return int(_of_c10d()._get_work_registry_size())
+    return int(_c10d_module()._get_work_registry_size())
 
 
 def isolate_groups_by_thread() -> None:
     """Give each thread its own registry of process groups, which C++ code searches by name."""
-    _of_c10d()._set_thread_isolation_mode(True)
+    _c10d_module()._set_thread_isolation_mode(True)
 
 
 def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorder, or NCCL's, here, oldest first."""
     dump = "_dump_nccl_trace" if nccl else "_dump_fr_trace"
-    with _without_inductor():
-        dumped = getattr(_of_c10d(), dump)(includeCollectives=True, includeStackTraces=stacks)
+    with _block_inductor():
+        dumped = getattr(_c10d_module(), dump)(includeCollectives=True, includeStackTraces=stacks)
         entries: list[dict[str, Any]] = pickle.loads(dumped).get("entries", [])
     return entries
 
 
 def forget_recorded_calls() -> None:
     """Clear the flight recorder. Raises AttributeError before torch 2.15."""
-    _of_c10d()._reset_fr_trace()
+    _c10d_module()._reset_fr_trace()
 
 
 @contextmanager
-def _without_inductor() -> Iterator[None]:
+def _block_inductor() -> Iterator[None]:
     """Prevent the recorder from importing torch._inductor, which it asks about frames. Code that
     has not imported it has no frames in it.
 
@@ -350,7 +350,7 @@ def _without_inductor() -> Iterator[None]:
         torch.__dict__.pop("_inductor", None)
 
 
-def _of_c10d() -> Any:
+def _c10d_module() -> Any:
     of_torch: Any = torch._C
     return of_torch._distributed_c10d
 
@@ -429,7 +429,6 @@ def flags_may_change() -> Any:
 
 
 def has_registered_device() -> bool:
-    """Return True if a library has registered its own kind of device."""
     of_torch: Any = torch._C
     return hasattr(torch, of_torch._get_privateuse1_backend_name())
 

@@ -24,14 +24,13 @@ _NOT_DIVIDED = ("exact", "composite", "twelve_steps")  # workloads of the defaul
 
 
 def layout_notes(mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Yield the notes on a case of a parallel layout."""
     if mesh.data == mesh.world:
         yield (
             "the code communicates in its forward pass, so ranks have no local gradients: full "
             "batch float32 and float64 judge, with the global batch in a single process"
         )
     else:
-        yield _of_layers(mesh)
+        yield _note_on_mesh(mesh)
     uneven = next((step for step in sizes if len(set(step)) > 1), None)
     if uneven is not None:
         yield _of_uneven([uneven[rank] for rank in mesh.readers])
@@ -42,7 +41,7 @@ def _of_uneven(sizes: Sequence[int]) -> str:
     return f"{shown}: each must be weighted by its number of samples (step.weight)"
 
 
-def _of_layers(mesh: Mesh) -> str:
+def _note_on_mesh(mesh: Mesh) -> str:
     return (
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks share one model and the same samples. "
         "Sums across these ranks are rounded in a different order than in a single process, so "

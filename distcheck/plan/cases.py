@@ -392,7 +392,7 @@ def _layers(
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure
     if "exact" in case.layers:
-        if not _why_inexact(case, facts.contract, sizes):
+        if not _why_not_exact(case, facts.contract, sizes):
             return "exact", "", []
         return (BITWISE if ordered else ""), ROUNDING, []
     exact = BITWISE if BITWISE in case.layers and ordered else ""
@@ -403,7 +403,7 @@ def _layers(
     return exact, bounded, semantic
 
 
-def _why_inexact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
+def _why_not_exact(case: Case, contract: Contract, sizes: Sequence[Sequence[int]]) -> str:
     world, loss = len(case.with_data), contract.loss_given(case.loss)
     shards = [n for step in sizes for n in step] if loss == "tokens" else []  # sums over them
     if loss != "mean" and any(n & (n - 1) for n in (world, *map(sum, sizes), *shards)):
@@ -415,7 +415,7 @@ def _fallback_note(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> str:
     if "exact" in case.layers:
-        inexact = _why_inexact(case, facts.contract, sizes)
+        inexact = _why_not_exact(case, facts.contract, sizes)
         return f"not judged bitwise: {inexact}; judged by order and bound" if inexact else ""
     notes = []
     if facts.contract.order and calibration_failure:

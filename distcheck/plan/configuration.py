@@ -69,7 +69,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     own: dict[str, dict[str, Any]] = {}
 
     def key(self, name: str) -> str:
-        return _joined(self.section, name)
+        return _join_key(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:
         """Return the keys of a strategy's own table, for any spelling of the path to its file."""
@@ -124,7 +124,7 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
     _check_kinds(path, section, table, OfAll)
     own: dict[str, dict[str, Any]] = table.get("strategy", {})
     for name, keys in own.items():
-        place = _joined(section, f'strategy."{name}"')
+        place = _join_key(section, f'strategy."{name}"')
         _check_kinds(path, place, keys, OfStrategy)
         _check_values(path, place, keys)
     strategies = table.get("strategies", list(own))
@@ -132,18 +132,21 @@ def _check(path: Path, table: dict[str, Any], nested: bool) -> Configuration:
     _check_values(path, section, {**keys, "strategies": strategies})
     for name in own:
         if name not in strategies:
-            place = _joined(section, f'strategy."{name}"')
+            place = _join_key(section, f'strategy."{name}"')
             raise UsageError(
-                f"{path}: {place} is not one of {_joined(section, 'strategies')}, "
+                f"{path}: {place} is not one of {_join_key(section, 'strategies')}, "
                 f"{', '.join(strategies)}{_nearest(name, strategies)}"
             )
     folder = path.parent
     return Configuration(
         file=os.path.relpath(path),
         section=section,
-        strategies=tuple(_from_here(name, folder) for name in strategies),
-        keys=_relocated(keys, folder),
-        own={_from_here(name, folder): _relocated(keys, folder) for name, keys in own.items()},
+        strategies=tuple(_relocate_spec(name, folder) for name in strategies),
+        keys=_relocate_paths(keys, folder),
+        own={
+            _relocate_spec(name, folder): _relocate_paths(keys, folder)
+            for name, keys in own.items()
+        },
     )
 
 
@@ -158,7 +161,7 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
         unknown = [name for name in table if name not in known]
         if unknown:
             raise UsageError(
-                f"{path}: unknown key {_joined(place, unknown[0])}"
+                f"{path}: unknown key {_join_key(place, unknown[0])}"
                 f"{_nearest(unknown[0], known) or '; known are ' + ', '.join(known)}"
             ) from None
         where = re.search(r"`\$\.(\w+)((?:\[\d+\])*)", str(error))
@@ -167,8 +170,8 @@ def _check_kinds(path: Path, place: str, table: Any, kind: type[msgspec.Struct])
         for n in map(int, re.findall(r"\d+", index)):
             value = value[n] if isinstance(value, list) else value
         raise UsageError(
-            f"{path}: {_joined(place, key)}{index} is {value!r}; "
-            f"{_joined(place, key)} takes {TAKES[key] if key else 'a table'}"
+            f"{path}: {_join_key(place, key)}{index} is {value!r}; "
+            f"{_join_key(place, key)} takes {TAKES[key] if key else 'a table'}"
         ) from None
 
 
@@ -179,7 +182,7 @@ def _check_values(path: Path, place: str, keys: Mapping[str, Any]) -> None:
             continue
         many = isinstance(value, list)
         for n, name in enumerate(value if many else [value]):
-            at = f"{_joined(place, key)}{f'[{n}]' * many}"
+            at = f"{_join_key(place, key)}{f'[{n}]' * many}"
             _check_name(path, at, setting, name)
     try:
         said = {BY_KEY[key]: value for key, value in keys.items()}
@@ -193,7 +196,7 @@ def _check_name(path: Path, place: str, setting: Setting, name: str) -> None:
     what, known = setting.parameter, tuple(setting.names())
     try:
         if setting.is_open:
-            spec = _from_here(name, path.parent)
+            spec = _relocate_spec(name, path.parent)
             loading.check_spelling(what, cells.class_of_cell(spec), known)
         elif name not in known:
             raise UsageError(
@@ -208,21 +211,20 @@ def _nearest(name: str, known: Any) -> str:
     return f"; did you mean {found}?" if found else ""
 
 
-def _joined(section: str, key: str) -> str:
+def _join_key(section: str, key: str) -> str:
     return f"{section}.{key}" if section and key else section or key
 
 
-def _relocated(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys with paths relative to the folder of the file."""
+def _relocate_paths(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     moved = dict(keys)
     if "workloads" in moved:
-        moved["workloads"] = [_from_here(name, folder) for name in moved["workloads"]]
+        moved["workloads"] = [_relocate_spec(name, folder) for name in moved["workloads"]]
     if "data_dir" in moved:
         moved["data_dir"] = _path_from_here(moved["data_dir"], folder)
     return moved
 
 
-def _from_here(spec: str, folder: Path) -> str:
+def _relocate_spec(spec: str, folder: Path) -> str:
     place, colon, attribute = spec.partition(":")
     if not loading.is_path(place):
         return spec

@@ -49,7 +49,6 @@ def words_in(workload: str) -> set[str]:
 
 
 def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the words that correspond to these cells, each with the cell."""
     for word, names in {**CELLS_OF, ACCUMULATE: ("accumulation",)}.items():
         yield from ((word, name) for name in cells if name in names)
 

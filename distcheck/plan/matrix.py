@@ -98,7 +98,7 @@ def plan_run(
         digest=digest_of(every, searches),
         shard=part if parts > 1 else 0,
         shards=parts,
-        cases=tuple(_planned(case, assigned[case.id]) for case in every),
+        cases=tuple(_to_planned_case(case, assigned[case.id]) for case in every),
         searches=searches,
     )
     here = tuple(s for s in extras.searches if part_of_strategy[s.strategy] == part)
@@ -108,11 +108,13 @@ def plan_run(
         whole=whole,
         file=matrix.file,
         extras=msgspec.structs.replace(extras, searches=here),
-        from_file=_from_file(asked, given, matrix),
+        from_file=_values_from_file(asked, given, matrix),
     )
 
 
-def _from_file(asked: Mapping[str, Any], given: frozenset[str], matrix: Configuration) -> str:
+def _values_from_file(
+    asked: Mapping[str, Any], given: frozenset[str], matrix: Configuration
+) -> str:
     """Return the file's values for strategies on the command line: "workloads mlp, batch 255"."""
     typed = asked["strategies"] if "strategies" in given else ()
     said = {
@@ -237,6 +239,6 @@ def _fields(
         yield request
 
 
-def _planned(case: Case, shard: int) -> PlannedCase:
+def _to_planned_case(case: Case, shard: int) -> PlannedCase:
     names = (name for name in PlannedCase.__struct_fields__ if name != "shard")
     return PlannedCase(shard=shard, **{name: getattr(case, name) for name in names})

@@ -85,7 +85,6 @@ def is_same_seal(seal: str, wanted: str) -> bool:
 
 
 def named_code(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield the purpose and the name of each piece of code that a case names."""
     yield "strategy", case.strategy
     yield "workload", case.workload
     yield "backend", case.backend

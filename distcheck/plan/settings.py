@@ -463,7 +463,7 @@ class KeywordSettings(TypedDict, total=False):
     without_data: Sequence[int]
 
 
-def _declared(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
+def _declared_settings(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
     found = {}
     for one in structs:
         for name, hint in get_type_hints(one, include_extras=True).items():
@@ -487,8 +487,8 @@ def _type_of(kind: Any) -> Any:
     return kind
 
 
-CALLS: Mapping[str, Setting] = _declared(AdapterSettings)
-SETTINGS: Mapping[str, Setting] = {**_declared(Settings), **CALLS}
+CALLS: Mapping[str, Setting] = _declared_settings(AdapterSettings)
+SETTINGS: Mapping[str, Setting] = {**_declared_settings(Settings), **CALLS}
 DEFAULTS: Mapping[str, Any] = {
     field.name: field.default
     for one in (Settings, AdapterSettings)

@@ -80,7 +80,7 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
             continue  # a relative import out of the package, which Python refuses
         one = SourceFile(path, content) if file == own else SourceFile(file, read_source(file))
         found[name] = one
-        for level, module, is_whole in _imported(one.data) if file.suffix == ".py" else ():
+        for level, module, is_whole in _find_imports(one.data) if file.suffix == ".py" else ():
             top = module.partition(".")[0]
             places = [*file.parents[level - 1 : level]] if level else [own.parent, root]
             places += [] if level or is_whole else [file.parent]  # a level may be an argument
@@ -103,7 +103,7 @@ def paths_in_common_folder(files: Mapping[str, SourceFile]) -> Iterator[tuple[st
 def _initializers(path: Path, root: Path) -> list[Path]:
     """Return the `__init__` files of the packages that contain a file, which run before it."""
     above = [folder for folder in path.parents if folder.is_relative_to(root)]
-    return [file for folder in above for file in _with_any_suffix(folder / "__init__")]
+    return [file for folder in above for file in _files_with_suffixes(folder / "__init__")]
 
 
 def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | None) -> list[Path]:
@@ -116,14 +116,14 @@ def _files_of_module(place: Path, module: str, own: Path, whole: set[Path] | Non
     for part in filter(None, module.split(".")):
         if part == _EVERYTHING:
             return found + (_all_code(place, whole) if place.is_dir() else [])
-        package = _with_any_suffix(place / part / "__init__")
+        package = _files_with_suffixes(place / part / "__init__")
         if package and whole is not None and not own.is_relative_to(place / part):
             return found + _all_code(place / part, whole)
         found += package
-        if not package and (modules := _with_any_suffix(place / part)):
+        if not package and (modules := _files_with_suffixes(place / part)):
             return found + modules
         place /= part
-    return found + _with_any_suffix(place / "__init__")
+    return found + _files_with_suffixes(place / "__init__")
 
 
 def _tops_in(place: Path) -> set[str]:
@@ -132,7 +132,7 @@ def _tops_in(place: Path) -> set[str]:
     return {"", _EVERYTHING, *(entry.partition(".")[0] for entry in entries)}
 
 
-def _with_any_suffix(path: Path) -> list[Path]:
+def _files_with_suffixes(path: Path) -> list[Path]:
     files = (path.with_name(path.name + end) for end in (".py", *_COMPILED))
     return [file for file in files if file.is_file()]
 
@@ -233,7 +233,7 @@ def _file_of(spec: str) -> Path | None:
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _imported(source: bytes) -> list[tuple[int, str, bool]]:
+def _find_imports(source: bytes) -> list[tuple[int, str, bool]]:
     """Return the imports of a source: the number of dots, the dotted name after them, and True if
     it is in an import statement; any other text may be a module name for `import_module`. In `from
     a import b`, b may be a module.

@@ -55,7 +55,6 @@ NO_EXTRAS = ThoroughExtras()
 
 
 def with_thorough_worlds(request: Request, *, world_given: bool) -> Request:
-    """Return the request with the worlds of a thorough run, if none was given."""
     if not request.thorough or world_given:
         return request
     fits = [

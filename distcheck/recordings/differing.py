@@ -65,7 +65,7 @@ def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
     ranks = range(one.world)
     if step == 0:
         for kind in STATE:
-            yield from _of_kind(one, two, INITIAL, kind, 0, step)
+            yield from _pairs_of_kind(one, two, INITIAL, kind, 0, step)
     for rank in ranks:
         first, second = one.header(rank, step), two.header(rank, step)
         for what, before, after in (
@@ -77,20 +77,19 @@ def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
             yield Pair(what, rank, step, what, before, after)
     for kind in (*_IN_A_STEP, *STATE):
         slot = step if kind in OF_A_STEP else step + 1
-        yield from _of_kind(one, two, NAMES[kind], kind, slot, step)
+        yield from _pairs_of_kind(one, two, NAMES[kind], kind, slot, step)
 
 
 def pair_of(
     one: Recording, two: Recording, kind: Kind, *, slot: int, rank: int, index: int
 ) -> Pair:
-    """Return the pair of one tensor."""
     step = slot if kind in OF_A_STEP else max(0, slot - 1)
     first, second = (recording.entry(rank, kind, slot, index) for recording in (one, two))
     name = one.names(kind)[index]
     return Pair(NAMES[kind], rank, step, name, first, second, kind, slot, index)
 
 
-def _of_kind(
+def _pairs_of_kind(
     one: Recording, two: Recording, what: str, kind: Kind, slot: int, step: int
 ) -> Iterator[Pair]:
     if list(one.names(kind)) != list(two.names(kind)):

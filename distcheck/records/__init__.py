@@ -67,7 +67,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -163,7 +162,6 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_reason(self) -> str:
-        """The first sentence of the reason."""
         return self.lead or self.reason
 
     @property

@@ -34,7 +34,7 @@ def read_bounded(path: Path, most: int | None = None) -> bytes:
     (default `MOST_BYTES`) and for a device, and OSError.
     """
     most = MOST_BYTES if most is None else most
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=_open_nonblocking) as file:
         data = file.read(most + 1) or b""  # None for a /proc file without data yet
     if len(data) > most:
         raise msgspec.DecodeError(f"it is larger than {most >> 20} MiB")
@@ -67,7 +67,7 @@ def read_written(
     return read
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Open a file without blocking; a pipe without a writer is empty."""
     found = os.open(path, flags | os.O_NONBLOCK)
     about = os.fstat(found)

@@ -123,7 +123,7 @@ def splits_of(
 
 def calls_differ(one: PostedCall, other: PostedCall) -> bool:
     """Return True if two calls that must be the same differ in a known property."""
-    return bool(_apart_in(one.signature(), other.signature()))
+    return bool(_differing_keys(one.signature(), other.signature()))
 
 
 def splits_disagree(calls: Mapping[int, PostedCall], ranks: Sequence[int]) -> bool:
@@ -148,7 +148,7 @@ def meeting_in_words(
     properties, and the odd rank. `missing` ranks did not reach it; calls of `unknown` ranks are not
     known.
     """
-    groups = _alike(sorted(calls, key=lambda call: call.rank))
+    groups = _group_by_text(sorted(calls, key=lambda call: call.rank))
     said = called_in_words(calls)
     absent = f"; {ranks_in_words(missing)} did not make it" if missing else ""
     absent += f"; {ranks_in_words(unknown)} reported no data" if unknown else ""
@@ -158,7 +158,7 @@ def meeting_in_words(
 
 def called_in_words(calls: Sequence[PostedCall]) -> str:
     """Format calls by ranks: "ranks 0, 1 called ... and rank 2 called ..."."""
-    return " and ".join(_by_group(_alike(sorted(calls, key=lambda call: call.rank))))
+    return " and ".join(_describe_groups(_group_by_text(sorted(calls, key=lambda call: call.rank))))
 
 
 def message_in_words(sent: PostedCall, received: PostedCall) -> str:
@@ -173,7 +173,7 @@ def difference(calls: Sequence[PostedCall]) -> str:
     """Describe the differing properties of calls."""
     found = [call.signature() for call in calls]
     names = list(
-        dict.fromkeys(n for one in found for other in found for n in _apart_in(one, other))
+        dict.fromkeys(n for one in found for other in found for n in _differing_keys(one, other))
     )
     if calls[0].is_message:
         names = [name for name in names if name != "operation"]
@@ -192,11 +192,11 @@ def wait_in_words(call: PostedCall, missing: Sequence[int]) -> str:
     return f"in {call.in_words()}, number {call.number}{call.where}, for {ranks}"
 
 
-def _apart_in(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in one if name in other and one[name] != other[name]]
 
 
-def _alike(calls: Sequence[PostedCall]) -> dict[str, list[PostedCall]]:
+def _group_by_text(calls: Sequence[PostedCall]) -> dict[str, list[PostedCall]]:
     """Group calls by their text; a partially known call joins a group that it may belong to."""
     groups: dict[str, list[PostedCall]] = {}
     for call in sorted(calls, key=lambda call: not call.known):
@@ -214,7 +214,7 @@ def _splits(call: PostedCall) -> str:
     return f" (sends {list(call.in_splits)}, receives {list(call.out_splits)} elements)"
 
 
-def _by_group(groups: Mapping[str, Sequence[PostedCall]]) -> Iterator[str]:
+def _describe_groups(groups: Mapping[str, Sequence[PostedCall]]) -> Iterator[str]:
     for words, calls in groups.items():
         sites = list(dict.fromkeys(call.where for call in calls))[:_MOST_SITES]
         at = " and".join(filter(None, sites))
@@ -257,13 +257,13 @@ class Wait:
 
 def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]:
     """Explain a world in which every rank is blocked or finished (`over`)."""
-    if said := _other_tag(waits):
+    if said := _describe_tag_mismatch(waits):
         return "mismatch", said
     waiting = waiting_in_words(waits, over)
     gone = set(over)
     ended_by = [w.call for w in waits.values() if w.call and gone.intersection(w.missing)]
     if ended_by and all(call.is_message for call in ended_by):
-        return "unmatched", f"{_unmatched(ended_by)}; {waiting}"
+        return "unmatched", f"{_describe_unmatched(ended_by)}; {waiting}"
     return "deadlock", waiting
 
 
@@ -315,13 +315,13 @@ def _cycle_in_words(cycle: Sequence[int]) -> str:
     return f"so they wait in a cycle: {', '.join(pairs)}"
 
 
-def _unmatched(calls: Sequence[PostedCall]) -> str:
+def _describe_unmatched(calls: Sequence[PostedCall]) -> str:
     call = min(calls, key=lambda call: (call.rank, call.number))
     kind, other = ("receive", "send") if call.kind == "recv" else ("send", "receive")
     return f"the {kind} of rank {call.rank}{call.where} has no matching {other}"
 
 
-def _other_tag(waits: Mapping[int, Wait]) -> str:
+def _describe_tag_mismatch(waits: Mapping[int, Wait]) -> str:
     """Describe a send and a receive that wait for each other and differ only in the tag."""
     for sent in (wait.call for wait in waits.values()):
         if sent is None or sent.kind != "send" or sent.peer is None or sent.peer not in waits:

@@ -54,7 +54,7 @@ def next_step(report: Report) -> str:
     """
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and all((c.verdict, c.case.world, c.case.job) == ("unknown", 1, ()) for c in failed):
-        asked = _typed(report) or _words_of(failed[0].case)
+        asked = _typed_words(report) or _words_of(failed[0].case)
         return shlex.join(
             [*words_without(asked, (*_FILES, *_ONLY_THEN, "--world")), "--world", "2"]
         )
@@ -65,7 +65,7 @@ def next_step(report: Report) -> str:
     case = report.cases[0].case
     if case.job:
         return case.command_line if report.exit_code is ExitCode.INTERRUPTED else ""
-    words = _typed(report)
+    words = _typed_words(report)
     if report.exit_code is ExitCode.INTERRUPTED:
         if words is None:
             words = [*_words_of(case), "--world", str(case.world)]
@@ -114,7 +114,7 @@ def _is_recorded(report: Report) -> bool:
     return complete and words[:2] == ["distcheck", "record"]
 
 
-def _typed(report: Report) -> list[str] | None:
+def _typed_words(report: Report) -> list[str] | None:
     """Return the typed words of `distcheck verify`; None for another command."""
     words = shlex.split(report.made.command) if report.made is not None else []
     if words[:2] == ["distcheck", "verify"]:
@@ -186,7 +186,7 @@ def print_group(
             _add_pass(cases, lines)
     else:
         _add_failures([case for case in cases if case.verdict != "pass"], lines, said)
-        passed = _passed(cases)
+        passed = _passed_checks(cases)
         if passed:
             lines.add("ok", ", ".join(passed), most=2)
     remarks = (one for case in cases for one in case.remarks if one.cause != NOT_EXERCISED)
@@ -294,7 +294,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
         share, of = closest
         lines.add(ROUNDING, f"max error {share:.2g} % of the rounding bound ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
-        lines.add("repeat", _of_reruns(reruns), most=2)
+        lines.add("repeat", _describe_reruns(reruns), most=2)
     others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
         lines.add("ok", ", ".join(others), most=2)
@@ -304,8 +304,7 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
         lines.add("catches", would_have_caught(shown, ranks=ranks), most=3)
 
 
-def _of_reruns(reasons: Sequence[str]) -> str:
-    """Describe the results of reruns."""
+def _describe_reruns(reasons: Sequence[str]) -> str:
     apart = " in fresh interpreters" * all(one.startswith(SEPARATELY) for one in reasons)
     other = [text for one in reasons if (text := one.partition(DIFFERS)[2].partition(";")[0])]
     if not other:
@@ -357,8 +356,7 @@ def _names(results: Iterable[CheckResult]) -> list[str]:
     return list(dict.fromkeys(result.check for result in results))
 
 
-def _passed(cases: Sequence[CaseReport]) -> list[str]:
-    """Return the checks that passed in every case."""
+def _passed_checks(cases: Sequence[CaseReport]) -> list[str]:
     results = [r for case in cases for r in case.checks if r.check not in _SAID]
     wrong = {result.check for result in results if result.verdict != "pass"}
     return [name for name in _names(results) if name not in wrong]

@@ -26,12 +26,12 @@ def cause_list() -> Iterator[str]:
         yield f"{_HEADINGS[family]}:"
         for name, cause in table.items():
             if cause.family == family:
-                yield from _labeled(name, _plain(cause.what), longest)
+                yield from _format_labeled(name, _plain(cause.what), longest)
         yield ""
     yield "distcheck explain CAUSE describes one, with a wrong and a right example."
 
 
-def _labeled(label: str, text: str, width: int) -> Iterator[str]:
+def _format_labeled(label: str, text: str, width: int) -> Iterator[str]:
     first, *rest = wrap(text, _WIDTH - width - 4, break_on_hyphens=False)
     yield f"  {label:{width}}  {first}"
     yield from (f"  {'':{width}}  {line}" for line in rest)
@@ -43,14 +43,14 @@ def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str
         yield one.text
         for number, line in enumerate(one.commands):
             yield f"  {'' if number else 'run':6}  {line}"
-        yield from _labeled("finds", ", ".join(one.causes), 6)
-        yield from _labeled("page", f"docs/{one.page}", 6)
+        yield from _format_labeled("finds", ", ".join(one.causes), 6)
+        yield from _format_labeled("page", f"docs/{one.page}", 6)
         yield ""
     if found:
         yield "causes that match:"
         longest = max(len(cause.name) for cause in found)
         for cause in found:
-            yield from _labeled(cause.name, _plain(cause.what), longest)
+            yield from _format_labeled(cause.name, _plain(cause.what), longest)
         yield ""
     if any("COMMAND" in line for one in symptoms for line in one.commands):
         of_resume = any("--resume" in line.split() for one in symptoms for line in one.commands)

@@ -72,11 +72,11 @@ def _contradictions(document: Document) -> Iterator[str]:
         if times > 1:
             yield f"case {name!r} is in it {times} times"
     for case in document.cases:
-        for problem in _of_case(case):
+        for problem in _errors_in_case(case):
             yield f"case {case.id!r} {problem}"
     failed = {case.id for case in document.cases if case.verdict == "fail"}
     for one in document.explored:
-        yield from _of_search(one, document.plan)
+        yield from _errors_in_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
             yield (
                 f"the search of {one.strategy!r} has the verdict {one.verdict}, which does not "
@@ -97,11 +97,11 @@ def _contradictions(document: Document) -> Iterator[str]:
         allowed.add(ExitCode.RANK_FAILED)
     if document.exit_code not in allowed:
         yield f"the report has the exit code {document.exit_code}, but its cases give {int(code)}"
-    yield from _of_plan(document)
-    yield from _of_totals(document)
+    yield from _errors_in_plan(document)
+    yield from _errors_in_totals(document)
 
 
-def _of_totals(document: Document) -> Iterator[str]:
+def _errors_in_totals(document: Document) -> Iterator[str]:
     """Yield errors in the totals: a failed case is not one that was left out."""
     totals = totals_of([case.verdict for case in document.cases], document.left_out)
     if document.totals is None and document.left_out:
@@ -114,7 +114,7 @@ def _of_totals(document: Document) -> Iterator[str]:
         yield f"its totals are {there}, but its cases give {here}"
 
 
-def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
+def _errors_in_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
     """Yield contradictions between a search, the plan and its own numbers."""
     searches = () if plan is None else plan.searches
     if one.strategy not in {search.strategy for search in searches}:
@@ -126,8 +126,7 @@ def _of_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
         )
 
 
-def _of_case(case: CaseEntry) -> Iterator[str]:
-    """Yield contradictions within a case."""
+def _errors_in_case(case: CaseEntry) -> Iterator[str]:
     for name, text in (("replay", case.replay), ("command", case.command)):
         if text and not _is_command(text):
             yield f"has a {name} that is not a single distcheck command"
@@ -147,10 +146,10 @@ def _of_case(case: CaseEntry) -> Iterator[str]:
     if case.verdict != "fail" and case.diagnosis:
         yield f"has the cause {case.diagnosis[0].cause!r}, although it did not fail"
     if case.verdict == "pass":
-        yield from _of_pass(case, ended)
+        yield from _errors_in_pass(case, ended)
 
 
-def _of_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
+def _errors_in_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
     """Yield violations of a passing case: it needs the checks of every case, a nonempty comparison
     in each, and no error beyond a bound.
     """
@@ -212,15 +211,15 @@ def _is_command(text: str) -> bool:
     return words[:1] == ["distcheck"] and shlex.join(words) == text
 
 
-def _of_plan(document: Document) -> Iterator[str]:
+def _errors_in_plan(document: Document) -> Iterator[str]:
     if document.plan is not None:
-        yield from _unlike_plan(document, document.plan)
+        yield from _differences_from_plan(document, document.plan)
         yield from _not_planned(document, document.plan)
     elif document.made is not None and document.made.command.split()[:2] in _WITH_PLAN:
         yield "its command line plans cases, but it has no plan"
 
 
-def _unlike_plan(document: Document, plan: RunPlan) -> Iterator[str]:
+def _differences_from_plan(document: Document, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
         yield "the plan holds a case twice"
@@ -272,7 +271,7 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
     """Yield requests of `command` that `plan` lacks. Only typed options are compared, not those of
     a matrix or defaults, and the plan may have further cells and searches.
     """
-    typed = _typed(command)
+    typed = _typed_values(command)
     named = {name: typed[option] for option, name in _SEVERAL.items() if option in typed}
     named |= {name: typed[option][-1:] for option, name in _LAST.items() if option in typed}
     cells = [{name: str(getattr(cell, name)) for name in named} for cell in plan.cases]
@@ -283,7 +282,7 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
             yield f"its command line asks for {words}, but the plan has no such case"
 
 
-def _typed(command: str) -> dict[str, list[str]]:
+def _typed_values(command: str) -> dict[str, list[str]]:
     """Return the values of the options above, as far as they can be parsed with certainty."""
     try:
         words = shlex.split(command)
@@ -307,12 +306,12 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if option not in _SEVERAL and option not in _LAST:
             continue
         if option != word:
-            yield option, _spelled(value)
+            yield option, _normalize_number(value)
         elif at + 1 < len(words):
-            yield option, _spelled(words[at + 1])
+            yield option, _normalize_number(words[at + 1])
 
 
-def _spelled(value: str) -> str:
+def _normalize_number(value: str) -> str:
     """Normalize a number as in a plan: 4 for 04."""
     try:
         return str(int(value))

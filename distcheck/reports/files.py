@@ -115,7 +115,7 @@ def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
     document = without_secrets(document)
     for name, path in files.items():
         if name == GITHUB:
-            _tell_github(path, document)
+            _write_for_github(path, document)
             continue
         module = importlib.import_module(f"distcheck.reports.{FORMATS[name][0]}")
         write_text(path, module.render(document), option=f"--{name}")
@@ -151,7 +151,7 @@ def errors_annotated(files: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _tell_github(summary: str, document: dict[str, Any]) -> None:
+def _write_for_github(summary: str, document: dict[str, Any]) -> None:
     from distcheck.reports import github
 
     root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())

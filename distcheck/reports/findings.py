@@ -48,7 +48,6 @@ def names_of(cases: Sequence[CaseEntry]) -> list[str]:
 
 
 def finding_of(case: CaseEntry) -> FailureSummary:
-    """Return the summary of a case."""
     failed = [(f"rank {o.rank} {o.outcome}", o.detail) for o in case.outcomes
               if o.outcome != RankEnd.FINISHED]  # fmt: skip
     check = earliest_failure(case.checks) or earliest_failure(case.checks, "unknown")
@@ -122,14 +121,14 @@ def summary_lines(document: Document, *, width: int, quiet: bool = False) -> lis
         return found
     found += [f"  {describe_search(one)}" for one in document.explored]
     said: set[tuple[str, str]] = set()
-    for alike in _alike([case for case in cases if case.verdict != "pass"]):
+    for alike in _group_similar_cases([case for case in cases if case.verdict != "pass"]):
         found += _failure(alike, width, said)
     if any(line.endswith(CUT) for line in found):
         found.append(f'{"more":<{VERDICT}}"{CUT}" in full: --html FILE')
     return found
 
 
-def _alike(cases: Sequence[CaseEntry]) -> list[list[CaseEntry]]:
+def _group_similar_cases(cases: Sequence[CaseEntry]) -> list[list[CaseEntry]]:
     together: dict[object, list[CaseEntry]] = {}
     for case in cases:
         causes = sorted({one.cause for one in case.diagnosis})

@@ -82,12 +82,12 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     told = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
     told += f", {len(found.left_out)} left out" if found.left_out else ""
     head = f"## distcheck: {_MARKS[found.verdict]}\n\n{told or 'nothing was verified'}\n\n"
-    head += "".join(f"{_markdown(describe_search(one))}\n\n" for one in found.explored)
+    head += "".join(f"{_escape_markdown(describe_search(one))}\n\n" for one in found.explored)
     details = [_details(case) for case in cases if case.verdict != "pass"]
     rows = [_row(case) for case in cases]
     table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
     made = describe_origin(found.made)
-    end = [f"\n{_markdown(made)}\n"] if made else []
+    end = [f"\n{_escape_markdown(made)}\n"] if made else []
     return _fit([head, *table, "\n", *details, *end], room_bytes)
 
 
@@ -96,19 +96,19 @@ def _row(case: CaseEntry) -> str:
     said = next(iter(found.causes), found.headline)
     what = "" if case.verdict == "pass" else _cut(said, 200)
     words = (_MARKS[case.verdict], case.strategy, name_of(case), what)
-    return f"| {' | '.join(map(_markdown, words))} |\n"
+    return f"| {' | '.join(map(_escape_markdown, words))} |\n"
 
 
 def _details(case: CaseEntry) -> str:
     found = finding_of(case)
     title = f"{case.verdict}: {case.strategy}, {name_of(case)}"
-    text = f"### {_markdown(title)}\n\n"
-    for label, lines in _told(found):
-        text += f"**{label}**\n\n{_fenced(_cut(lines, _MOST_DETAIL))}\n"
+    text = f"### {_escape_markdown(title)}\n\n"
+    for label, lines in _labeled_texts(found):
+        text += f"**{label}**\n\n{_code_block(_cut(lines, _MOST_DETAIL))}\n"
     return text
 
 
-def _told(found: FailureSummary) -> list[tuple[str, str]]:
+def _labeled_texts(found: FailureSummary) -> list[tuple[str, str]]:
     told = [
         ("cause", "\n".join(found.causes)),
         ("try", "\n".join(found.suggestions)),
@@ -135,14 +135,13 @@ def _fit(pieces: Sequence[str], room_bytes: int) -> str:
     return "".join(taken)
 
 
-def _fenced(text: str) -> str:
-    """Return a code block with a fence that the text does not contain."""
+def _code_block(text: str) -> str:
     ticks = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, ticks + 1)
     return f"{fence}text\n{text}\n{fence}\n"
 
 
-def _markdown(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escape text for a cell or a heading, on one line."""
     text = re.sub(r"([\\`*_{}\[\]<>|#~!@$])", r"\\\1", " ".join(text.split()))
     return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\@", "&#64;")

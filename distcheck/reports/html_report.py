@@ -77,7 +77,7 @@ def render(document: Mapping[str, Any]) -> str:
         since_green=read.since_green,
         origin=describe_origin(read.made),
         searches=list(map(describe_search, read.explored)),
-        scaled=_scaled(cases),
+        scaled=_scale_pictures(cases),
     )
 
 
@@ -193,7 +193,7 @@ def _case_view(anchor: str, case: CaseEntry, *, name: str, opened: bool, picture
             for name, layer in LAYERS.items()
             if any(check.layer == name for check in case.checks)
         ],
-        "alike": _alike(case.checks),
+        "alike": _bit_identical_checks(case.checks),
         "modules": tree(case.modules.modules) if case.modules else [],
         "logs": [o for o in case.outcomes if o.outcome != RankEnd.FINISHED],
         "finished": [o.rank for o in case.outcomes if o.outcome == RankEnd.FINISHED],
@@ -281,7 +281,7 @@ def _pictures(anchor: str, case: CaseEntry) -> Iterator[Picture]:
             yield agreement.draw(next(made), check.digests)
 
 
-def _scaled(cases: Sequence[CaseEntry]) -> list[Picture]:
+def _scale_pictures(cases: Sequence[CaseEntry]) -> list[Picture]:
     """Return a picture of error against world size per order; those of a strategy share axes."""
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
@@ -304,7 +304,7 @@ def _differs(check: CheckEntry) -> bool:
     return bool(check.map and any("x" in row for row in check.map.rows))
 
 
-def _alike(checks: Sequence[CheckEntry]) -> list[str]:
+def _bit_identical_checks(checks: Sequence[CheckEntry]) -> list[str]:
     """Return checks whose bits were all equal: listed, not drawn."""
     return [
         check_with_layer(check.check, check.layer)

@@ -237,7 +237,6 @@ def document_of(report: Report) -> Document:
 
 
 def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, int]:
-    """Return the number of cases with each verdict, and of those left out."""
     counts = Counter(verdicts)
     return {
         "pass": counts["pass"],

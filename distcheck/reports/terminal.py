@@ -238,7 +238,6 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _print_legend(report: Report, console: Console) -> None:
-    """Print the reference of each layer of this report."""
     used = {result.layer for case in report.cases for result in case.checks}
     shown = [f"{name}, {layer.about}" for name, layer in LAYERS.items() if name in used]
     if shown:

@@ -121,7 +121,7 @@ def render(runs: Sequence[TrainedRun], *, version: str) -> str:
     pictures = tuple(
         curves.draw(name, what, unit, [of(run) for run in runs], runs=names, shares=of is _accuracy)
         for name, what, unit, of in (
-            ("loss", "loss", "step", _of_steps),
+            ("loss", "loss", "step", _losses_by_step),
             ("accuracy", "accuracy", "epoch", _accuracy),
             ("seconds", "seconds per step", "step", _seconds),
         )
@@ -156,7 +156,7 @@ def _row(number: int, run: TrainedRun) -> dict[str, Any]:
     }
 
 
-def _of_steps(run: TrainedRun) -> list[float | None]:
+def _losses_by_step(run: TrainedRun) -> list[float | None]:
     """Return the loss of every step; without these, of every epoch."""
     return [loss for epoch in run.epochs for loss in epoch.step_losses or (epoch.loss,)]
 

@@ -29,7 +29,7 @@ def wrap(text: str, width: int) -> list[str]:
     lines: list[str] = []
     for line in text.splitlines() or [""]:
         glued = _COUNTED.sub(_GLUE, _NAMED.sub(rf"\1{_GLUE}", line))
-        words = " ".join(_folded(word, width) for word in glued.split(" "))
+        words = " ".join(_break_word(word, width) for word in glued.split(" "))
         wrapped = textwrap.wrap(
             words,
             width,
@@ -41,12 +41,11 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-def _folded(word: str, width: int) -> str:
-    """Return a word with spaces at the necessary breaks."""
+def _break_word(word: str, width: int) -> str:
     if len(word) <= width:
         return word
     if _GLUE in word:  # too long together
-        return " ".join(_folded(part, width) for part in word.split(_GLUE))
+        return " ".join(_break_word(part, width) for part in word.split(_GLUE))
     parts = []
     while len(word) > width:
         ends = [found.end() for found in _BREAK.finditer(word) if found.end() <= width]

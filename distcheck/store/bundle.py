@@ -105,9 +105,9 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     )
     members["bundle.json"] = _json(msgspec.to_builtins(manifest))
     for path in files:
-        members[f"cases/{path.name}"] = _json(without_secrets(_for_others(_read(path))))
+        members[f"cases/{path.name}"] = _json(without_secrets(_anonymize(_read(path))))
     if report is not None:
-        members["report.json"] = _json(without_secrets(_for_others(report)))
+        members["report.json"] = _json(without_secrets(_anonymize(report)))
     count = "case" if len(cases) == 1 else f"{len(cases)} cases"
     text = _README.format(version=__version__, name=target.name, count=count)
     members["README.txt"] = text.encode()
@@ -194,7 +194,7 @@ def open_bundle(path: Path) -> Replay:
         with unpacking.unpacked(path, archive, folder) as draft:
             for name in manifest.cases:
                 file = draft / "cases" / f"{name}.json"
-                case, before = _moved(_case(path, file), moved), store.read_provenance(file)
+                case, before = _relocate_case(_case(path, file), moved), store.read_provenance(file)
                 private.write(file, _json({**msgspec.to_builtins(case), "made": before}))
                 if before is not None:
                     made[name] = before
@@ -249,7 +249,7 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> Manifest:
     return manifest
 
 
-def _moved(case: Case, moved: dict[str, str]) -> Case:
+def _relocate_case(case: Case, moved: dict[str, str]) -> Case:
     """Return the case with the bundle's files in place of the original ones."""
 
     def follow(spec: str) -> str:
@@ -336,12 +336,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a case file: {error}") from error
 
 
-def _for_others(document: dict[str, Any]) -> dict[str, Any]:
+def _anonymize(document: dict[str, Any]) -> dict[str, Any]:
     """Return a document without values that are useless elsewhere and identify its author."""
     cleaned = dict(document)
     for key in ("environment", "made"):
         if isinstance(cleaned.get(key), dict):
-            cleaned[key] = _for_others(cleaned[key])
+            cleaned[key] = _anonymize(cleaned[key])
     return {key: value for key, value in cleaned.items() if key not in _NOT_FOR_OTHERS}
 
 

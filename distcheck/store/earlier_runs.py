@@ -109,7 +109,9 @@ def since_last_green(
             found = [
                 change
                 for case in cases
-                for change in changes(_then(earlier.environment, code, case), made[case.id], case)
+                for change in changes(
+                    _past_provenance(earlier.environment, code, case), made[case.id], case
+                )
             ]
             code_first = sorted(dict.fromkeys(found), key=lambda change: change.kind != "code")
             return SinceGreen(run=path.parent.name, changes=tuple(code_first))
@@ -133,7 +135,7 @@ def _code_of(run: Path) -> _Code:
     return found
 
 
-def _then(environment: Mapping[str, Any], code: _Code, case: Case) -> Provenance:
+def _past_provenance(environment: Mapping[str, Any], code: _Code, case: Case) -> Provenance:
     """Return the provenance that a case would have had then, from known code digests."""
     known = {(what, getattr(case, what)) for what in ("strategy", "workload")} & code.keys()
     digests = {what: code[what, spec] for what, spec in sorted(known)}

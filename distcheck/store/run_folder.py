@@ -209,7 +209,6 @@ class Store:
             )
 
     def wants_trace(self, stored_bytes: int, *, failed: bool) -> bool:
-        """Return True if a trace of `stored_bytes` is to be stored."""
         return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
 
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:

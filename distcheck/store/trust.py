@@ -137,12 +137,12 @@ class Checkout:
         """
         assert self._root is not None
         if path.parent not in self._entries:
-            self._entries[path.parent] = self._tracked(path.parent)
+            self._entries[path.parent] = self._tracked_digests(path.parent)
         entry = self._entries[path.parent].get(path, "")
         algorithm = "sha1" if len(entry) == 40 else "sha256"
         return entry == hashlib.new(algorithm, b"blob %d\0" % len(data) + data).hexdigest()
 
-    def _tracked(self, folder: Path) -> dict[Path, str]:
+    def _tracked_digests(self, folder: Path) -> dict[Path, str]:
         """Return the digests that the git index has for the files below a folder."""
         listed = run_git(
             "-c", f"safe.directory={self._root}", "--literal-pathspecs", "-C", str(self._root),
@@ -193,7 +193,7 @@ def unknown_code(
             recorded = digests.get(what, NO_DIGEST)
             if (what, spec) in found or _is_known(what, spec, checkout, unpacked, recorded):
                 continue
-            code = _described(what, spec, unpacked, checkout.beside)
+            code = _describe_code(what, spec, unpacked, checkout.beside)
             if has_run and code.digest == recorded != NO_DIGEST:
                 checkout.pins.update(code.files)
                 trusted.roots.append(code.root)
@@ -293,7 +293,6 @@ def text_arguments_of(cases: Iterable[Case]) -> list[str]:
 
 
 def _has_text(literal: str) -> bool:
-    """Return True if a literal contains a text, or the input is not a literal."""
     try:
         values = [ast.literal_eval(literal)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -378,7 +377,7 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     return next(iter(there)) == unpacked.relative_to(root).as_posix() and here == sources
 
 
-def _described(
+def _describe_code(
     what: str, spec: str, unpacked: Mapping[str, str], others: Iterable[Path] = ()
 ) -> CodeOfCase:
     try:
@@ -434,7 +433,7 @@ def is_defined(
             source = _file_of(file, found.module or "", found.level)
             if source is None or not is_trusted(source):
                 return False
-            file, name = source, _name_there(found, name)
+            file, name = source, _original_name(found, name)
             continue
         if isinstance(found, ast.Assign | ast.AnnAssign):
             maker = _maker(found.value)
@@ -454,7 +453,7 @@ def _made_by(body: list[ast.stmt], name: str) -> ast.stmt | None:
         elif isinstance(node, ast.ImportFrom):
             makes = any((one.asname or one.name) == name for one in node.names)
         else:
-            makes = name in _assigned(node)
+            makes = name in _assigned_names(node)
         found = node if makes else found
     return found
 
@@ -468,8 +467,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(getattr(node, part, []))
 
 
-def _name_there(node: ast.ImportFrom, name: str) -> str:
-    """Return the original name of an imported name in its module."""
+def _original_name(node: ast.ImportFrom, name: str) -> str:
     return next(one.name for one in node.names if (one.asname or one.name) == name)
 
 
@@ -489,7 +487,7 @@ def _maker(value: ast.expr | None) -> str:
     return called.id if isinstance(called, ast.Name) else ""
 
 
-def _assigned(node: ast.stmt) -> set[str]:
+def _assigned_names(node: ast.stmt) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AnnAssign):
         targets = [node.target]

@@ -180,7 +180,7 @@ def in_new_example(*, given: bool, final: bool) -> Iterator[None]:
     """Run a test in a persistent rank within a new example, if the test is `given` one; never
     within the example in which the world was started.
     """
-    context = _made() if given else None
+    context = _make_example() if given else None
     if context is not None:
         context.is_final = final
     with _within(context):
@@ -202,7 +202,7 @@ def _within(context: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _made() -> Any:
+def _make_example() -> Any:
     """Return an example of no test, obtained from Hypothesis and not from its internals."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st

@@ -72,7 +72,7 @@ def defer(item: pytest.Function, names: list[str]) -> None:
     that another fixture requests here is also set up here, for that one.
     """
     others = [name for name in item.fixturenames if name not in names]
-    needed = _asked_by(item, others)
+    needed = _arguments_of(item, others)
     for name in names:
         item.funcargs[name] = Deferred(name)
         definitions = pytest_compat.definitions_of_fixtures(item).get(name)
@@ -90,7 +90,7 @@ def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
         factory.getbasetemp()
 
 
-def _asked_by(item: pytest.Function, names: Iterable[str]) -> set[str]:
+def _arguments_of(item: pytest.Function, names: Iterable[str]) -> set[str]:
     definitions = pytest_compat.definitions_of_fixtures(item)
     return {arg for name in names for one in definitions.get(name, ()) for arg in one.argnames}
 
@@ -100,7 +100,7 @@ def values_for_ranks(item: pytest.Function) -> dict[str, Any]:
     request, without direct parameters, which a rank knows.
     """
     own = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
-    asked = _asked_by(item, own).difference(own)
+    asked = _arguments_of(item, own).difference(own)
     values = {name: value for name, value in item.funcargs.items() if name in asked}
     return {n: v for n, v in values.items() if not pytest_compat.is_parameter(item, n)}
 
@@ -137,7 +137,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
     """
     __tracebackhide__ = True
     names = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
-    _make_own(item, names)
+    _set_up_in_rank(item, names)
     values = {}
     try:
         for name in names:
@@ -148,14 +148,14 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
         if undone is not None and not _has_failed(error):
             raise undone  # noqa: B904 - pytest shows both
         for one in _single(undone):
-            error.add_note(f"also, when fixtures were torn down: {_told(one)}")
+            error.add_note(f"also, when fixtures were torn down: {_describe_exception(one)}")
         raise
     undone = _torn_down(item)
     if undone is not None:
         raise undone
 
 
-def _make_own(item: pytest.Function, names: list[str]) -> None:
+def _set_up_in_rank(item: pytest.Function, names: list[str]) -> None:
     """Make pytest set these up here, and tear down only those: the others belong to the pytest
     process, or to an earlier test in this rank.
     """
@@ -197,7 +197,7 @@ def _single(error: BaseException | None) -> Iterator[BaseException]:
         yield error
 
 
-def _told(error: BaseException) -> str:
+def _describe_exception(error: BaseException) -> str:
     """Return type, message and place of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

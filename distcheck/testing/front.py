@@ -62,7 +62,7 @@ def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
     """Report the subtests of all ranks. Return a phrase for each that failed on some."""
     captures: Any = item.config.pluginmanager.getplugin("capturemanager")
     failed = []
-    for one in _by_subtest(ended):
+    for one in _group_by_subtest(ended):
         report = _report_of(one, item, ended.size)
         quiet = captures.global_and_fixture_disabled() if captures else contextlib.nullcontext()
         with quiet:
@@ -72,7 +72,7 @@ def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
     return failed
 
 
-def _by_subtest(ended: WorldEnd) -> list[_One]:
+def _group_by_subtest(ended: WorldEnd) -> list[_One]:
     """Group ranks' reports by subtest: the first with a name on each rank, the second, ..."""
     seen: dict[tuple[int, str], int] = {}
     found: dict[tuple[int, str], _One] = {}
@@ -198,7 +198,7 @@ def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
         _refuse(refused)
     failed_subtests = report_subtests(item, ended)
     try:
-        _tell(item, ended)
+        _forward_reports(item, ended)
     except Warning:  # with -W error
         if not _left_out_by_all(ended):
             _decide(item, ended)
@@ -265,17 +265,16 @@ def _pool(prepared: Prepared) -> Iterator[Pool]:
 
 
 def wait_for_helpers() -> None:
-    """Wait for the helpers of finished worlds."""
     while _leaving:
         _leaving.pop().close()
 
 
-def _tell(item: pytest.Function, ended: WorldEnd) -> None:
+def _forward_reports(item: pytest.Function, ended: WorldEnd) -> None:
     """Forward ranks' output, logs, properties, events, warnings, leaks and imports."""
     pytest_compat.drop_sections(item, (_SECTION, _LOG))
     logs = {number: report.log for number, report in ended.reports.items()}
     for kind, texts in ((_SECTION, ended.outputs), (_LOG, logs)):
-        for numbers, text in _alike(texts):
+        for numbers, text in _group_ranks_by_text(texts):
             item.add_report_section("call", f"{kind} {numbers}", text)
     for _, report in sorted(ended.reports.items()):
         new = [pair for pair in report.properties if pair not in item.user_properties]
@@ -292,13 +291,13 @@ def _tell(item: pytest.Function, ended: WorldEnd) -> None:
         for warning in seen.values():
             _warn_again(warning)
     left = {number: "; ".join(report.left) for number, report in ended.reports.items()}
-    for numbers, text in _alike(left):
+    for numbers, text in _group_ranks_by_text(left):
         warnings.warn(LeakWarning(f"{item.nodeid} left on rank {numbers}: {text}"), stacklevel=1)
     for name in {name for report in ended.reports.values() for name in report.preloads}:
         importlib.import_module(name)  # once here, so that no later rank has to
 
 
-def _alike(texts: dict[int, str]) -> list[tuple[str, str]]:
+def _group_ranks_by_text(texts: dict[int, str]) -> list[tuple[str, str]]:
     """Group ranks by text, without the empty one: [("0, 2", text), ...]."""
     found: dict[str, list[int]] = {}
     for number in sorted(texts):

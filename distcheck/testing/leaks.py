@@ -65,7 +65,7 @@ def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen
     """
     if not has_process:
         return StillOpen(tuple(_process_groups()))
-    staying = _unfinished_work() or _results_never_asked_for(before.functional)
+    staying = _unfinished_work() or _unwaited_collectives(before.functional)
     stray = _stray_threads(before.threads)
     if stray:
         staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
@@ -94,13 +94,12 @@ def _unfinished_work() -> list[str]:
     return [f"{_many(len(open_calls), 'collective')} not waited for ({names})"]
 
 
-def _results_never_asked_for(before: int) -> list[str]:
+def _unwaited_collectives(before: int) -> list[str]:
     count = _functional_collectives() - before
     return [f"{_many(count, 'functional collective')} not waited for"] if count > 0 else []
 
 
 def _functional_collectives() -> int:
-    """Return the number of functional collectives that were not waited for."""
     if "torch.distributed" not in sys.modules:
         return 0
     from distcheck.machine import compat  # imports torch, which a test may do without

@@ -59,13 +59,13 @@ def effective_marker(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
             count = sum(mark.name == NAME for mark in (own if isinstance(own, list) else [own]))
             marks = marks[-max(count, 1) :]
         if any((m.args, m.kwargs) != (marks[0].args, marks[0].kwargs) for m in marks):
-            told = " and ".join(map(_as_written, marks))
+            told = " and ".join(map(_format_marker, marks))
             raise _refuse(f"was given several times, as {told}; remove all but one")
         return marks[0]
     return None
 
 
-def _as_written(mark: pytest.Mark) -> str:
+def _format_marker(mark: pytest.Mark) -> str:
     named = [f"{name}={value!r}" for name, value in mark.kwargs.items()]
     return f"{NAME}({', '.join([*map(repr, mark.args), *named])})"
 

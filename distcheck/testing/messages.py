@@ -93,14 +93,14 @@ def encoded(message: RankReport | Subtest) -> bytes:
     try:
         return msgspec.msgpack.encode(message, enc_hook=str)
     except (UnicodeEncodeError, OverflowError):  # a lone surrogate, an integer beyond 64 bits
-        return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(message, enc_hook=str)))
+        return msgspec.msgpack.encode(_escape_value(msgspec.to_builtins(message, enc_hook=str)))
 
 
-def _escaped(value: Any) -> Any:
+def _escape_value(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return str(value)
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(inner) for key, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {_escape_value(key): _escape_value(inner) for key, inner in value.items()}
+    return [_escape_value(inner) for inner in value] if isinstance(value, list | tuple) else value

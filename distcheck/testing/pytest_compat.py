@@ -74,7 +74,6 @@ def note_not_set_up(item: pytest.Function, name: str) -> None:
 
 
 def with_session_scope(definition: Any) -> Any:
-    """Return a copy of a fixture, with session scope."""
     copied = copy.copy(definition)
     copied._scope = Scope.Session
     return copied
@@ -140,7 +139,6 @@ def folders(config: pytest.Config) -> Any:
 
 
 def remove_hook(caller: Any, plugin: object) -> None:
-    """Remove a plugin's implementation of one hook."""
     caller._remove_plugin(plugin)
 
 

@@ -102,14 +102,14 @@ def view() -> WorldView | None:
     return _view
 
 
-def _owned() -> Owned:
+def _owned_state() -> Owned:
     threads = registry.load("simulated").threads()
     owned: Owned = threads.per_rank_test_state(inherited().item)
     return owned
 
 
 @RUN.does
-@with_rank_state(_owned)
+@with_rank_state(_owned_state)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     prepared = inherited()
     session.remove_plugin_hooks(prepared.item.config, reporter.say)
@@ -196,7 +196,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                 fixtures.capture_per_rank(item),
                 fixtures.set_up_in_rank(item) as values,
             ):
-                body, given, named = _own(prepared)
+                body, given, named = _own_copies(prepared)
                 args = [fixtures.resolved(value, values) for value in given]
                 kwargs = {k: fixtures.resolved(v, values) for k, v in named.items()}
                 started = time.perf_counter()
@@ -218,7 +218,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     report = RankReport(
         end=end,
         reason="" if error is None else _cut(text_of(error)),
-        warnings=tuple(_as_seen(warning) for warning in seen),
+        warnings=tuple(_as_warning(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
         left_stays=left.stays,
@@ -230,11 +230,13 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     del item.user_properties[properties:]
     if report.end == "failed":
         assert error is not None
-        report = _with_failure(report, item, error)
+        report = _with_report(report, item, error)
     return report, error
 
 
-def _own(prepared: Prepared) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
+def _own_copies(
+    prepared: Prepared,
+) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
     threads = registry.load("simulated").threads()
@@ -275,7 +277,7 @@ def _end_of(error: BaseException | None) -> End:
     return "exit" if isinstance(error, pytest.exit.Exception) else "failed"
 
 
-def _with_failure(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:
+def _with_report(report: RankReport, item: pytest.Function, error: BaseException) -> RankReport:
     """Add pytest's own report of the failure, created here, where the frames exist."""
     frame = error.__traceback__
     if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
@@ -313,7 +315,7 @@ def _seen_warnings(item: pytest.Function) -> Iterator[list[warnings.WarningMessa
         yield seen
 
 
-def _as_seen(warning: warnings.WarningMessage) -> RankWarning:
+def _as_warning(warning: warnings.WarningMessage) -> RankWarning:
     category = warning.category
     return RankWarning(
         text=str(warning.message),

@@ -36,7 +36,7 @@ _kept: dict[_Key, "ReusedWorld"] = {}
 
 def run(prepared: Prepared) -> WorldEnd:
     """Run a test in a persistent world, starting one if there is none."""
-    options, arguments = prepared.options, _pickled(prepared)
+    options, arguments = prepared.options, _pickle_arguments(prepared)
     key = (options.size, options.backend, options.device)
     world = _kept.pop(key, None)
     if world is not None and not world.is_ready(options.deadline_s):
@@ -158,7 +158,7 @@ def _filters() -> list[Any]:
     return found
 
 
-def _pickled(prepared: Prepared) -> bytes:
+def _pickle_arguments(prepared: Prepared) -> bytes:
     """Return all arguments in one pickle, so that shared objects stay shared in a rank. Fails the
     test if they cannot be pickled.
     """

@@ -130,13 +130,13 @@ def wait(
     if (refused := not_simulated(world)) is not None:
         world.close()
         raise refused
-    outcomes = _of_the_test(root_cause.outcomes(world.children, hung=world.hung), heard)
+    outcomes = _outcomes_of_test(root_cause.outcomes(world.children, hung=world.hung), heard)
     ended = heard.as_end(world, outcomes, timeout=timeout)
     world.close()
     return ended
 
 
-def _of_the_test(outcomes: list[Outcome], heard: RankMessages) -> list[Outcome]:
+def _outcomes_of_test(outcomes: list[Outcome], heard: RankMessages) -> list[Outcome]:
     """Replace the outcomes of persistent ranks that wait for their next test: they have finished
     this one, unless they only continued after being asked for their stacks.
     """

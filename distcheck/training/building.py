@@ -98,11 +98,11 @@ class Ingredients:
         """Apply the workload's changes to a rank's model before the strategy receives it;
         references start from rank 0's values after them.
         """
-        self._of_workload("hand_over", model, rank)
+        self._call_workload("hand_over", model, rank)
 
     def prepare(self, model: nn.Module, step: int) -> None:
         """Apply the workload's changes to its model before a step, in ranks and references."""
-        self._of_workload("before_step", model, step)
+        self._call_workload("before_step", model, step)
 
     def optimizer(
         self, parameters: Iterable[Any], *, one_group: bool = False
@@ -122,9 +122,9 @@ class Ingredients:
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Apply the workload's changes to its optimizer, in ranks and references."""
-        self._of_workload("schedule", optimizer, step)
+        self._call_workload("schedule", optimizer, step)
 
-    def _of_workload(self, name: str, *arguments: object) -> None:
+    def _call_workload(self, name: str, *arguments: object) -> None:
         method = getattr(self.loaded.workload, name, None)
         if method is not None:
             method(*arguments)

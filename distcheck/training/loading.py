@@ -52,7 +52,7 @@ PACKAGES = {
 @cache
 def strategy_names() -> dict[str, EntryPoint]:
     """Return the installed strategies by name. Imports none of them."""
-    return {point.name: point for point in _registered()} | _own_strategies()
+    return {point.name: point for point in _registered()} | _built_in_strategies()
 
 
 @cache
@@ -71,7 +71,7 @@ def check_single(spec: str) -> None:
 
 
 @cache
-def _own_strategies() -> dict[str, EntryPoint]:
+def _built_in_strategies() -> dict[str, EntryPoint]:
     try:
         points = distribution("distcheck").entry_points
     except PackageNotFoundError:  # not installed, but importable
@@ -86,7 +86,7 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
     place, _, attribute = spec.partition(":")
     if attribute or is_path(place):
         return {}
-    builtin = _own_strategies()
+    builtin = _built_in_strategies()
     return builtin if place in builtin else strategy_names()
 
 

@@ -67,7 +67,6 @@ class Shards:
 
 @lru_cache(maxsize=2)  # ranks that share a process compute it once
 def _order_of_all(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return a whole epoch in the order of DistributedSampler."""
     sampler: DistributedSampler[int] = DistributedSampler(
         range(size),  # type: ignore[arg-type]
         num_replicas=1,
@@ -339,7 +338,6 @@ class Loop:
         return math.nan
 
     def _backward_one(self, loss: torch.Tensor, step: Step) -> torch.Tensor:
-        """Run backward from one loss, and return the detached loss."""
         case = self._ingredients.case
         factors = {
             "mean/world": 1 / step.shards,

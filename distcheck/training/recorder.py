@@ -265,7 +265,6 @@ class TraceRecorder(Observer):
     def _put_lines(
         self, step: int, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]
     ) -> None:
-        """Record the lines that communicated the existing gradients."""
         if self._calls is None:
             return
         lie = {

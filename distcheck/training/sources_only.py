@@ -155,7 +155,6 @@ def _asked() -> dict[str, Any]:
 
 
 def folder_of_top_package(file: str) -> str:
-    """Return the folder that contains the topmost package of a file."""
     folders = Path(file).parents
     return str(next(folder for folder in folders if not (folder / "__init__.py").is_file()))
 

@@ -134,7 +134,6 @@ def contents_of(
 
 
 def features_of_report(cases: Sequence[Mapping[str, Any]]) -> list[Contents]:
-    """Return the features of the cases of a JSON report, if recorded."""
     found = [case["contents"] for case in cases if case.get("contents")]
     return [msgspec.convert(contents, Contents) for contents in found]
 

@@ -268,7 +268,6 @@ def _why_not_float64(report: CaseReport) -> str:
 
 
 def _names_dtype(report: CaseReport) -> bool:
-    """Return True if ranks failed with an exception that names a dtype."""
     return _crashed(report) and _DTYPE.search(_error(report)) is not None
 
 

@@ -243,7 +243,6 @@ def names_of(
 
 
 def _found(module: str, name: str) -> object:
-    """Return the object of that name in an imported module, or None."""
     try:
         return functools.reduce(getattr, name.split("."), sys.modules[module])
     except (KeyError, AttributeError):

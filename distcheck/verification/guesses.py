@@ -109,7 +109,6 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
 
 
 def trial_of(run: CaseRun) -> Trial:
-    """Return a trial with the result of its run."""
     way = run.case.adaptation
     if run.refused is not None:
         why = re.split(r"\. |\n|; give ", str(run.refused), maxsplit=1)[0]
@@ -337,7 +336,6 @@ def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
 
 
 def question(case: Case, decision: Decision) -> UsageError:
-    """Return the question to the user."""
     passed = [trial for trial in decision.ways if trial.passed]
     how = (
         f"passes in {len(passed)} different forms"

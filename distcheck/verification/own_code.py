@@ -56,7 +56,6 @@ class Allowed:
     def prepare(
         self, name: str, data_dir: str, *, download: bool
     ) -> tuple[Job[Any, bytes], PrepareRequest]:
-        """Return the job that reads a data set, and its request."""
         return PREPARE, PrepareRequest(name=name, data_dir=data_dir, download=download)
 
     def check(self, target: str, payload: bytes) -> None:

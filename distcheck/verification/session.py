@@ -93,7 +93,6 @@ class Listener(Protocol):
         return
 
     def finished(self, case: Case, verdict: str) -> None:
-        """Receive the verdict of a judged case, or NOT_FINISHED."""
         return
 
 
@@ -171,7 +170,6 @@ def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
 
 
 def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
-    """Start the process that judges."""
     run = task.run
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"], **data.fds}
@@ -345,7 +343,6 @@ class Session:
         yield from self._look_closer(run)
 
     def _bisect_rerun(self, run: CaseRun) -> _Stages:
-        """Run the worlds that bisect a rerun in separate interpreters that differed."""
         apart = run.taking_apart = RerunBisection(run.surroundings)
         while apart.next is not None:
             world: World = yield "further"
@@ -377,9 +374,9 @@ class Session:
     def _begin(self, run: CaseRun, stages: _Stages) -> None:
         run.judges_left = 0
         self._stages[run] = stages
-        self._go_on(run)
+        self._continue_case(run)
 
-    def _go_on(self, run: CaseRun, world: World | None = None) -> None:
+    def _continue_case(self, run: CaseRun, world: World | None = None) -> None:
         """Continue a case after the world that it waited for, or else after all its judges."""
         try:
             run.awaited = self._stages[run].send(world)
@@ -394,7 +391,7 @@ class Session:
     def _judge_over(self, run: CaseRun) -> None:
         run.judges_left -= 1
         if not run.judges_left and run.awaited is None and run in self._stages:
-            self._go_on(run)
+            self._continue_case(run)
 
     def _queue(self, task: JudgeTask) -> None:
         self._tasks.append(task)
@@ -523,7 +520,7 @@ class Session:
             return
         if what != "further" and run.defect is None:
             run.defect = own_code.defect_in_rank(run.case, world.children, hung=world.hung)
-        self._go_on(run, world)
+        self._continue_case(run, world)
 
     def _leave_out_others(self, hung: CaseRun) -> None:
         """End the strategy's other cases in this world: each could cost a deadline."""
@@ -539,7 +536,6 @@ class Session:
             self._finish(run)
 
     def end_after(self, case: Case) -> None:
-        """End judging after this case, which failed."""
         self._last = self._last or case
 
     def _leave_out_rest(self, runs: Sequence[CaseRun], why: str) -> None:

@@ -152,7 +152,6 @@ def _is_file(store: Any) -> bool:
 
 
 def _torchs_timeout() -> timedelta:
-    """Return torch's default timeout of a group."""
     from torch.distributed.constants import default_pg_timeout
 
     return default_pg_timeout

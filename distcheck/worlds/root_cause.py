@@ -204,7 +204,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
         # The stacks written first show where it hung: once woken, the rank is somewhere else.
         stacks = None if woken and child.shaken else child.stacks
         known = _of_stacks(stacks) or {"text": _without_plumbing(child.low_level_stacks)}
-        return {"outcome": ends, "ended_by": _went_on(child) if woken else "", **known}
+        return {"outcome": ends, "ended_by": _describe_resumed(child) if woken else "", **known}
     if child.ended and killed:
         return {"outcome": ends, "silence": "no answer", "ended_by": _NO_ANSWER}
     if child.exit_signal is not None:
@@ -233,7 +233,7 @@ def _of_raised(child: Child, raised: messages.Raised) -> Known:
     }
 
 
-def _went_on(child: Child) -> str:
+def _describe_resumed(child: Child) -> str:
     if child.raised is not None:
         return (
             "resumed when its stack was requested, after the deadline, and raised "

@@ -19,7 +19,7 @@ from distcheck.job.inside.batch_source import (
     BatchSource,
     NotTogetherError,
     _fit,
-    _padded,
+    _pad_rows,
     _together,
     padding_value,
 )
@@ -141,12 +141,12 @@ def test_inputs_of_the_ranks_are_kept(job: JobRecording, monkeypatch: pytest.Mon
 def test_tensors_that_do_not_fit_are_padded_or_refused() -> None:
     short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4, 5, 6], [7, 0, 0]])
     assert not _fit([short, long])
-    assert _together([*_padded([short, long], 0, longer=False)]).tolist() == [
+    assert _together([*_pad_rows([short, long], 0, longer=False)]).tolist() == [
         [1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0],
     ]  # fmt: skip
-    assert [part.shape[1] for part in _padded([short, long], 0, longer=True)] == [4, 4]
+    assert [part.shape[1] for part in _pad_rows([short, long], 0, longer=True)] == [4, 4]
     with pytest.raises(NotTogetherError):
-        list(_padded([torch.zeros(2, 3, 1), torch.zeros(2, 3, 2)], 0, longer=False))
+        list(_pad_rows([torch.zeros(2, 3, 1), torch.zeros(2, 3, 2)], 0, longer=False))
     assert _together([torch.tensor(3), torch.tensor(3)]).item() == 3
     assert padding_value(iter([short, long])) == 0
     assert padding_value(iter([torch.tensor([[1, -100], [2, -100]]), long])) == -100
@@ -227,9 +227,9 @@ def test_rounding_of_an_all_reduce_needs_no_perturbed_copy(job: JobRecording) ->
     copies = object.__new__(ReplayTasks)
     copies._job, copies.spreads = job, {"weight": 0.0}
     own = {"weight": torch.ones(4)}
-    assert not copies._says_too_little(own, {"weight": torch.full((4,), 1 + 2.0**-23)}, {})
-    assert copies._says_too_little(own, {"weight": torch.full((4,), 1.001)}, {})
-    assert copies._says_too_little(own, {"weight": torch.full((4,), math.nan)}, {})
+    assert not copies._exceeds_spread(own, {"weight": torch.full((4,), 1 + 2.0**-23)}, {})
+    assert copies._exceeds_spread(own, {"weight": torch.full((4,), 1.001)}, {})
+    assert copies._exceeds_spread(own, {"weight": torch.full((4,), math.nan)}, {})
 
 
 FORKS_AFTER_FAKE_TENSORS = """

@@ -575,7 +575,7 @@ def test_a_term_of_another_scale_is_named(by: float, cause: str, tmp_path: Path)
         single_process_group,
         replayed=msgspec.structs.replace(single_process_group.replayed, interacts=True),
     )
-    known = [judging._if_known(job, interacts, one, results) for one in results]
+    known = [judging._unknown_without_reference(job, interacts, one, results) for one in results]
     assert {one.verdict for one in known} == {"pass", "fail" if by == 0.5 else "unknown"}
 
 

@@ -279,7 +279,7 @@ def test_a_rank_that_passed_after_it_was_asked_has_hung() -> None:
     outcomes = [Outcome(rank=rank, outcome="hung", text="there") for rank in range(3)]
     reports = {0: RankReport(end="passed"), 1: RankReport(end="passed")}
     heard = waiting.RankMessages(reports=reports, in_time={0})
-    ends = {o.rank: o.outcome for o in waiting._of_the_test(outcomes, heard)}
+    ends = {o.rank: o.outcome for o in waiting._outcomes_of_test(outcomes, heard)}
     assert ends == {0: "finished", 1: "hung", 2: "hung"}
 
 

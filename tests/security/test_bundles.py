@@ -322,7 +322,9 @@ def test_folders_of_many_members_are_checked_once(
     more = {f"sources/there/m{number}.py": b"" for number in range(500)}
     bundle = zips.write(tmp_path / "b.zip", {**zips.members(tmp_path / "ran"), **more})
     checked: list[Path] = []
-    real = private._is_empty_own
-    monkeypatch.setattr(private, "_is_empty_own", lambda path: checked.append(path) or real(path))
+    real = private._is_own_and_empty
+    monkeypatch.setattr(
+        private, "_is_own_and_empty", lambda path: checked.append(path) or real(path)
+    )
     open_bundle(bundle)
     assert len(checked) < 50

@@ -249,6 +249,6 @@ def test_the_mode_of_a_report_is_given_to_no_other_file(
         draft.symlink_to("victim")
         return text.encode()
 
-    monkeypatch.setattr(private, "_encoded", replaced)
+    monkeypatch.setattr(private, "_encode", replaced)
     write_text("r.json", "{}")
     assert mode_of(here / "victim") == 0o600

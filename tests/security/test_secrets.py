@@ -161,7 +161,7 @@ def test_a_report_of_others_is_masked(tmp_path: Path) -> None:
 def test_a_kept_run_of_a_job_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = Report(environment=ENVIRONMENT, cases=(crash(text=f"{VALUE} {TOKEN}"),))
-    assert job_command._kept(report).saved_to
+    assert job_command._store_report(report).saved_to
     (kept,) = tmp_path.rglob("report.json")
     assert "hunter2" not in kept.read_text()
     assert TOKEN not in kept.read_text()

@@ -242,7 +242,7 @@ def test_an_edited_case_is_refused(adaptation: Adaptation, message: str) -> None
 def test_exact_requires_no_bits_of_a_loss_that_is_not_exact() -> None:
     request = Request(strategies=("ddp",), worlds=(3,), workloads=("exact",), loss="mean/world")
     (case,) = plan.plan_cases(request)
-    assert "not exact" in plan._why_inexact(case, Contract(), [[16, 16, 16]])
+    assert "not exact" in plan._why_not_exact(case, Contract(), [[16, 16, 16]])
 
 
 def test_defaults_are_left_alone_and_kwargs_take_what_is_left() -> None:

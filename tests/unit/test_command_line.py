@@ -291,6 +291,6 @@ def test_too_little_memory_is_no_defect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli._unexpected(MemoryError()) == ExitCode.CANNOT_RUN
+    assert cli._print_unexpected_error(MemoryError()) == ExitCode.CANNOT_RUN
     assert "memory is insufficient; free some" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -591,11 +591,11 @@ def test_a_pass_says_of_its_rerun_what_it_was(reason: str, said: str) -> None:
 def test_reruns_of_several_cases_are_not_taken_for_one() -> None:
     apart = "in separate interpreters: hash seed 7"
     other = f"{apart}; there the bits differ, caused only by nodes; of rank 0: 3 of 4 differ"
-    assert brief._of_reruns([apart, other]) == (
+    assert brief._describe_reruns([apart, other]) == (
         "a second run in fresh interpreters is not bit-identical in 1 of 2 cases, caused only "
         "by nodes"
     )
-    assert brief._of_reruns([apart, f"not {apart}"]) == "a second run is bit-identical"
+    assert brief._describe_reruns([apart, f"not {apart}"]) == "a second run is bit-identical"
 
 
 def test_quiet_keeps_the_cause() -> None:

@@ -113,7 +113,7 @@ class _Episode:
         )
         ranks = start_world(pool, wanted)
         for rank, child in enumerate(ranks.children):
-            child.on_said = partial(self._hear, ranks, rank)
+            child.on_said = partial(self._record_result, ranks, rank)
         run_until_over(pool, ranks)
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
         outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
@@ -126,7 +126,7 @@ class _Episode:
             return ""
         return self._end(begun, outcomes, hung=hung)
 
-    def _hear(self, ranks: World, rank: int, said: bytes) -> None:
+    def _record_result(self, ranks: World, rank: int, said: bytes) -> None:
         if ranks.hung:  # reports of killed ranks only concern lost peers
             return
         result = msgspec.msgpack.decode(said, type=RankResult)

@@ -21,17 +21,17 @@ _UNEVEN_FORMS = ("plain", "async", "strided", "transposed", "mixed", "large", "s
 _LATE_S = 0.1  # time for an incorrect barrier to be detected; a correct one always passes
 
 
-def _brought(scene: ProbeScene, part: int = 0) -> Buffer:
+def _input_of(scene: ProbeScene, part: int = 0) -> Buffer:
     """Return a rank's input, which must be unchanged afterwards."""
     values = scene.part(scene.rank, part)
     return Buffer(scene.rows, values, list(values))
 
 
-def _received(scene: ProbeScene, sender: int, part: int = 0) -> Buffer:
+def _expected_from(scene: ProbeScene, sender: int, part: int = 0) -> Buffer:
     return Buffer(scene.rows, None, list(scene.part(sender, part)))
 
 
-def _joined(buffers: list[Buffer]) -> Buffer:
+def _concatenate(buffers: list[Buffer]) -> Buffer:
     before = None if buffers[0].before is None else [v for b in buffers for v in b.before or ()]
     return Buffer(sum(b.rows for b in buffers), before, [v for b in buffers for v in b.after or ()])
 
@@ -39,8 +39,8 @@ def _joined(buffers: list[Buffer]) -> Buffer:
 def _messages(scene: ProbeScene, count: int) -> Buffers:
     previous = (scene.rank - 1) % scene.world
     return {
-        "output": [_received(scene, previous, part) for part in range(count)],
-        "input": [_brought(scene, part) for part in range(count)],
+        "output": [_expected_from(scene, previous, part) for part in range(count)],
+        "input": [_input_of(scene, part) for part in range(count)],
     }
 
 
@@ -78,13 +78,13 @@ def _broadcast(scene: ProbeScene) -> Buffers:
 
 
 def _all_gather(scene: ProbeScene) -> Buffers:
-    output = [_received(scene, rank) for rank in range(scene.world)]
-    return {"output": output, "input": [_brought(scene)]}
+    output = [_expected_from(scene, rank) for rank in range(scene.world)]
+    return {"output": output, "input": [_input_of(scene)]}
 
 
 def _all_gather_into_tensor(scene: ProbeScene) -> Buffers:
     whole = _all_gather(scene)
-    return {**whole, "output": [_joined(whole["output"])]}
+    return {**whole, "output": [_concatenate(whole["output"])]}
 
 
 def _gather(scene: ProbeScene) -> Buffers:
@@ -95,8 +95,8 @@ def _gather(scene: ProbeScene) -> Buffers:
 def _scatter(scene: ProbeScene) -> Buffers:
     parts = range(scene.world) if scene.rank == scene.root else ()
     return {
-        "output": [_received(scene, scene.root, scene.rank)],
-        "input": [_brought(scene, part) for part in parts],
+        "output": [_expected_from(scene, scene.root, scene.rank)],
+        "input": [_input_of(scene, part) for part in parts],
     }
 
 
@@ -113,13 +113,13 @@ def _reduce(scene: ProbeScene) -> Buffers:
 def _reduce_scatter(scene: ProbeScene) -> Buffers:
     return {
         "output": [Buffer(scene.rows, None, scene.reduced(scene.rank))],
-        "input": [_brought(scene, part) for part in range(scene.world)],
+        "input": [_input_of(scene, part) for part in range(scene.world)],
     }
 
 
 def _reduce_scatter_tensor(scene: ProbeScene) -> Buffers:
     whole = _reduce_scatter(scene)
-    return {**whole, "input": [_joined(whole["input"])]}
+    return {**whole, "input": [_concatenate(whole["input"])]}
 
 
 def _rows(scene: ProbeScene, sender: int, receiver: int) -> int:
@@ -127,7 +127,7 @@ def _rows(scene: ProbeScene, sender: int, receiver: int) -> int:
     return 1 + (sender + 2 * receiver) % scene.rows
 
 
-def _sent(scene: ProbeScene, rank: int, *, uneven: bool) -> list[Buffer]:
+def _outgoing_buffers(scene: ProbeScene, rank: int, *, uneven: bool) -> list[Buffer]:
     found = []
     for receiver in range(scene.world):
         rows = _rows(scene, rank, receiver) if uneven else scene.rows
@@ -137,7 +137,7 @@ def _sent(scene: ProbeScene, rank: int, *, uneven: bool) -> list[Buffer]:
 
 
 def _lists(scene: ProbeScene, *, uneven: bool) -> Buffers:
-    sent = [_sent(scene, rank, uneven=uneven) for rank in range(scene.world)]
+    sent = [_outgoing_buffers(scene, rank, uneven=uneven) for rank in range(scene.world)]
     received = [parts[scene.rank] for parts in sent]
     return {
         "output": [Buffer(part.rows, None, part.after) for part in received],
@@ -146,7 +146,7 @@ def _lists(scene: ProbeScene, *, uneven: bool) -> Buffers:
 
 
 def _single(scene: ProbeScene, *, uneven: bool) -> Buffers:
-    return {name: [_joined(parts)] for name, parts in _lists(scene, uneven=uneven).items()}
+    return {name: [_concatenate(parts)] for name, parts in _lists(scene, uneven=uneven).items()}
 
 
 def _call_lists(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:

@@ -60,7 +60,9 @@ def find_difference(
 ) -> str:
     """Describe the first error in a storage after the call; empty if there is none."""
     around = unchangeable_values(scene.dtype, layout.size)
-    required: list[Any] = buffer.after if buffer.after is not None else _taken(actual, layout)
+    required: list[Any] = (
+        buffer.after if buffer.after is not None else _values_in_layout(actual, layout)
+    )
     expected = layout.place(required, around)
     if actual == expected:
         return ""
@@ -70,7 +72,7 @@ def find_difference(
     return _describe(wrong, actual, expected, before, layout) if wrong else ""
 
 
-def _taken(storage: list[Any], layout: Layout) -> list[Any]:
+def _values_in_layout(storage: list[Any], layout: Layout) -> list[Any]:
     rows, cols = layout.shape
     down, right = layout.strides
     return [
@@ -173,7 +175,7 @@ class _Prober:
         if probe.form == "mixed" and reason is not None:
             # Half of the ranks would refuse, and the others block: it would show nothing new about
             # the backend.
-            self._say(index, "refused", f"{NOT_CALLED}{reason}", 0)
+            self._report(index, "refused", f"{NOT_CALLED}{reason}", 0)
             return True
         operation = OPERATIONS[probe.operation]
         members = tuple(range(1 if probe.form == "sub-group" else 0, self._world))
@@ -187,13 +189,13 @@ class _Prober:
             if status in ("wrong", "refused") or number == calls - 1:
                 # Report before the exchange: the rank that serves the store may die in the next
                 # probe.
-                self._say(index, status, detail, elements)
+                self._report(index, status, detail, elements)
                 said = True
             told = self._exchange(turn, status)
             if not told <= {"right", "absent"}:
                 break
         if not said:
-            self._say(index, status, "", elements)
+            self._report(index, status, "", elements)
         if told <= {"refused", "absent"}:
             self._refused[probe.key] = detail
         return told <= {"right", "absent"}
@@ -273,7 +275,7 @@ class _Prober:
             root=number if OPERATIONS[probe.operation].rooted else 0,
         )
 
-    def _say(self, index: int, status: Status, detail: str, elements: int) -> None:
+    def _report(self, index: int, status: Status, detail: str, elements: int) -> None:
         result = RankResult(index=index, status=status, detail=detail, elements=elements)
         self._reporter.say(msgspec.msgpack.encode(result))
 

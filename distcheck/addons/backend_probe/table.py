@@ -162,7 +162,7 @@ def _findings(
         return
     groups: dict[tuple[str, str], list[ProbedCell]] = {}
     for cell in cells:
-        what = cell.form if cell.verdict != "refused" else _without_figures(cell.detail)
+        what = cell.form if cell.verdict != "refused" else _without_numbers(cell.detail)
         groups.setdefault((cell.operation, what), []).append(cell)
     for alike in groups.values():
         first = alike[0]
@@ -174,7 +174,7 @@ def _findings(
         yield f"{first.operation}{f' {about}' if about else ''}{which}: {first.detail}"
 
 
-def _without_figures(detail: str) -> str:
+def _without_numbers(detail: str) -> str:
     """Return a refusal's message without numbers, equal for every form and dtype."""
     return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
 

@@ -115,7 +115,7 @@ def run_on(
     with LiveProgress(Console(stderr=True, quiet=quiet)) as progress:
         progress.phase(f"{len(work)} part{'s' * (len(work) > 1)} on {name}; code: {started.code}")
         with scratch.folder(prefix="distcheck-parts-") as place:
-            parts, lost, interrupted = _collected(started, work, planned, place, progress)
+            parts, lost, interrupted = _collect_reports(started, work, planned, place, progress)
     if not parts:
         raise CannotRunError(f"no part returned from {name}: {next(iter(lost.values()))}")
     code = show_whole(join(parts, lost), parts, files=files, quiet=quiet)
@@ -145,7 +145,7 @@ def _work(planned: Planned, parts: int) -> list[MatrixTask]:
     return [found[number] for number in sorted(found)]
 
 
-def _collected(
+def _collect_reports(
     engine: EngineTasks,
     work: Sequence[MatrixTask],
     planned: Planned,
@@ -163,7 +163,7 @@ def _collected(
         while left:
             for one, end in engine.ended():
                 left.discard(one.number)
-                what = _taken(one, end, planned, place, parts, lost)
+                what = _take_result(one, end, planned, place, parts, lost)
                 progress.counted(len(work) - len(left), len(work), f"{one.name}: {what}")
     except KeyboardInterrupt:
         interrupted = True
@@ -172,7 +172,7 @@ def _collected(
     return parts, lost | dict.fromkeys(sorted(left), "interrupted before it finished"), interrupted
 
 
-def _taken(
+def _take_result(
     one: MatrixTask,
     end: Ended | LostPart,
     planned: Planned,

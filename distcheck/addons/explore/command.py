@@ -72,7 +72,7 @@ def explore_command(searches: Sequence[dict[str, Any]]) -> int:
     """Run searches, which share the budget equally, in sequence, and print their findings; return
     the most significant exit code. Raises DistcheckError.
     """
-    checked = [_checked(asked) for asked in searches]
+    checked = [_check_options(asked) for asked in searches]
     check_writable(searches[0]["json_file"])
     prepare_hypothesis()
     codes: list[ExitCode] = []
@@ -174,7 +174,7 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
+def _check_options(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
     """Return strategy, budget in seconds, and values to vary. Raises DistcheckError."""
     if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
@@ -203,7 +203,7 @@ def _checked(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
             "--without-data is not supported by explore, whose cases assign a shard to every "
             "rank; use distcheck verify"
         )
-    vary = _varied(asked["vary"], asked["adaptation"])
+    vary = _parse_vary(asked["vary"], asked["adaptation"])
     plan.check_request(
         Request(
             strategies=(asked["strategy"],) if asked["strategy"] else (),
@@ -224,7 +224,7 @@ def _check_without(words: Sequence[str], known: Sequence[str]) -> None:
             raise UsageError(f"--without {', '.join(what)} excludes all of them; remove one")
 
 
-def _varied(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
+def _parse_vary(words: tuple[str, ...], fixed: Adaptation) -> dict[str, list[str]]:
     vary: dict[str, list[str]] = {}
     for word in words:
         if not word.partition("=")[2] or word.startswith("="):

@@ -38,7 +38,7 @@ class FailureDatabase:
         if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
             return []
         files = sorted(self.folder.glob("*.json"), key=lambda file: -file.stat().st_mtime)
-        found = [case for case in map(self._read_one, files) if case is not None]
+        found = [case for case in map(self._read_case, files) if case is not None]
         return [case for case in found if case.strategy == self._strategy]
 
     def keep(self, case: Case) -> Path | None:
@@ -51,7 +51,7 @@ class FailureDatabase:
             return None
         return path
 
-    def _read_one(self, file: Path) -> Case | None:
+    def _read_case(self, file: Path) -> Case | None:
         """Return a case that this user has run, if its other code is as trusted as in `replay`: the
         strategy is the one that the person named, and nothing is asked here.
         """
@@ -97,8 +97,8 @@ def reproducing_program(case: Case) -> str:
         words["loss"] = case.loss
     if case.delays:
         words["delays"] = [(late.rank, late.collective, late.ms) for late in case.delays]
-    lines = [f"    {_quoted(case.strategy)},"]
-    lines += [f"    {name}={_quoted(value)}," for name, value in words.items()]
+    lines = [f"    {_quote(case.strategy)},"]
+    lines += [f"    {name}={_quote(value)}," for name, value in words.items()]
     call = "\n".join(lines)
     return f"import distcheck\n\ndistcheck.verify(\n{call}\n).raise_for_verdict()\n"
 
@@ -109,10 +109,10 @@ class _Written(str):
 
 def _value(text: str) -> str:
     """Return the Python code of an argument: a literal, or `@name` as a string."""
-    return _quoted(text) if text.startswith("@") else text
+    return _quote(text) if text.startswith("@") else text
 
 
-def _quoted(value: object) -> str:
+def _quote(value: object) -> str:
     if isinstance(value, _Written) or not isinstance(value, str):
         return str(value)
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

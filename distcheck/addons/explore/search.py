@@ -198,7 +198,7 @@ class Search:
         """Record a report; the first failure is confirmed before."""
         case = report.case
         if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
-            report = self._believed(report)
+            report = self._confirm_failure(report)
         self._verdicts[case.id] = report
         if report.verdict == "fail":
             self._failed[case.id] = report
@@ -211,7 +211,7 @@ class Search:
         self.show(f"{what}: {len(self._verdicts)} cases; {case.workload}, world {case.world}")
         return report
 
-    def _believed(self, report: CaseReport) -> CaseReport:
+    def _confirm_failure(self, report: CaseReport) -> CaseReport:
         """Return the first failure if fresh ranks, or new persistent ones, fail as well; otherwise
         the report of fresh ranks. If persistent ranks affect each other, only fresh ranks are used
         from now on.
@@ -240,16 +240,18 @@ class Search:
     def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
         """Replay a finding in fresh ranks, as `distcheck replay` does."""
         self.show("replaying the failure")
-        self.finding = self._replayed(report, unshrunk, replays)
+        self.finding = self._replay_finding(report, unshrunk, replays)
         if self.finding.failed == replays and report.case.world == 1:
-            self.finding = self._with_a_cause(self.finding)
+            self.finding = self._with_distinct_cause(self.finding)
         for case in _steadier(report.case) if self.finding.failed < replays else ():
-            steadier = self._replayed(msgspec.structs.replace(report, case=case), unshrunk, replays)
+            steadier = self._replay_finding(
+                msgspec.structs.replace(report, case=case), unshrunk, replays
+            )
             if steadier.failed == replays:
                 self.finding = steadier
                 return
 
-    def _with_a_cause(self, alone: Finding) -> Finding:
+    def _with_distinct_cause(self, alone: Finding) -> Finding:
         """Return the finding, or the same case in the smallest world of several ranks in which it
         has another cause: one rank cannot show which rank is wrong, nor the effect of
         communication.
@@ -262,7 +264,7 @@ class Search:
             larger = msgspec.structs.replace(larger, id=identify(larger))
             report = msgspec.structs.replace(alone.report, case=larger)
             try:
-                found = self._replayed(report, alone.unshrunk, alone.replays)
+                found = self._replay_finding(report, alone.unshrunk, alone.replays)
             except DistcheckError:
                 continue  # such a world cannot run here
             causes = _causes(found.report)
@@ -272,7 +274,7 @@ class Search:
                 return alone
         return alone
 
-    def _replayed(self, report: CaseReport, unshrunk: str, replays: int) -> Finding:
+    def _replay_finding(self, report: CaseReport, unshrunk: str, replays: int) -> Finding:
         seen = self.runner.replay(report.case, replays)
         failed = [replay for replay in seen if replay.verdict == "fail"]
         return Finding(failed[0] if failed else report, len(failed), len(seen), unshrunk)

@@ -99,7 +99,7 @@ def models(
     convs = [layer for layer in drawn if layer.kind == "conv"][:3]
     ordered = norms + convs + [layer for layer in drawn if layer.kind not in ("norm", "conv")]
     if not any(is_trainable_layer(layer) for layer in ordered):
-        ordered = [_unmarked(layer, "frozen") for layer in ordered]
+        ordered = [_remove_mark(layer, "frozen") for layer in ordered]
     if not any(is_trainable_layer(layer) for layer in ordered):
         ordered.append(ModelLayer("linear", 1))  # possible after any layer
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
@@ -107,10 +107,10 @@ def models(
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
     absent = draw(st.sampled_from(_UNCOMMON)) and not {ABSENT, "sgd"} & {*without}
     if absent:
-        ordered = _with_absent(ordered)
+        ordered = _make_one_layer_absent(ordered)
     if not absent or not any(ABSENT in layer.marks for layer in ordered):
-        ordered = [_unmarked(layer, ABSENT) for layer in ordered]
-        groups = groups and _parameters(ordered) > 1
+        ordered = [_remove_mark(layer, ABSENT) for layer in ordered]
+        groups = groups and _count_parameters(ordered) > 1
         return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
     # If no rank has a gradient, a zero gradient is correct only if it does not move the parameter.
     # Momentum and weight decay would, and no strategy can detect that without asking the other
@@ -118,7 +118,7 @@ def models(
     return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
 
 
-def _with_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
+def _make_one_layer_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
     """Return the layers with at least one trained layer absent, if another one trains for all
     samples: a loss without parameters has no backward.
     """
@@ -129,16 +129,15 @@ def _with_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
         marks = (*found[taking[0]].marks, ABSENT)
         found[taking[0]] = msgspec.structs.replace(found[taking[0]], marks=marks)
     if all(ABSENT in found[n].marks for n in trained):
-        found[trained[-1]] = _unmarked(found[trained[-1]], ABSENT)
+        found[trained[-1]] = _remove_mark(found[trained[-1]], ABSENT)
     return found
 
 
-def _unmarked(layer: ModelLayer, mark: str) -> ModelLayer:
+def _remove_mark(layer: ModelLayer, mark: str) -> ModelLayer:
     return msgspec.structs.replace(layer, marks=tuple(m for m in layer.marks if m != mark))
 
 
-def _parameters(layers: Sequence[ModelLayer]) -> int:
-    """Return the number of parameter tensors of layers, frozen or not."""
+def _count_parameters(layers: Sequence[ModelLayer]) -> int:
     two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
     return two + sum(layer.kind != "running" for layer in layers)
 

@@ -59,12 +59,12 @@ def search_thoroughly(
             )
             enter(about, ())
             continue
-        without = _without(asked, own, left_out)
+        without = _excluded_words(asked, own, left_out)
         world = own[0].case.world if own else 4
         _explore(pool, asked, without, world, keep=keep, show=show, enter=enter)
 
 
-def _without(
+def _excluded_words(
     asked: Asked, reports: Sequence[CaseReport], left_out: Collection[str]
 ) -> dict[str, str]:
     """Return the words that are not drawn, each with the reason: requested exclusions, and features
@@ -117,7 +117,7 @@ def _explore(
     def over(reason: str = "") -> None:
         spent_s = time.monotonic() - begun
         left = {**without, **runner.left_out}
-        found, added = _told(search, about, spent_s, left, kept if keep else None)
+        found, added = _summarize_search(search, about, spent_s, left, kept if keep else None)
         if reason:
             verdict = "fail" if found.verdict == "fail" else "unknown"
             found = msgspec.structs.replace(found, verdict=verdict, reason=reason)
@@ -174,7 +174,7 @@ def _sample(asked: Asked, world: int) -> Case:
     return case
 
 
-def _told(
+def _summarize_search(
     search: "Search",
     about: Explored,
     spent_s: float,
@@ -182,7 +182,7 @@ def _told(
     kept: FailureDatabase | None,
 ) -> tuple[Explored, list[CaseReport]]:
     finding = search.finding
-    added = list(search.once[:1]) if finding is None else [_shown(finding, kept)]
+    added = list(search.once[:1]) if finding is None else [_report_of_finding(finding, kept)]
     failed = bool(added)
     added += search.unknown[:_MOST_UNKNOWN]
     reason = ""
@@ -208,8 +208,7 @@ def _told(
     return found, added
 
 
-def _shown(finding: "Finding", kept: FailureDatabase | None) -> CaseReport:
-    """Return the report of a finding, with notes for the user."""
+def _report_of_finding(finding: "Finding", kept: FailureDatabase | None) -> CaseReport:
     report = finding.report
     notes = ["found by explore: no smaller failing case was found"]
     if finding.replays and finding.failed < finding.replays:

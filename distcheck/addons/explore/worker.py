@@ -119,10 +119,10 @@ def judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
         reporter.progress(number, judge_case.case.id)
         torch.set_default_dtype(torch.float32)
         runs = 2 if judge_case.case.rerun else 1
-        reporter.say(_judged(judge_case, traces[2 * judge_case.pair :][:runs]))
+        reporter.say(_judge(judge_case, traces[2 * judge_case.pair :][:runs]))
 
 
-def _judged(judge_case: JudgeCase, fds: list[int]) -> bytes:
+def _judge(judge_case: JudgeCase, fds: list[int]) -> bytes:
     case = judge_case.case
     ingredients = open_ingredients(case, b"", None)
     seeds.pin_default_dtype(case.dtype)

@@ -62,7 +62,6 @@ def room_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def concatenated_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all elements of tensors of one dtype, concatenated in new memory."""
     return torch.cat([plain(tensor).reshape(-1) for tensor in tensors])
 
 

@@ -183,7 +183,7 @@ class MPIWork(PythonWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until complete. Raises RuntimeError after `timeout`, or the group's timeout."""
-        self._until_done(timeout.total_seconds() or self.timeout_s)
+        self._wait_until_done(timeout.total_seconds() or self.timeout_s)
         if self._error is not None:
             raise self._error
         return True
@@ -206,7 +206,7 @@ class MPIWork(PythonWork):
 
     _source_rank = source_rank
 
-    def _until_done(self, timeout_s: float) -> None:
+    def _wait_until_done(self, timeout_s: float) -> None:
         for _ in range(_LOOKS_AT_ONCE):
             if self._look():
                 return
@@ -225,9 +225,9 @@ class MPIWork(PythonWork):
         if self._done:
             return True
         with _one_at_a_time:
-            return self._done or self._ask_mpi()
+            return self._done or self._test_requests()
 
-    def _ask_mpi(self) -> bool:
+    def _test_requests(self) -> bool:
         try:
             if len(self._requests) == 1:
                 complete = self._requests[0].Test(self._status)

@@ -74,14 +74,14 @@ def create(options: Any, _: Any) -> "MPIGroup":
     if not ranks:
         everybody = runtime.world(options.group_rank, options.group_size)
         return MPIGroup(everybody, options)
-    _meet(options, ranks)
+    _wait_for_ranks(options, ranks)
     everybody = runtime.world_so_far()
     members = everybody.Get_group().Incl(ranks)
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     return MPIGroup(everybody.Create_group(members, tag), options)
 
 
-def _meet(options: Any, ranks: Sequence[int]) -> None:
+def _wait_for_ranks(options: Any, ranks: Sequence[int]) -> None:
     """Wait for the other ranks at torch's store: MPI itself spins until all ranks create the group,
     and a spinning rank appears to compute.
     """

@@ -67,7 +67,7 @@ class MPIJob:
                 server.bind(os.path.join(folder, "s"))
                 server.listen(size)
                 self._keeper = _start_keeper(launcher, size, folder, theirs, self._output)
-                self._meet(server, size, launcher)
+                self._receive_environments(server, size, launcher)
         except BaseException:
             self.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +108,9 @@ class MPIJob:
                 os.close(fd)
             named.clear()
 
-    def _meet(self, server: socket.socket, size: int, launcher: library.Launcher) -> None:
+    def _receive_environments(
+        self, server: socket.socket, size: int, launcher: library.Launcher
+    ) -> None:
         """Receive the environment of every stand-in. Raises CannotRunError."""
         assert self._keeper is not None
         deadline = time.monotonic() + _START_DEADLINE_S

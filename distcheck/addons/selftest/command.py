@@ -92,14 +92,14 @@ def plan_selftest(
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
     for pattern in patterns:
-        if not any(_is_meant(name, [pattern]) for name in names):
+        if not any(_matches_patterns(name, [pattern]) for name in names):
             first = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UsageError(
                 f"-k {pattern}: no mutant and no correct strategy has such a name; names begin "
                 f"with {first}, for example {names[0]}"
             )
-    mutants = tuple(m for m in zoo.mutants if _is_meant(f"{m.file}.{m.name}", patterns))
-    strategies = tuple(s for s in zoo.strategies if _is_meant(f"correct.{s}", patterns))
+    mutants = tuple(m for m in zoo.mutants if _matches_patterns(f"{m.file}.{m.name}", patterns))
+    strategies = tuple(s for s in zoo.strategies if _matches_patterns(f"correct.{s}", patterns))
     if quick:
         mutants = representative_mutants(mutants)
         quickest = tuple(s for s in strategies if s in _QUICK_STRATEGIES)
@@ -136,7 +136,7 @@ def _cost(mutant: ListedMutant) -> tuple[int, bool, int]:
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
 
-def _is_meant(name: str, patterns: Sequence[str]) -> bool:
+def _matches_patterns(name: str, patterns: Sequence[str]) -> bool:
     lowered = [pattern.lower() for pattern in patterns]
     return not patterns or any(fnmatchcase(name.lower(), f"*{pattern}*") for pattern in lowered)
 
@@ -148,7 +148,7 @@ _BUILT_IN = "distcheck_strategies"  # others are the user's, and may be incorrec
 @LIST.does
 def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     """Return every mutant, and every built-in strategy that runs on gloo and the CPU."""
-    planted = [*_planted(PACKAGE), *_planted(f"{PACKAGE}.subtle")]
+    planted = [*_listed_mutants(PACKAGE), *_listed_mutants(f"{PACKAGE}.subtle")]
     here, elsewhere = [], []
     for name, point in sorted(strategy_names().items()):
         if point.module.partition(".")[0] != _BUILT_IN:
@@ -165,7 +165,7 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
     return Zoo(mutants=tuple(planted), strategies=tuple(here), elsewhere=tuple(elsewhere))
 
 
-def _planted(package: str) -> Iterator[ListedMutant]:
+def _listed_mutants(package: str) -> Iterator[ListedMutant]:
     """Yield mutants that are listed with the checks that must fail; or subtle ones, each as the
     single case that exposes it, by any check.
     """

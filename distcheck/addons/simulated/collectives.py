@@ -150,11 +150,13 @@ def _whole(call: SimulatedCall) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _reduced(calls: Sequence[SimulatedCall], order: str, collective: str) -> torch.Tensor:
-    return _combined([_whole(call) for call in calls], calls[0].op, order, collective)
+def _reduce_calls(calls: Sequence[SimulatedCall], order: str, collective: str) -> torch.Tensor:
+    return _reduce_vectors([_whole(call) for call in calls], calls[0].op, order, collective)
 
 
-def _combined(vectors: list[torch.Tensor], op: str, order: str, collective: str) -> torch.Tensor:
+def _reduce_vectors(
+    vectors: list[torch.Tensor], op: str, order: str, collective: str
+) -> torch.Tensor:
     total = reduce_in_order(order, collective, vectors, _COMBINE[op])
     return total.div_(len(vectors)) if op == "AVG" else total
 
@@ -164,13 +166,13 @@ def _cut(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def _all_reduce(calls: Sequence[SimulatedCall], order: str) -> None:
-    total = _reduced(calls, order, "all_reduce")
+    total = _reduce_calls(calls, order, "all_reduce")
     for call in calls:
         call.results = _cut(total, call.outputs)
 
 
 def _reduce(calls: Sequence[SimulatedCall], order: str) -> None:
-    total = _reduced(calls, order, "reduce")
+    total = _reduce_calls(calls, order, "reduce")
     for call in calls:
         call.results = [total] if call.outputs else []
 
@@ -182,9 +184,9 @@ def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
     if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
         for place, call in enumerate(calls):
             parts = [consecutive_elements(other.inputs[place]) for other in calls]
-            call.results = [_combined(parts, calls[0].op, order, "reduce")]
+            call.results = [_reduce_vectors(parts, calls[0].op, order, "reduce")]
         return
-    total = _reduced(calls, order, "all_reduce")
+    total = _reduce_calls(calls, order, "all_reduce")
     given = next((call.inputs for call in calls if len(call.inputs) == len(calls)), ())
     parts = _cut(total, given) if given else list(total.chunk(len(calls)))
     for call, part in zip(calls, parts, strict=False):

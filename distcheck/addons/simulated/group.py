@@ -70,14 +70,14 @@ class SimulatedGroup(PythonGroup):
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copy the root's elements to all ranks. `opts` may be options or the root."""
-        tensors, root = _as_list(tensors), self._ranks[getattr(opts, "rootRank", opts)]
+        tensors, root = _to_list(tensors), self._ranks[getattr(opts, "rootRank", opts)]
         return self._post(
             opts, "broadcast", "broadcast", tensors, tensors, counts=tensors, root=root
         )
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce a tensor over the ranks, to all. `opts`: options or the reduce operation."""
-        tensors, op = _as_list(tensors), self._operation("all_reduce", opts)
+        tensors, op = _to_list(tensors), self._operation("all_reduce", opts)
         return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
@@ -281,7 +281,7 @@ def _counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return (sum(counts),) if kind == "reduce_scatter" and len(set(counts)) == 1 else counts
 
 
-def _as_list(given: Any) -> Tensors:
+def _to_list(given: Any) -> Tensors:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
@@ -297,7 +297,7 @@ class SimulatedStore(Store):
         world.stores.append(self)  # torch itself keeps only the C++ half alive
 
     def set(self, key: str, value: Any) -> None:
-        self._world.stored[key] = _as_bytes(value)
+        self._world.stored[key] = _to_bytes(value)
         self._world.wake_store()
 
     def get(self, key: str) -> bytes:
@@ -309,7 +309,7 @@ class SimulatedStore(Store):
         return self._world.stored[key]
 
     def append(self, key: str, value: Any) -> None:
-        self.set(key, self._world.stored.get(key, b"") + _as_bytes(value))
+        self.set(key, self._world.stored.get(key, b"") + _to_bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -331,7 +331,7 @@ class SimulatedStore(Store):
         empty; return the value stored afterwards.
         """
         known = self._world.stored.get(key)
-        expected = _as_bytes(expected)
+        expected = _to_bytes(expected)
         if known == expected or (known is None and not expected):
             self.set(key, desired)
         else:
@@ -369,6 +369,6 @@ class SimulatedStore(Store):
         return True
 
 
-def _as_bytes(value: Any) -> bytes:
+def _to_bytes(value: Any) -> bytes:
     found: bytes = value.encode() if isinstance(value, str) else bytes(value)
     return found

@@ -40,7 +40,6 @@ class CreatedGroup:
     destroyed: bool = False
 
     def call(self) -> None:
-        """Record that its rank calls it."""
         self.called = True
         self.called_later |= self.alike[-1] is not self
 
@@ -96,11 +95,12 @@ class CreatedGroups:
                 leaks[line][rank] = len(kept)
         for (place, ranks), counts in leaks.items():
             yield (
-                f"{_in_words(counts)} made {max(counts.values())} groups of {_in_words(ranks)} at "
-                f"{place}, one after the other, and never destroyed them, so torch keeps each "
-                "with its connections: create the group once, or call destroy_process_group(group)"
+                f"{_format_ranks(counts)} made {max(counts.values())} groups of "
+                f"{_format_ranks(ranks)} at {place}, one after the other, and never destroyed "
+                "them, so torch keeps each with its connections: create the group once, or call "
+                "destroy_process_group(group)"
             )
 
 
-def _in_words(ranks: Collection[int]) -> str:
+def _format_ranks(ranks: Collection[int]) -> str:
     return ranks_in_words(ranks) if len(ranks) <= _MOST_NAMED else f"{len(ranks)} ranks"

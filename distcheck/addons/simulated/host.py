@@ -119,7 +119,7 @@ class SimulatedHost:
             asked.order,
             deadline_s=asked.deadline_s,
             switch=self._switch,
-            ended=self._ended,
+            ended=self._report_end,
             schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
             keeps_choices=keeps_choices,
         )
@@ -135,7 +135,7 @@ class SimulatedHost:
     def run(self) -> None:
         simulated.set_current_world(self._world)
         compat.isolate_groups_by_thread()
-        flight.record_from(self._recorded)
+        flight.record_from(self._last_calls)
         self._reporter.tell_stacks = self.tell_stacks
         limits.install()
         threading.stack_size(_STACK_BYTES)
@@ -202,15 +202,15 @@ class SimulatedHost:
                 found[own_name] = fd
         return found
 
-    def _recorded(self) -> list[dict[str, Any]]:
+    def _last_calls(self) -> list[dict[str, Any]]:
         """Return the last calls of this thread's rank, in the format of torch's flight recorder."""
         rank = self._world.scheduler.rank
         return [] if rank is None else self._entries_of(rank)
 
     def _entries_of(self, rank: int) -> list[dict[str, Any]]:
-        return [_as_entry(call) for call in list(self._world.latest[rank])]
+        return [_flight_entry(call) for call in list(self._world.latest[rank])]
 
-    def _ended(self, how: simulated.End, what: str) -> None:
+    def _report_end(self, how: simulated.End, what: str) -> None:
         """Report how the world ends; once."""
         if not self._ending.acquire(blocking=False):
             self._world.scheduler.freeze()
@@ -221,19 +221,19 @@ class SimulatedHost:
             refusal = _refusal(f"{what}{f' at {place}' * bool(place)}")
             self._reporters[rank].send(child.message_of_exception(refusal))
         elif how in MISUSES:
-            self._tell_ranks(
+            self._report_stacks(
                 ThreadState.READY, ThreadState.WAITING, ThreadState.ASLEEP, why=_STOPPED
             )
         else:
-            self._tell_ranks(ThreadState.READY)
+            self._report_stacks(ThreadState.READY)
         self._reporter.send(messages.Proven(how, messages.printable(what)))
 
     def tell_stacks(self) -> None:
         """Report every rank's stack after the world has hung."""
         if self._ending.acquire(blocking=False):
-            self._tell_ranks(ThreadState.READY, ThreadState.ASLEEP)
+            self._report_stacks(ThreadState.READY, ThreadState.ASLEEP)
 
-    def _tell_ranks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
+    def _report_stacks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
         """Report every rank's stack. A rank in one of the states `blameless` is not responsible for
         the end; `why` is added to its stack.
         """
@@ -272,7 +272,7 @@ def _refusal(what: str) -> NotSimulatedError:
     )
 
 
-def _as_entry(call: SimulatedCall) -> dict[str, Any]:
+def _flight_entry(call: SimulatedCall) -> dict[str, Any]:
     return {
         "profiling_name": f"simulated:{call.name}",
         "input_sizes": call.sizes,

@@ -69,7 +69,7 @@ class InFlight(compat.TorchDispatchMode):
             for held in own:
                 self._held.setdefault(held.address, []).append(held)
                 self._calls.setdefault(call, []).append(held.address)
-            self._look_on()
+            self._push_mode()
 
     def end(self, call: SimulatedCall) -> None:
         for address in self._calls.pop(call, ()):
@@ -79,7 +79,7 @@ class InFlight(compat.TorchDispatchMode):
             else:
                 self._held.pop(address, None)
         if not self._held:
-            self._look_away()
+            self._pop_mode()
 
     def not_waited_for(self) -> list[SimulatedCall]:
         return list(self._calls)
@@ -95,7 +95,7 @@ class InFlight(compat.TorchDispatchMode):
         """Check the tensors of an operation, before it runs."""
         kwargs = kwargs or {}
         if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
-            for tensor, writes in _touched(func, args, kwargs):
+            for tensor, writes in _accessed_tensors(func, args, kwargs):
                 held = memory_in_flight(None, tensor, writes)
                 if held is not None:
                     self._check(held, _name(func))
@@ -104,9 +104,9 @@ class InFlight(compat.TorchDispatchMode):
     def _check(self, use: TensorInFlight, operation: str = "") -> None:
         for held in self._held.get(use.address, ()):
             if held.call is not use.call and (use.writes or held.writes) and overlap(use, held):
-                self._accuse(self._in_words(held, use, operation))
+                self._accuse(self._describe_misuse(held, use, operation))
 
-    def _in_words(self, held: TensorInFlight, use: TensorInFlight, operation: str) -> str:
+    def _describe_misuse(self, held: TensorInFlight, use: TensorInFlight, operation: str) -> str:
         call = held.call
         does = "wrote to" if use.writes else "read"
         if use.call is not None:
@@ -132,7 +132,7 @@ class InFlight(compat.TorchDispatchMode):
 
     # -- the stack of modes ---------------------------------------------------------------------
 
-    def _look_on(self) -> None:
+    def _push_mode(self) -> None:
         """Push this mode below all other modes, which are popped in their own order."""
         modes = compat.modes()
         if not modes:
@@ -140,7 +140,7 @@ class InFlight(compat.TorchDispatchMode):
         elif self not in modes:
             _put_modes([self, *_take_modes()])
 
-    def _look_away(self) -> None:
+    def _pop_mode(self) -> None:
         modes = compat.modes()
         if modes == [self]:
             compat.pop_mode()
@@ -169,7 +169,7 @@ def _name(func: Any) -> str:
     return str(compat.schema_of(func).name.partition("::")[2])
 
 
-def _touched(
+def _accessed_tensors(
     func: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield the tensors that an operation reads, or writes (True), without views."""

@@ -179,8 +179,10 @@ class ProcessSettings:
         self._now = self._torch_now()
 
     def beginning(self) -> Any:
-        names = [[_own(module[name]) for name in names] for module, names, _ in self._modules]
-        others = [{n: _own(v) for n, v in vars(one).items()} for one in self._objects[1:]]
+        names = [
+            [_copy_for_rank(module[name]) for name in names] for module, names, _ in self._modules
+        ]
+        others = [{n: _copy_for_rank(v) for n, v in vars(one).items()} for one in self._objects[1:]]
         return names, [compat.fresh_groups_state(), *others], self._torch_now()
 
     def take(self) -> Any:
@@ -225,7 +227,7 @@ def _or_nothing(get: Callable[[], Any]) -> Any:
     return None
 
 
-def _own(value: Any) -> Any:
+def _copy_for_rank(value: Any) -> Any:
     """Return a value for one rank: containers are copied."""
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
@@ -263,15 +265,15 @@ class Isolation:
         self._generators = Generators()
         self._owned = owned
         self._locks: Any = importlib._bootstrap  # type: ignore[attr-defined]
-        _hear_of_folders()
+        _audit_chdir()
         _folders.differ = False
         self._shared = _shared_folders()
         self._known_files: dict[str, bool] = {}  # True if a file's module is per rank
         self._settings = ProcessSettings()
-        self._patches = Patches(self._is_own, _libraries())
+        self._patches = Patches(self._is_per_rank, _libraries())
         self._first = frozenset(sys.modules)  # shared by all ranks
         self._latest = next(reversed(sys.modules))
-        self._own = [
+        self._copy_for_rank = [
             self._beginning(dict(variables), own, owned.begin())
             for variables, own in zip(environments, streams, strict=True)
         ]
@@ -282,11 +284,11 @@ class Isolation:
 
     def begin(self, rank: int) -> None:
         """Give this process the state of the first rank that runs."""
-        self._enter(self._own[rank])
+        self._enter(self._copy_for_rank[rank])
 
     def switch(self, before: int, after: int) -> None:
-        self._leave(self._own[before])
-        self._enter(self._own[after])
+        self._leave(self._copy_for_rank[before])
+        self._enter(self._copy_for_rank[after])
 
     def end(self) -> None:
         """Restore the state of this process before its first rank; call it after the last."""
@@ -350,7 +352,7 @@ class Isolation:
         theirs = [
             name
             for name in reversed(names)
-            if name in known or (name not in self._first and self._is_own(sys.modules[name]))
+            if name in known or (name not in self._first and self._is_per_rank(sys.modules[name]))
         ]
         taken = {name: sys.modules.pop(name) for name in theirs}
         self._latest = next(reversed(sys.modules))
@@ -367,7 +369,7 @@ class Isolation:
         parent = name.rpartition(".")[0]
         return None if not parent or parent in own else sys.modules.get(parent)
 
-    def _is_own(self, module: ModuleType | None) -> bool:
+    def _is_per_rank(self, module: ModuleType | None) -> bool:
         """Return True if a module belongs to the code under test, and so is per rank."""
         file = _file_of(module)
         if file is None:
@@ -384,7 +386,7 @@ class Isolation:
         if type(module) is not ModuleType or module.__spec__ is not None:
             return False
         package = sys.modules.get(module.__name__.partition(".")[0])
-        shared = package is not None and package is not module and not self._is_own(package)
+        shared = package is not None and package is not module and not self._is_per_rank(package)
         return not shared and not module.__name__.startswith("_")
 
 
@@ -427,7 +429,7 @@ _folders = _Folders()
 
 
 @cache
-def _hear_of_folders() -> None:
+def _audit_chdir() -> None:
     def hear(event: str, _: tuple[Any, ...]) -> None:
         if event == "os.chdir":
             _folders.differ = True

@@ -33,9 +33,9 @@ def judged(
         reason = f"not compared: the usual schedule did not finish ({found.usual.what})"
         return _result("unknown", reason), _saved_by_buffering(found)
     if found.usual.came_to != found.again.came_to:
-        return _by_chance(found.usual, found.again, compared, digests)
+        return _judge_nondeterminism(found.usual, found.again, compared, digests)
     if found.other is not None and not found.repeats:
-        return _by_chance(found.usual, found.other, compared, digests)
+        return _judge_nondeterminism(found.usual, found.other, compared, digests)
     if found.other is None and found.late:
         reason = (
             f"{len(found.late)} of {found.ran} schedules did not end in time (first "
@@ -44,7 +44,7 @@ def judged(
         )
         return _result("unknown", reason, compared), []
     if found.other is None:
-        return _alike(found, compared), []
+        return _all_equal(found, compared), []
     return _depends(found, compared, digests, replay)
 
 
@@ -52,16 +52,16 @@ def _result(verdict: VerdictName, reason: str, compared: Compared = _NOTHING) ->
     return CheckResult(check=CHECK, layer="-", verdict=verdict, compared=compared, reason=reason)
 
 
-def _alike(found: ScheduleSearchResult, compared: Compared) -> CheckResult:
+def _all_equal(found: ScheduleSearchResult, compared: Compared) -> CheckResult:
     reason = f"{found.ran} schedules ({', '.join(KINDS)}; sends buffered in half of them)"
-    reason = reason if found.covered is None else _covered(found.ran, found.covered)
+    reason = reason if found.covered is None else _describe_coverage(found.ran, found.covered)
     reason += (
         f" were bit-identical to the usual one; calls occurred in {found.distinct} different orders"
     )
     return _result("pass", reason, compared)
 
 
-def _covered(ran: int, covered: SearchCoverage) -> str:
+def _describe_coverage(ran: int, covered: SearchCoverage) -> str:
     """Describe the coverage of schedules with few preemptions; "all" only if all were run."""
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
@@ -93,7 +93,7 @@ def _saved_by_buffering(found: ScheduleSearchResult) -> list[Diagnosis]:
     return [name_cause("needs-buffering", f"{found.usual.what}; {finishes}")]
 
 
-def _by_chance(
+def _judge_nondeterminism(
     usual: ScheduleRun, other: ScheduleRun, compared: Compared, digests: Digests
 ) -> tuple[CheckResult, list[Diagnosis]]:
     schedule = "the same schedule" if usual.schedule == other.schedule else (

@@ -91,7 +91,7 @@ def install() -> None:
     _join_groups_of_gloo()
     _refuse_operators()
     _refuse_cuda()
-    sys.addaudithook(_hear)
+    sys.addaudithook(_audit_event)
 
 
 def _join_groups_of_gloo() -> None:
@@ -198,7 +198,7 @@ def _watch(name: str, shown_as: str, counts: Callable[[], bool]) -> None:
     setattr(torch.Tensor, name, watched)
 
 
-def _hear(event: str, given: tuple[Any, ...]) -> None:
+def _audit_event(event: str, given: tuple[Any, ...]) -> None:
     if current_world().scheduler.rank is None:
         return
     if event in _FORKS:

@@ -92,10 +92,10 @@ class Patches:
             return
         self._files.add(file)
         self._shared.add(file)
-        if not file.startswith(self._libraries) and self._of_code_under_test():
+        if not file.startswith(self._libraries) and self._imports_for_code_under_test():
             loader: Any = module.__loader__
             with suppress(ImportError, OSError, SyntaxError):
-                for name in _assigned(loader.get_code(module.__name__)):
+                for name in _assigned_globals(loader.get_code(module.__name__)):
                     _watching.of_packages.append((module, name))
                     self._add(module, name)
 
@@ -110,8 +110,7 @@ class Patches:
         self._known.add((id(owner), name))
         self._places.append(PatchedName(owner, name, found))
 
-    def _of_code_under_test(self) -> bool:
-        """Return True if code under test, not a library, runs the current import."""
+    def _imports_for_code_under_test(self) -> bool:
         frame: Any = sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -155,7 +154,7 @@ def _watch_imports() -> None:
 def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
     """Yield the modules and classes in which a file sets attributes, and the attributes' names."""
     nodes = list(ast.walk(tree))
-    aliases = dict(_imported(nodes))
+    aliases = dict(_imported_names(nodes))
     for node in nodes:
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             words = [*_words(node.value, aliases), node.attr]
@@ -163,13 +162,13 @@ def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
             words = _named_in_call(node, aliases)
         else:
             continue
-        owner = _found(words[:-1])
+        owner = _find_object(words[:-1])
         if isinstance(owner, ModuleType | type):
             names = [words[-1]] if words[-1] else [n for n in vars(owner) if n[:2] != "__"]
             yield from ((owner, name) for name in names)
 
 
-def _imported(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
+def _imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield each name that a file imports, and its full name."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -207,7 +206,7 @@ def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
     return [""]
 
 
-def _found(words: Sequence[str]) -> Any:
+def _find_object(words: Sequence[str]) -> Any:
     """Return the module or class of a full name; None if it does not exist yet."""
     for count in range(len(words), 0, -1):
         found: Any = sys.modules.get(".".join(words[:count]))
@@ -218,11 +217,10 @@ def _found(words: Sequence[str]) -> Any:
     return None
 
 
-def _assigned(code: CodeType | None) -> Iterator[str]:
-    """Yield the global variables that functions of a module assign."""
+def _assigned_globals(code: CodeType | None) -> Iterator[str]:
     for inner in () if code is None else code.co_consts:
         if isinstance(inner, CodeType):
             if _STORES in inner.co_code[::2]:
                 found = dis.get_instructions(inner)
                 yield from (one.argval for one in found if one.opcode == _STORES)
-            yield from _assigned(inner)
+            yield from _assigned_globals(inner)

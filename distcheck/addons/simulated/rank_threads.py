@@ -48,19 +48,18 @@ def prepare(item: pytest.Function) -> None:
 
 
 def per_rank_test_state(item: Any) -> Owned:
-    """Return the state of pytest, and of the code under test, that is per rank."""
     definitions = pytest_compat.every_definition(item)
     known = pytest_compat.definitions_of_fixtures(item)
     asked = {one for name in item.fixturenames for one in known.get(name, ())}
     variables = list(_variables)
-    fixed = list(_fixed(item))
+    fixed = list(_per_rank_places(item))
     places = [place for place, _ in fixed]
     held = ("cached_result", pytest_compat.FINALIZERS)
     places += [(one, name) for one in definitions for name in held]
 
     def begin() -> list[Any]:
         memo: dict[int, Any] = {}
-        own = [_copied(getattr(*place, ABSENT), memo) for place in variables]
+        own = [_copy_value(getattr(*place, ABSENT), memo) for place in variables]
         values = [memo if make is None else make() for _, make in fixed]
         for one in definitions:
             result = one.cached_result
@@ -97,7 +96,7 @@ def body_for_rank(body: Callable[..., object]) -> Callable[..., object]:
 _Place = tuple[Any, str]
 
 
-def _fixed(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
+def _per_rank_places(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
     """Yield per-rank places of every test, each with a function that creates the initial value;
     None stands for the copies' memo.
     """
@@ -133,7 +132,7 @@ def _modules() -> list[types.ModuleType]:
 
 
 @functools.cache
-def _declared(file: str) -> frozenset[str]:
+def _declared_globals(file: str) -> frozenset[str]:
     """Return the names that functions of a source file declare `global`."""
     try:
         text = Path(file).read_text()
@@ -150,7 +149,7 @@ def _rebound(module: types.ModuleType) -> list[str]:
     """
     held = [name for name, value in vars(module).items() if _is_copied(value)]
     found = {name for name in held if not name.startswith(("__", "@"))}
-    return sorted(found | _declared(module.__file__ or ""))
+    return sorted(found | _declared_globals(module.__file__ or ""))
 
 
 def _is_copied(value: object) -> bool:
@@ -159,7 +158,7 @@ def _is_copied(value: object) -> bool:
     return type(value) in _HOLDING or isinstance(value, torch.Tensor | torch.nn.Module)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     """Return a rank's copy of a global variable, with nested containers, tensors and models. Other
     objects in it are shared, because they may also be referenced elsewhere.
     """
@@ -169,10 +168,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         made = memo[id(value)] = copy.copy(value)
         memo.setdefault(id(memo), []).append(value)  # as in deepcopy: its id must stay unique
         if isinstance(made, dict):
-            made.update({key: _copied(inner, memo) for key, inner in value.items()})
+            made.update({key: _copy_value(inner, memo) for key, inner in value.items()})
         elif not isinstance(made, set | bytearray):
             for place, inner in enumerate(value):
-                made[place] = _copied(inner, memo)
+                made[place] = _copy_value(inner, memo)
         return made
     try:
         return copy.deepcopy(value, memo)

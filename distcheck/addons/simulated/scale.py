@@ -112,7 +112,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
         sentence = f"{report.cases[0].case.strategy}   {curve.order} {curve.comes_to}"
         print_hanging(sentence, console, first=verdict, indent=8)
     if not quiet:
-        for sentence in _unknown(found):
+        for sentence in _reasons_of_unknown(found):
             print_hanging(sentence, console, indent=8)
         _print_head(report, found, console)
         print_trimmed(Padding(_table(found), (0, 0, 0, 2)), console)
@@ -155,7 +155,7 @@ def _table(found: list[scale.Curve]) -> Table:
     return table
 
 
-def _unknown(found: list[scale.Curve]) -> list[str]:
+def _reasons_of_unknown(found: list[scale.Curve]) -> list[str]:
     """Return the reasons of unknown worlds: one sentence for all orders with the same reason."""
     orders: dict[tuple[int, str], list[str]] = {}
     for curve in found:

@@ -160,7 +160,7 @@ class ScheduleForks:
         under test has left state behind, and each schedule gets its own process.
         """
         if usual is None:
-            runs = [run for (run,) in self._in_forks([[schedule] for schedule in schedules])]
+            runs = [run for (run,) in self._run_in_forks([[schedule] for schedule in schedules])]
             if not self._warm:
                 self._warm = True
                 _import_once([name for run in runs for name in run.imported])
@@ -171,7 +171,7 @@ class ScheduleForks:
         parts = [schedules[first : first + size] for first in range(0, len(schedules), size)]
         last = [Schedule()] if self._together else []
         found: list[ScheduleRun] = []
-        for part, runs in zip(parts, self._in_forks([[*p, *last] for p in parts]), strict=True):
+        for part, runs in zip(parts, self._run_in_forks([[*p, *last] for p in parts]), strict=True):
             sound = not last or runs[-1].came_to == usual.came_to
             self._together = self._together and sound
             for schedule, run in zip(part, runs, strict=False):
@@ -182,8 +182,7 @@ class ScheduleForks:
                     return found
         return found
 
-    def _in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
-        """Return the results of the schedules of each part, which one process runs."""
+    def _run_in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
         waiting = list(enumerate(parts))
         found: dict[int, list[ScheduleRun]] = {}
         running: dict[int, _Fork] = {}
@@ -305,7 +304,7 @@ class _Collected(Reporter):
         self.tell(*(self._raised or ("finished", "")))
         return self._raised is None
 
-    def _imported(self) -> tuple[str, ...]:
+    def _imported_modules(self) -> tuple[str, ...]:
         """Return the shared modules that this run has imported; every run would import them."""
         if self._known is None:
             return ()
@@ -327,7 +326,7 @@ class _Collected(Reporter):
                     preemptions=() if chooser is None else tuple(chooser.preemptions),
                     choices=() if chooser is None else tuple(chooser.choices),
                     cut=chooser is not None and chooser.cut,
-                    imported=self._imported(),
+                    imported=self._imported_modules(),
                     turns=() if world is None else tuple(_turns(world.turns)),
                 )
             ),

@@ -46,11 +46,11 @@ class SuspiciousCalls:
         if first.is_message:
             sent, received = calls
             if sent.sizes != received.sizes:
-                self._say(
+                self._warn(
                     "other-shapes",
                     received,
-                    f"{_of_one(sent)} and {_of_one(received)}: the number of elements matches, "
-                    "but the shape does not",
+                    f"{_describe_call(sent)} and {_describe_call(received)}: the number of "
+                    "elements matches, but the shape does not",
                 )
         elif first.kind not in ("all_to_all", "barrier"):
             self._look_at_shapes(calls)
@@ -59,7 +59,7 @@ class SuspiciousCalls:
         alike = [call for call in calls if call.name == calls[0].name]
         if len({_shapes(call) for call in alike}) > 1:
             said = posted_calls.called_in_words(alike)
-            self._say(
+            self._warn(
                 "other-shapes",
                 alike[0],
                 f"{said}: the numbers of elements match, but the shapes do not",
@@ -76,7 +76,7 @@ class SuspiciousCalls:
                 f"{posted_calls.called_in_words(own)} with strides {', '.join(map(str, order))}"
                 for order, own in orders.items()
             )
-            self._say("other-shapes", alike[0], f"{said}: elements are read in memory order")
+            self._warn("other-shapes", alike[0], f"{said}: elements are read in memory order")
 
     def _look_for_gaps(self, call: SimulatedCall) -> None:
         if call.by_index:
@@ -84,10 +84,10 @@ class SuspiciousCalls:
         for tensor in (*call.inputs, *call.outputs):
             if not tensor.is_contiguous() and memory_span(tensor) > tensor.numel() > 1:
                 strides = "x".join(map(str, tensor.stride()))
-                self._say(
+                self._warn(
                     "tensor-with-gaps",
                     call,
-                    f"{_of_one(call)} on a tensor with gaps (strides {strides}): gloo "
+                    f"{_describe_call(call)} on a tensor with gaps (strides {strides}): gloo "
                     f"reads {tensor.numel()} consecutive elements from memory, starting at its "
                     "first; pass a contiguous tensor, and copy the result back",
                 )
@@ -100,20 +100,20 @@ class SuspiciousCalls:
         for (one, number), (other, next_number) in pairwise(places):
             if one.address == other.address and (one.tensor is other.tensor or overlap(one, other)):
                 first, second = sorted((number, next_number))
-                self._say(
+                self._warn(
                     "overlapping-outputs",
                     call,
-                    f"{_of_one(call)} with outputs {first} and {second} that share memory: the "
-                    "last write wins",
+                    f"{_describe_call(call)} with outputs {first} and {second} that share memory: "
+                    "the last write wins",
                 )
                 return
 
-    def _say(self, name: str, call: SimulatedCall, text: str) -> None:
+    def _warn(self, name: str, call: SimulatedCall, text: str) -> None:
         if (name, call.where) not in self._said and is_called_by_theirs(call.stack):
             self._said[name, call.where] = text
 
 
-def _of_one(call: SimulatedCall) -> str:
+def _describe_call(call: SimulatedCall) -> str:
     return f"rank {call.rank} called {call.in_words()}{call.where}"
 
 

@@ -21,11 +21,11 @@ from distcheck.workloads.cells import CELLS
 def catalog() -> list[tuple[str, list[tuple[str, str]]]]:
     """(heading, [(name, summary)]) for strategies, workloads, cells, data sets and checks."""
     return [
-        ("strategies", _of_entry_points(loading.strategy_names())),
-        ("workloads", _of_modules(loading.workload_names())),
+        ("strategies", _entry_point_summaries(loading.strategy_names())),
+        ("workloads", _module_summaries(loading.workload_names())),
         ("cells", [(name, cell.about) for name, cell in CELLS.items()]),
-        ("data", _of_modules(datasets.dataset_names())),
-        ("checks", _of_modules(checks.module_names())),
+        ("data", _module_summaries(datasets.dataset_names())),
+        ("checks", _module_summaries(checks.module_names())),
     ]
 
 
@@ -46,7 +46,7 @@ def summary_of(module: str, name: str = "") -> str:
     return docstring.splitlines()[0] if docstring else ""
 
 
-def _of_entry_points(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
+def _entry_point_summaries(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
     """Return (name, summary) of strategies. The module's docstring describes a file's only
     strategy; of several, each has its own.
     """
@@ -57,7 +57,7 @@ def _of_entry_points(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
     ]
 
 
-def _of_modules(modules: dict[str, str]) -> list[tuple[str, str]]:
+def _module_summaries(modules: dict[str, str]) -> list[tuple[str, str]]:
     return [(name, summary_of(module)) for name, module in modules.items()]
 
 

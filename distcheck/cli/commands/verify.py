@@ -121,10 +121,10 @@ def command(
 
     with errors_annotated(files):
         may_change = launch is None and "backend" not in given_options()
-        return _on_its_backend(run, asked) if may_change else run()
+        return _use_mpi_if_needed(run, asked) if may_change else run()
 
 
-def _on_its_backend(run: Callable[[], int], asked: dict[str, Any]) -> int:
+def _use_mpi_if_needed(run: Callable[[], int], asked: dict[str, Any]) -> int:
     """Runs one strategy that works by MPI alone on that backend; others may work on no other."""
     from distcheck.errors import OtherBackendError
 

@@ -34,9 +34,9 @@ def checks_without_reference(
         return [*data_parallel_checks(job), own_steps]
     return [
         *data_parallel_checks(job),
-        *_outranked(exchange.gradients, job, agreed),
-        *_outranked(exchange.clipping, job, agreed),
-        *_outranked(exchange.loss_scale, job, agreed if folded else ()),
+        *_recheck_remaining_steps(exchange.gradients, job, agreed),
+        *_recheck_remaining_steps(exchange.clipping, job, agreed),
+        *_recheck_remaining_steps(exchange.loss_scale, job, agreed if folded else ()),
         exchange.carried(job),
         ranks.agreement(job),
     ]
@@ -54,7 +54,9 @@ def data_parallel_checks(job: JobRecording) -> list[CheckResult]:
     ]
 
 
-def _outranked(check: Check, job: JobRecording, agreed: Collection[int]) -> Iterator[CheckResult]:
+def _recheck_remaining_steps(
+    check: Check, job: JobRecording, agreed: Collection[int]
+) -> Iterator[CheckResult]:
     result = check(job, job.steps)
     if result is not None and result.verdict == "fail" and agreed:
         rest = check(job, [step for step in job.steps if step not in agreed])

@@ -127,7 +127,6 @@ def _ends_epoch(job: JobRecording, made: int) -> bool:
 
 
 def first_most_common_step(steps: list[MergedStep]) -> MergedStep:
-    """Return the first step with the most common number of passes."""
     most = Counter(one.passes for one in steps).most_common(1)[0][0]
     return next(one for one in steps if one.passes == most)
 

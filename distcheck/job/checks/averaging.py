@@ -40,7 +40,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
     tally = Tally(CHECK, ROUNDING)
     joined: list[int] = []  # steps before which ranks agree again
     for step, later in pairwise(job.steps):
-        apart = [name for name in job.parameters(step) if _parted(job, step, name)]
+        apart = [name for name in job.parameters(step) if _diverged(job, step, name)]
         alike = {name: _digests(job, later, f"before/{name}") for name in apart}
         copied = [n for n, own in alike.items() if own <= _digests(job, step, f"after/{n}")]
         if not apart or copied or any(len(own) > 1 for own in alike.values()):
@@ -55,12 +55,12 @@ def averaging(job: JobRecording) -> CheckResult | None:
                 tally.add(one, parameter=name, rank=0, step=later)
     if not joined:
         return None
-    said = _NOT_JUDGED.format(when=_when(joined))
+    said = _NOT_JUDGED.format(when=_describe_period(joined))
     tally.missing(f"ranks step by their local gradients {said}")
     return tally.result()
 
 
-def _when(joined: list[int]) -> str:
+def _describe_period(joined: list[int]) -> str:
     """Describe the steps before which ranks average, by their period if they are regular."""
     between = {later - one for one, later in pairwise(joined)}
     if len(between) != 1:
@@ -81,7 +81,7 @@ def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # parameters before the step, mean, bound
 
 
-def _parted(job: JobRecording, step: int, name: str) -> bool:
+def _diverged(job: JobRecording, step: int, name: str) -> bool:
     """Return True if every rank updated the parameter, with different gradients and results."""
     given, after = (_digests(job, step, f"{kind}/{name}") for kind in ("step", "after"))
     return len(job.holders(step, name)) == job.world and len(given) > 1 and len(after) > 1

@@ -180,7 +180,7 @@ def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                 clipped = job.gradient(Kind.GRADIENT, rank, step, name)
                 if raw is not None and clipped is not None and record.whole:
                     tally.add(
-                        _multiplied(clipped, raw, *_clipped_by(record, name)),
+                        _compare_product(clipped, raw, *_clipped_by(record, name)),
                         parameter=name, rank=rank, step=step,
                     )  # fmt: skip
     return tally.result()
@@ -196,7 +196,7 @@ def _clipped_by(record: StepRecord, name: str) -> tuple[float, int]:
     return factor, 2 * len(clips) + 4
 
 
-def _multiplied(
+def _compare_product(
     clipped: torch.Tensor, raw: torch.Tensor, factor: float, roundings: int
 ) -> Comparison:
     """Compare with `raw * factor`: torch rounds the factor three times, and the product once."""
@@ -303,7 +303,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
     for step in steps:
         factors = _times(job, step)
         if factors is None:
-            _of_terms(job, tally, step)
+            _judge_terms(job, tally, step)
             continue
         later = scale_after_last_pass(job, step)
         for rank, factor in enumerate(factors):
@@ -339,7 +339,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
     return tally.result()
 
 
-def _of_terms(job: JobRecording, tally: Tally, step: int) -> None:
+def _judge_terms(job: JobRecording, tally: Tally, step: int) -> None:
     """Report the loss terms that are scaled differently, or why this is unknown."""
     for rank in range(job.world):
         found, passes = terms.judge_loss_weight(job, rank, step), _count(job, rank, step)

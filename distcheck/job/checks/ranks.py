@@ -27,7 +27,7 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
             if name.startswith("after/") and not job.holds(rank, step, plain):
                 continue  # its value before the next step is compared
             apart = () if own.get(name) == first[name] else (_distance(job, rank, step, name),)
-            tally.add(_compared(*apart), parameter=plain, rank=rank, step=step)
+            tally.add(_compare_tensor(*apart), parameter=plain, rank=rank, step=step)
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
@@ -51,10 +51,10 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
                     continue
                 same = record.digests[name] == apart.records[other, step].digests[name]
                 by = () if same else (_distance(apart, rank, step, name, other),)
-                tally.add(_compared(*by), parameter=plain, rank=rank, step=step)
+                tally.add(_compare_tensor(*by), parameter=plain, rank=rank, step=step)
 
 
-def _compared(apart: ComparedElement | None = None) -> Comparison:
+def _compare_tensor(apart: ComparedElement | None = None) -> Comparison:
     """Return the comparison of one tensor on two ranks; `apart` is their difference, if any."""
     places = () if apart is None else (apart,)
     return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
@@ -184,7 +184,7 @@ def _plain(name: str) -> str:
 def random_streams(job: JobRecording) -> Iterator[CheckResult]:
     """Check that ranks draw different random numbers in forward, or between batch and loss."""
     tally = Tally("random streams", NO_LAYER)
-    compared = _of_pieces(job, tally)
+    compared = _compare_streams_of_shared_samples(job, tally)
     for step in job.steps:
         seen: dict[str, int] = {}
         for rank in range(job.world):
@@ -207,7 +207,7 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
         yield tally.result()
 
 
-def _of_pieces(job: JobRecording, tally: Tally) -> bool:
+def _compare_streams_of_shared_samples(job: JobRecording, tally: Tally) -> bool:
     """Compare RNG streams of ranks that share samples; return True if there were any."""
     compared = False
     if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):

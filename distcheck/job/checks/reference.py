@@ -52,16 +52,18 @@ def checks_with_reference(
         if not any(bounds.values()):
             raw.missing(f"step {seen.step}: every gradient of the reference is exactly zero")
             continue
-        at_end = _compared(job, found, seen.step, Kind.EXCHANGED, bounds)
-        at_step = _compared(job, found, seen.step, Kind.GRADIENT, _bounds_given(found, bounds))
+        at_end = _compare_step(job, found, seen.step, Kind.EXCHANGED, bounds)
+        at_step = _compare_step(job, found, seen.step, Kind.GRADIENT, _bounds_given(found, bounds))
         is_right = bool(at_step) and all(one.ok for _, _, one in at_step)
         if not is_right and seen.changes and (ratio := reference_scale(reference)) != 1.0:
             whole = {n: g * ratio if n.startswith("step/") else g for n, g in found.items()}
-            again = _compared(job, whole, seen.step, Kind.GRADIENT, _bounds_given(whole, bounds))
+            again = _compare_step(
+                job, whole, seen.step, Kind.GRADIENT, _bounds_given(whole, bounds)
+            )
             is_right = bool(again) and all(one.ok for _, _, one in again)
             at_step = again if is_right else at_step
         was_right = all(one.ok for _, _, one in at_end)
-        is_right = is_right and (was_right or _clip_alike(job, seen, found, bounds))
+        is_right = is_right and (was_right or _clipping_matches(job, seen, found, bounds))
         if is_right and updated.verdict == "pass":
             agreed.add(seen.step)
         _add(raw, at_step if is_right and not was_right else at_end, seen.step)
@@ -84,7 +86,7 @@ def reference_scale(reference: Reference) -> float:
 Results = list[tuple[str, int, Comparison]]  # parameter, rank
 
 
-def _compared(
+def _compare_step(
     job: JobRecording,
     found: dict[str, torch.Tensor],
     step: int,
@@ -142,7 +144,7 @@ def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> d
     """Return the tolerances of optimizer gradients: scaled like the gradient, plus the error of the
     clipping factor (that of the total norm, and eight roundings).
     """
-    of_norm = _of_norm(found, bounds)
+    of_norm = _norm_error(found, bounds)
     clipped = {}
     for name, bound in bounds.items():
         norm, given = norm_of(found[f"raw/{name}"]), found.get(f"step/{name}")
@@ -154,20 +156,19 @@ def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> d
     return clipped
 
 
-def _of_norm(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> float:
-    """Return the relative error of the total norm."""
+def _norm_error(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> float:
     total = math.hypot(*(norm_of(found[f"raw/{name}"]) for name in bounds))
     return math.hypot(*bounds.values()) / total
 
 
-def _clip_alike(
+def _clipping_matches(
     job: JobRecording, seen: ReplayedStep, found: dict[str, torch.Tensor], bounds: dict[str, float]
 ) -> bool:
     """Return True if every rank's clipping scales by the reference's factor. Twice the correct
     gradients are clipped to the same result while both norms exceed the maximum.
     """
     unit = max(unit_roundoff(found[f"raw/{name}"].dtype) for name in bounds)
-    room = _of_norm(found, bounds) + gamma(8, unit)
+    room = _norm_error(found, bounds) + gamma(8, unit)
     for record in job.at(seen.step):
         for (most, norm), (most_alone, norm_alone) in paired_clips(record, seen):
             if abs(most * norm_alone - most_alone * norm) > room * most_alone * norm:
@@ -282,7 +283,6 @@ def _trained_on(
 
 
 def reference_gradients(found: dict[str, torch.Tensor], kind: Kind) -> dict[str, torch.Tensor]:
-    """Return the reference's gradients of a kind, by parameter."""
     stem = f"{STEMS[kind]}/"
     return {n.removeprefix(stem): one for n, one in found.items() if n.startswith(stem)}
 

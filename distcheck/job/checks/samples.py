@@ -50,11 +50,11 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
 
 def disjoint_samples(job: JobRecording) -> CheckResult:
     """Check that no sample is on two ranks in one step, or in the recorded part of one epoch."""
-    tally, trained = Tally("data", NO_LAYER), _trained(job)
+    tally, trained = Tally("data", NO_LAYER), _trained_samples(job)
     padded = _padded_passes(job, trained)
     if job.processes == 1:
         tally.remark("a single rank has all samples")
-    _shared(job, tally)
+    _check_shared_samples(job, tally)
     for step in job.steps:
         found = {rank: samples(job, rank, step, trained) for rank in range(job.world)}
         for rank, own in found.items():
@@ -74,13 +74,13 @@ def disjoint_samples(job: JobRecording) -> CheckResult:
     result = tally.result()
     if result.verdict != "fail":
         _within_epochs(job, tally, trained, padded)
-        _drawn_alike(job, tally, trained)
+        _report_equal_random_samples(job, tally, trained)
     if not result.compared.elements:
         tally.missing("no tensor with samples was found among the arguments of the model")
     return tally.result()
 
 
-def _shared(job: JobRecording, tally: Tally) -> None:
+def _check_shared_samples(job: JobRecording, tally: Tally) -> None:
     """Check that ranks of a model-parallel unit read the same samples from their loaders."""
     if job.apart is None or any(a.kind == "pipeline" for a in job.ranks[0].axes):
         return  # only the first stage of a pipeline needs samples
@@ -98,7 +98,7 @@ def _shared(job: JobRecording, tally: Tally) -> None:
                 return
 
 
-def _trained(job: JobRecording) -> _Trained:
+def _trained_samples(job: JobRecording) -> _Trained:
     found = _Trained()
     for (rank, step), record in job.records.items():
         for batch in record.batches:
@@ -117,7 +117,7 @@ def _trained(job: JobRecording) -> _Trained:
         if _is_split(job, found, loader):
             found.split.add(loader)
             continue
-        differs, unclear = _each_has_its_own(job, found, loader)
+        differs, unclear = _has_per_rank_data(job, found, loader)
         if differs:
             (found.unclear if unclear else found.own).add(loader)
     return found
@@ -137,7 +137,7 @@ def _is_split(job: JobRecording, trained: _Trained, loader: int) -> bool:
     return job.world > 1 and is_known and sum(read) == job.world * sum(given) > 0
 
 
-def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
+def _has_per_rank_data(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
     """Return whether an index of a loader is another sample on each rank, and whether this is
     unclear.
 
@@ -162,14 +162,14 @@ def _each_has_its_own(job: JobRecording, trained: _Trained, loader: int) -> tupl
         read.setdefault(index, []).extend([parts] if number == loader else [])
     if any(len(several) > 1 for several in read.values()):
         return all(len({parts[0] for parts in several}) > 1 for several in read.values()), False
-    pairs = [[_parts(job, rank, *about) for rank, about in pair] for pair in met[:_MOST]]
+    pairs = [[_row_of(job, rank, *about) for rank, about in pair] for pair in met[:_MOST]]
     equal = [[a == b for a, b in zip(one, two, strict=False)] for one, two in pairs]
     same = [all(of_part) for of_part in zip(*equal, strict=False)]
     drawn = any(batch.drawn for pair in met for _, (_, batch, _) in pair)
     return same[:1] != [True], drawn or any(same)
 
 
-def _parts(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
+def _row_of(job: JobRecording, rank: int, step: int, batch: LoadedBatch, row: int) -> list[str]:
     nothing = torch.empty(0)
     kept = [job.tensors(rank, step).get(f"data/{name}", nothing) for name in batch.leaves]
     kept.sort(key=lambda one: -one.numel())
@@ -252,7 +252,7 @@ def _report(
         tally.fail(said, parameter="samples", rank=rank, step=step, kind=kind)
 
 
-def _drawn_alike(job: JobRecording, tally: Tally, trained: _Trained) -> None:
+def _report_equal_random_samples(job: JobRecording, tally: Tally, trained: _Trained) -> None:
     """Report pairs of ranks that generate their samples from the same random numbers."""
     for (rank, place), (step, batch) in trained.batches.items():
         for other in range(rank if place[0] not in trained.split else 0):

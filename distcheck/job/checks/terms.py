@@ -33,16 +33,16 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     """Judge the terms of a rank's losses in a step with several passes."""
     record = job.records[rank, step]
     passes = record.trained
-    why = _unlike(passes)
+    why = _why_no_common_terms(passes)
     if why:
         return LossWeight(why=why)
-    terms = [_unscaled(term, record) for term in passes[0].terms]
+    terms = [_remove_loss_scale(term, record) for term in passes[0].terms]
     numbers = _numbers_of_passes(job, rank)
-    divisions = [_divisions(term.factors, numbers) for term in terms]
+    divisions = [_count_divisions(term.factors, numbers) for term in terms]
     if not any(divisions):
-        return _undivided(terms, len(passes))
+        return _judge_undivided(terms, len(passes))
     if all(divisions):
-        return _divided(terms, divisions, numbers, len(passes))
+        return _judge_divided(terms, divisions, numbers, len(passes))
     return _partly(terms, divisions)
 
 
@@ -52,15 +52,15 @@ def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: floa
     """
     record = job.records[rank, step]
     passes = record.trained
-    if _unlike(passes) or len(passes[0].terms) != 1:
+    if _why_no_common_terms(passes) or len(passes[0].terms) != 1:
         return False
     return any(
         not factor.divides and abs(abs(factor.number) - number) <= _SAME * number
-        for factor in _unscaled(passes[0].terms[0], record).factors
+        for factor in _remove_loss_scale(passes[0].terms[0], record).factors
     )
 
 
-def _unlike(passes: Sequence[Pass]) -> str:
+def _why_no_common_terms(passes: Sequence[Pass]) -> str:
     """Return why the passes of a step have no common terms, or ""."""
     if not passes:
         return "no backward pass was recorded"
@@ -72,7 +72,7 @@ def _unlike(passes: Sequence[Pass]) -> str:
     return ""
 
 
-def _unscaled(term: Term, record: StepRecord) -> Term:
+def _remove_loss_scale(term: Term, record: StepRecord) -> Term:
     scale = [factor for factor in term.factors if factor.number == record.scale][:1]
     rest = [factor for factor in term.factors if not scale or factor is not scale[0]]
     return Term(name=term.name, reduction=term.reduction, call=term.call, factors=tuple(rest))
@@ -84,36 +84,35 @@ def _numbers_of_passes(job: JobRecording, rank: int) -> set[int]:
     return {count for count in counts if count > 1}
 
 
-def _divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
-    """Count the factors that are one over a number of passes."""
+def _count_divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
     return sum(
         any(abs(abs(factor.number) * number - 1) <= _SAME for number in numbers)
         for factor in factors
     )
 
 
-def _is_one(terms: Sequence[Term], times: float) -> bool:
+def _has_weight_one(terms: Sequence[Term], times: float) -> bool:
     """Return True if a mean among the terms, or all terms together, have weight 1 / `times`."""
     means = [times * term.weight for term in terms if term.reduction == "mean"]
     together = len(means) == len(terms) and abs(sum(means) - 1) <= _SAME
     return together or any(abs(abs(weight) - 1) <= _SAME for weight in means)
 
 
-def _undivided(terms: Sequence[Term], passes: int) -> LossWeight:
-    if _is_one(terms, 1.0):
+def _judge_undivided(terms: Sequence[Term], passes: int) -> LossWeight:
+    if _has_weight_one(terms, 1.0):
         return LossWeight(times=float(passes))
     return LossWeight(
         why="none of its terms is divided by the number of backward passes or has the weight 1"
     )
 
 
-def _divided(
+def _judge_divided(
     terms: Sequence[Term], divisions: Sequence[int], numbers: set[int], passes: int
 ) -> LossWeight:
-    if min(divisions) < 2 or any(_is_one(terms, float(number)) for number in numbers):
+    if min(divisions) < 2 or any(_has_weight_one(terms, float(number)) for number in numbers):
         return LossWeight()
     outer = [factor for factor in terms[0].factors if factor.outer]
-    if _divisions(outer, numbers) > 1:
+    if _count_divisions(outer, numbers) > 1:
         return LossWeight(times=1 / passes)
     return LossWeight(
         why="each of its terms is divided by the number of backward passes twice, or has a weight "

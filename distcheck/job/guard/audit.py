@@ -71,7 +71,7 @@ class LeafGradients:
         self.passes = 0
         self.is_divided = type(parameter.data) is not torch.Tensor
         # Number of replicas of each shard, and offset of this rank's shard.
-        self.copies, self.start = _of_parts(parameter) if self.is_divided else (0, 0)
+        self.copies, self.start = _shard_offset(parameter) if self.is_divided else (0, 0)
         self.unit = unit_roundoff(parameter.dtype)
         self.whole = None if self.is_divided else parameter  # receives backward's gradients
         self._hook = None if self.whole is None else LeafHook(self.whole, self._give)
@@ -140,7 +140,7 @@ class Audit:
         self.armed, self._step = False, 0
         self.rows: list[list[float]] = []
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        known = [p for p in parameters if p.requires_grad and (_is_plain(p) or _of_parts(p)[0])]
+        known = [p for p in parameters if p.requires_grad and (_is_plain(p) or _shard_offset(p)[0])]
         self._others = len(parameters) - len(known)  # sharded in another way, or not trained
         self.leaves = [LeafGradients(self, p, n) for n, p in enumerate(known)]
         self._handle: Any = optimizer.register_step_pre_hook(lambda *_: self._measure())
@@ -217,7 +217,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter.data) is torch.Tensor
 
 
-def _of_parts(parameter: torch.Tensor) -> tuple[int, int]:
+def _shard_offset(parameter: torch.Tensor) -> tuple[int, int]:
     """Return the number of replicas of each shard and this rank's offset in elements, for a
     parameter sharded by rows over all ranks; zeros for other shardings.
     """
@@ -280,7 +280,7 @@ def judge(
     rounding = torch.tensor(roundoff, dtype=torch.float64)[places]
     bound = (world + passes.max(0).values + _ROUNDINGS) * rounding * size.sum(0)
     best: tuple[torch.Tensor, torch.Tensor] | None = None
-    for weights in (_even(given, got, bound), _fitted(given, got, bound)):
+    for weights in (_fit_equal(given, got, bound), _fit_weights(given, got, bound)):
         if weights is None:
             continue
         wrong = (got - weights @ given).abs() > bound * weights.abs().max()
@@ -301,7 +301,7 @@ def judge(
     return WeightedMeanFit(tuple(weights.tolist()), bad, own, len(places))
 
 
-def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+def _fit_equal(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """Return equal weights, by the factor that fits most gradients.
 
     Candidates are factors of single gradients; least squares over the fitted gradients refines it.
@@ -319,7 +319,9 @@ def _even(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.
     return torch.full((len(given),), factor / len(given), dtype=torch.float64)
 
 
-def _fitted(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor | None:
+def _fit_weights(
+    given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor
+) -> torch.Tensor | None:
     """Fit separate weights for each rank (a script that weights by samples or tokens) by least
     squares over the gradients that they fit; None if these are too few.
     """

@@ -121,7 +121,6 @@ def first_differing_shard(
     rows: Sequence[Numbers],
     ranks: Sequence[int],
 ) -> ReplicaFinding | None:
-    """Return the first tensor with a shard whose replicas differ."""
     for places in divided_groups(rows):
         own = [documents[place]["divided"] for place in places]
         found = first_differing_name(PARAMETERS, own, [ranks[place] for place in places])

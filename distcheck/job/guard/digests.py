@@ -58,19 +58,19 @@ def sum_tree_on_device(plain: torch.Tensor) -> torch.Tensor:
     words, level = plain.view(_WORDS[plain.element_size()]), 0
     while words.numel() > _BLOCK:
         words, level = _sums(words, level).view(torch.int32), level + 1
-    return _added(words.reshape(1, -1), level)[0]
+    return _sum_rows(words.reshape(1, -1), level)[0]
 
 
 def _sums(words: torch.Tensor, level: int) -> torch.Tensor:
     whole = words.numel() // _BLOCK
     rows = words[: whole * _BLOCK].reshape(whole, _BLOCK)
-    parts = [_added(rows[at : at + _ROWS], level) for at in range(0, whole, _ROWS)]
+    parts = [_sum_rows(rows[at : at + _ROWS], level) for at in range(0, whole, _ROWS)]
     if words.numel() % _BLOCK:
-        parts.append(_added(words[whole * _BLOCK :].reshape(1, -1), level))
+        parts.append(_sum_rows(words[whole * _BLOCK :].reshape(1, -1), level))
     return torch.cat(parts)
 
 
-def _added(rows: torch.Tensor, level: int) -> torch.Tensor:
+def _sum_rows(rows: torch.Tensor, level: int) -> torch.Tensor:
     odd = _multipliers(level, str(rows.device))[: rows.shape[1]]
     return (rows.to(torch.int64) * odd).sum(1)
 

@@ -24,7 +24,7 @@ _ROUNDING = 1e-6
 def causes(found: Divergence) -> list[Diagnosis]:
     """Return the possible causes of a difference, without consequences of other findings."""
     by_kind = {one.kind: one for one in found.findings}
-    causes = [*_of_inputs(found, by_kind), *_of_settings(found, by_kind)]
+    causes = [*_input_causes(found, by_kind), *_settings_causes(found, by_kind)]
     if "initial state" in by_kind:
         causes.append(
             name_cause(
@@ -36,7 +36,7 @@ def causes(found: Divergence) -> list[Diagnosis]:
     is_explained = bool({"initial state", "settings"} & set(by_kind))
     replicas = by_kind.get("parameters") or by_kind.get("optimizer state")
     if replicas is not None and not is_explained:
-        causes.append(_of_replicas(found, replicas))
+        causes.append(_replica_causes(found, replicas))
     if "buffers" in by_kind and replicas is None:
         causes.append(
             name_cause(
@@ -47,11 +47,11 @@ def causes(found: Divergence) -> list[Diagnosis]:
             )
         )
     if "exchange" in by_kind and replicas is None:
-        causes.append(_of_exchange(found, by_kind["exchange"]))
+        causes.append(_reduction_cause(found, by_kind["exchange"]))
     return causes or [_unexplained(found)]
 
 
-def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
+def _reduction_cause(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     evidence = sentence_on_finding(one, found)
     if one.what == LEFT_OUT:
         return name_cause("dropped-rank", evidence, "job")
@@ -61,7 +61,7 @@ def _of_exchange(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     return name_cause("wrong-reduction", evidence, "once" if one.when == ONCE else "again")
 
 
-def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
+def _input_causes(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
     if "samples" in by_kind:
         yield name_cause(
             "overlapping-data" if by_kind["samples"].is_partly else "same-data",
@@ -77,7 +77,7 @@ def _of_inputs(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterato
         )
 
 
-def _of_settings(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
+def _settings_causes(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Iterator[Diagnosis]:
     one = by_kind.get("settings")
     if one is not None:
         yield name_cause(
@@ -87,7 +87,7 @@ def _of_settings(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> Itera
         )
 
 
-def _of_replicas(found: Divergence, one: ReplicaFinding) -> Diagnosis:
+def _replica_causes(found: Divergence, one: ReplicaFinding) -> Diagnosis:
     """Explain replicas that diverged from the same initial state with the same settings."""
     since = f"between steps {found.agreed_at} and {found.step}"
     if found.agreed_at < 0:

@@ -242,7 +242,7 @@ class Guard:
         try:
             return look()
         except LostError as error:
-            self._lost(error)
+            self._report_lost_ranks(error)
             return None
         finally:
             if self.checks > checks or self._found is not None:
@@ -270,7 +270,7 @@ class Guard:
             self._remark(f"on_check raised {type(error).__name__}: {error}")
 
     def _check(self) -> Divergence | None:
-        own, said = self._own()
+        own, said = self._own_state()
         if self._peers.arrivals is not None:
             self._peers.arrivals.arrive(self.steps)
         own_rows = sorted(self._watched.rows) if self._watched is not None else []
@@ -305,7 +305,7 @@ class Guard:
         self._suspected = found
         return None
 
-    def _own(self) -> tuple[ReplicaState, dict[str, int]]:
+    def _own_state(self) -> tuple[ReplicaState, dict[str, int]]:
         """Return this rank's state. A failure ends the checks on all ranks, not the training."""
         try:
             if self._watched is not None and self._watched.failure is not None:
@@ -331,7 +331,7 @@ class Guard:
             self.close()
             return None
         first, self.checks, self.compared = not self.checks, self.checks + 1, own.compared
-        self._say_what_is_not_compared(own)
+        self._note_what_is_not_compared(own)
         kinds = comparing.differing_kinds(rows, first=first)
         if self._is_state_divided and comparing.STATE in kinds:
             kinds.remove(comparing.STATE)
@@ -348,7 +348,7 @@ class Guard:
         of_state = sum(" of " in n and n[:5] != "step " for n in names)
         return self._act(findings, sums, of_state)
 
-    def _say_what_is_not_compared(self, own: ReplicaState) -> None:
+    def _note_what_is_not_compared(self, own: ReplicaState) -> None:
         if not own.compared:
             self._remark(
                 "no tensor of this job can be compared: no model was called in training mode, or "
@@ -382,7 +382,7 @@ class Guard:
                 )
             if kind == comparing.PARAMETERS and found is None:
                 found = comparing.first_differing_shard(others, rows, ranks)
-            findings.append(found or self._of_rows(kind, rows))
+            findings.append(found or self._finding_in_numbers(kind, rows))
         with_sums = (comparing.PARAMETERS, comparing.STATE)
         names = [n for f in findings if f.kind in with_sums for n in f.names[:_MOST_SUMS]]
         return tuple(findings), self._sums(own, names)
@@ -392,7 +392,7 @@ class Guard:
         gathered = self._peers.gather_bytes(msgspec.json.encode(mine), "digests")
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
-    def _of_rows(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
+    def _finding_in_numbers(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
         """Return a finding that follows from the numbers only."""
         ranks = self._peers.ranks
         if kind == comparing.SAMPLES:
@@ -456,7 +456,7 @@ class Guard:
         is_new = {one.kind for one in findings} - self._seen
         self._seen |= is_new
         if is_new and self._save is not None:
-            difference = self._saved(difference)
+            difference = self._save_bundle(difference)
         self._found = difference
         if len(self.divergences) < 64:
             self.divergences.append(difference)
@@ -469,7 +469,7 @@ class Guard:
             warnings.warn(message(difference), GuardWarning, stacklevel=2)
         return difference
 
-    def _saved(self, difference: Divergence) -> Divergence:
+    def _save_bundle(self, difference: Divergence) -> Divergence:
         """Write a bundle on the first rank and share its file name with the others."""
         name = b""
         if self._peers.rank == 0:
@@ -480,7 +480,7 @@ class Guard:
         name = self._peers.gather_bytes(name or b" ", "a file's name")[0].strip()
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
-    def _lost(self, error: Exception) -> None:
+    def _report_lost_ranks(self, error: Exception) -> None:
         """Report a check that not all ranks reached, and end the guard."""
         arrivals = self._peers.arrivals
         missing = {} if arrivals is None else arrivals.missing(self.steps)
@@ -578,7 +578,6 @@ def _wire_of(audit: bool | str) -> torch.dtype | None:
 def has_parameters_of(
     optimizer: Callable[[], torch.optim.Optimizer | None], module: torch.nn.Module
 ) -> bool:
-    """Return True if a live optimizer trains a parameter of the module."""
     there = optimizer()
     if there is None:
         return False

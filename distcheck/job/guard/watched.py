@@ -150,7 +150,7 @@ class Finder:
     def __init__(self, wanted: Callable[[torch.nn.Module], bool], *, several: bool = False) -> None:
         self._wanted, self._several = wanted, several
         self.found: list[WatchedModel] = []
-        self._handle: Any = register_module_forward_pre_hook(self._called)
+        self._handle: Any = register_module_forward_pre_hook(self._on_model_call)
 
     def close(self) -> None:
         """Stop waiting."""
@@ -158,7 +158,7 @@ class Finder:
             self._handle.remove()
             self._handle = None
 
-    def _called(self, module: torch.nn.Module, args: Any) -> None:
+    def _on_model_call(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self._handle is None:
             return
         if not module.training or not torch.is_grad_enabled() or self._is_within(module):

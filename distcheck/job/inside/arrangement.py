@@ -37,14 +37,14 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
             return ()
         found = [Axis(name=name, kind=name, size=size) for name, size in mesh.axes]
     else:
-        found = _of_meshes(parameters, world)
+        found = _mesh_axes(parameters, world)
         if not any(axis.kind == "pipeline" for axis in found):
-            found = _of_stages(world) or found
-        found = _of_megatron(world) or found
+            found = _pipeline_axes(world) or found
+        found = _megatron_axes(world) or found
     return tuple(axis for axis in found if axis.size > 1)
 
 
-def _of_megatron(world: int) -> list[Axis]:
+def _megatron_axes(world: int) -> list[Axis]:
     """Return Megatron-core's axes in its own order, the last axis first."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
@@ -74,7 +74,7 @@ def kind_of_axis(name: str) -> str:
     return ""
 
 
-def _of_meshes(parameters: Parameters, world: int) -> list[Axis]:
+def _mesh_axes(parameters: Parameters, world: int) -> list[Axis]:
     """Return the axes of a mesh of all ranks in row-major order; the most informative mesh wins."""
     if world < 2 or "torch.distributed.device_mesh" not in sys.modules:
         return []
@@ -89,24 +89,24 @@ def _of_meshes(parameters: Parameters, world: int) -> list[Axis]:
             ranks = mesh.mesh.flatten().tolist()
             if ranks == list(range(world)):
                 key = (tuple(mesh.mesh.shape), mesh.mesh_dim_names)
-                meshes.setdefault(key, _named(mesh, parameters))
-    return max(meshes.values(), key=_says, default=[])
+                meshes.setdefault(key, _axes_of_mesh(mesh, parameters))
+    return max(meshes.values(), key=_informativeness, default=[])
 
 
-def _says(axes: Sequence[Axis]) -> tuple[int, int]:
+def _informativeness(axes: Sequence[Axis]) -> tuple[int, int]:
     return sum(axis.kind in SHARING for axis in axes), len(axes)
 
 
-def _named(mesh: Any, parameters: Parameters) -> list[Axis]:
+def _axes_of_mesh(mesh: Any, parameters: Parameters) -> list[Axis]:
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.mesh.dim())]
     found = []
     for number, (name, size) in enumerate(zip(names, mesh.mesh.shape, strict=True)):
-        kind: Any = kind_of_axis(name) or _by_use(mesh, number, parameters)
+        kind: Any = kind_of_axis(name) or _kind_by_use(mesh, number, parameters)
         found.append(Axis(name=name, kind=kind, size=size))
     return found
 
 
-def _by_use(mesh: Any, number: int, parameters: Parameters) -> str:
+def _kind_by_use(mesh: Any, number: int, parameters: Parameters) -> str:
     """Return "tensor" for an axis that shards parameters outside fully_shard, else "data"."""
     own = mesh.mesh.movedim(number, -1).reshape(-1, mesh.mesh.shape[number]).tolist()
     wholes = parameters.of_fsdp2()
@@ -121,7 +121,7 @@ def _by_use(mesh: Any, number: int, parameters: Parameters) -> str:
     return "data"
 
 
-def _of_stages(world: int) -> list[Axis]:
+def _pipeline_axes(world: int) -> list[Axis]:
     """Return the axes of a pipeline whose ranks are consecutive or maximally strided."""
     if world < 2 or "torch.distributed.pipelining.stage" not in sys.modules:
         return []

@@ -116,7 +116,7 @@ class BatchInjector:
                     f"step {self.step}: the ranks' sequence shards do not match the model inputs "
                     "of the script in a single process; read batches from a DataLoader"
                 )
-        if self._owns and not self._are_own(own):
+        if self._owns and not self._are_recorded_elements(own):
             self._fails(
                 f"step {self.step}: the inputs that the script makes in a single process are other "
                 "samples; have it read its batches from a DataLoader"
@@ -175,7 +175,7 @@ class BatchInjector:
             if not (self.has_own_order and _are_permuted(tensor, recorded)):
                 tensors.replace_data(tensor, recorded)
 
-    def _are_own(self, own: Sequence[torch.Tensor]) -> bool:
+    def _are_recorded_elements(self, own: Sequence[torch.Tensor]) -> bool:
         """Return True if inputs have the elements that the model was given in this pass, or that
         all ranks gave it together: then each of these `divides` the same samples.
         """

@@ -80,7 +80,7 @@ class BatchSource:
             if not _fit(parts) or (longer and self._varies(loader, number)):
                 if not self.pads:
                     raise NotTogetherError("batches have different shapes")
-                parts = tuple(_padded(parts, self._padding_of(loader, number), longer=longer))
+                parts = tuple(_pad_rows(parts, self._padding_of(loader, number), longer=longer))
             together.append(_together(parts))
         return together
 
@@ -99,7 +99,7 @@ class BatchSource:
         if len({len(leaves) for leaves in of_ranks}) != 1:
             raise NotTogetherError("models have different numbers of inputs")
         return [
-            self._or_own([part for part in parts if part is not None])
+            self._concatenate_or_none([part for part in parts if part is not None])
             if all(part is not None for part in parts)
             else None
             for parts in zip(*of_ranks, strict=True)
@@ -130,9 +130,9 @@ class BatchSource:
             if call >= len(calls) or not calls[call].target:
                 return None
             parts.append(self._data(rank, step, calls[call].target))
-        return self._or_own(parts)
+        return self._concatenate_or_none(parts)
 
-    def _or_own(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _concatenate_or_none(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Concatenate tensors; None for padded batches, whose targets the script computes."""
         if self.pads and len({part.shape for part in parts}) > 1:
             return None
@@ -198,7 +198,9 @@ def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 or parts[0].dim() == 0 else torch.cat(list(parts))
 
 
-def _padded(parts: Sequence[torch.Tensor], value: float, *, longer: bool) -> Iterator[torch.Tensor]:
+def _pad_rows(
+    parts: Sequence[torch.Tensor], value: float, *, longer: bool
+) -> Iterator[torch.Tensor]:
     """Yield rows padded along the second dimension to the longest, or one more."""
     if len({part.dim() for part in parts}) != 1:
         raise NotTogetherError("batches have different numbers of dimensions")

@@ -67,7 +67,7 @@ def choose(
         batch_source.pads = longer is not None and state.distance(longer, base) <= SAME
         why = "" if batch_source.pads else "padding would change gradients"
     if not why and together is not None:
-        choice = _of_together(job, alone, together)
+        choice = _choice_for_joint_batch(job, alone, together)
         if choice.mode == TOGETHER:
             return choice
         why = choice.why
@@ -92,7 +92,7 @@ def choose(
     return ReferenceChoice(BY_RANK, why, scales=_scales(job, alone))
 
 
-def _of_together(
+def _choice_for_joint_batch(
     job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
 ) -> ReferenceChoice:
     """Return the choice for the joint batch: usable if the loss has the same meaning for it."""
@@ -161,14 +161,14 @@ def weights(
     equal = [1 / job.world] * job.world
     records = job.at(step)
     if asked and asked != "equal":
-        numbers = [float(_number(record, asked)) for record in records]
+        numbers = [float(_weight_of(record, asked)) for record in records]
     else:
         numbers = [0.0 if part is None else float(part["count"]) for part in parts]
     if asked == "equal" or (not all(numbers) and len(set(map(_shape, records))) == 1):
         return equal, ""
     if all(numbers):
         return [number / sum(numbers) for number in numbers], ""
-    several = ", ".join(str(_number(record, "targets")) for record in records)
+    several = ", ".join(str(_weight_of(record, "targets")) for record in records)
     return equal, (
         f"the ranks' losses cover different numbers of samples or targets ({several}), and their "
         "denominators cannot be determined; pass the rank weights: --weights samples, targets or "
@@ -176,7 +176,7 @@ def weights(
     )
 
 
-def _number(record: StepRecord, of: str) -> int:
+def _weight_of(record: StepRecord, of: str) -> int:
     targets = sum(call.counted for one in record.trained for call in one.losses)
     return (
         sum(len(one.rows) for one in record.trained) if of == "samples" or not targets else targets

@@ -25,7 +25,9 @@ def compare_reread_samples(job: JobRecording, number: int, loader: Any) -> list[
     """Compare the first samples of every rank as recorded and as read by a single process."""
     before = tensors.random_state()
     try:
-        return [read for rank in range(job.world) if (read := _of_rank(job, rank, number, loader))]
+        return [
+            read for rank in range(job.world) if (read := _compare_rank(job, rank, number, loader))
+        ]
     except Exception:  # code of the script, which may use another data set in a single process
         return []
     finally:
@@ -60,12 +62,14 @@ def _fetcher(loader: Any) -> MapFetcher:
     return MapFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
 
 
-def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> SampleComparison | None:
+def _compare_rank(
+    job: JobRecording, rank: int, number: int, loader: Any
+) -> SampleComparison | None:
     fetcher = _fetcher(loader)
     parts: list[list[tuple[str, ...]]] = []
     sizes: list[int] = []
     rows = 0
-    for step, batch in _batches(job, rank, number):
+    for step, batch in _first_batches(job, rank, number):
         recorded = [job.tensors(rank, step)[f"data/{name}"] for name in batch.leaves]
         asked: Any = list(batch.indices) if fetcher.auto_collation else batch.indices[0]
         once, again = (tensors.leaves(fetcher.fetch(asked)) for _ in range(2))
@@ -84,8 +88,7 @@ def _of_rank(job: JobRecording, rank: int, number: int, loader: Any) -> SampleCo
     return None
 
 
-def _batches(job: JobRecording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
-    """Yield the first batches that a rank loaded from a loader."""
+def _first_batches(job: JobRecording, rank: int, number: int) -> Iterator[tuple[int, LoadedBatch]]:
     found = [
         (step, batch)
         for step in job.steps

@@ -53,7 +53,7 @@ class RankStatuses:
         self._keys = [f"{_PREFIX}/{start}/{one}" for one in range(world)]
         self._own, self._asked = self._keys[rank], 0.0
         self._store = _store()
-        self._is_over = not self._tell(True)
+        self._is_over = not self._publish_status(True)
 
     def have_ended(self) -> bool:
         """Return True if all ranks have finished, or the master has exited with its store."""
@@ -70,9 +70,9 @@ class RankStatuses:
 
     def goes_on(self) -> None:
         """Record that this rank continues and will ask again."""
-        self._tell(False)
+        self._publish_status(False)
 
-    def _tell(self, ended: bool) -> bool:
+    def _publish_status(self, ended: bool) -> bool:
         """Record whether this rank has finished; return False if the store is gone."""
         if self._store is None:
             return False

@@ -90,14 +90,14 @@ class GuardedOptimizers:
         try:
             entry.guard.stepped()
         finally:
-            self._note(entry)
+            self._write_progress(entry)
 
     def _note_all(self) -> None:
         for entry in self._entries.values():
             entry.noted = None
-            self._note(entry)
+            self._write_progress(entry)
 
-    def _note(self, entry: _Entry) -> None:
+    def _write_progress(self, entry: _Entry) -> None:
         said = (entry.guard.checks, len(entry.guard.remarks))
         if said != entry.noted:
             entry.noted = said
@@ -106,7 +106,6 @@ class GuardedOptimizers:
 
 
 def write_guard_progress(guard: Guard, number: int, optimizer: str, folder: Path) -> None:
-    """Write the progress of a guard."""
     first = guard.divergences[0] if guard.divergences else None
     checked = GuardProgress(
         rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,

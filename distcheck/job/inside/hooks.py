@@ -141,13 +141,13 @@ def _hook_modules() -> None:
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         global _depth
         if not _is_listening(module):
-            return _watched(original, module, args, kwargs)
+            return _call_watched_module(original, module, args, kwargs)
         trains = _trains(module)
         _depth += 1
         try:
             emit("enters" if trains else "evaluates", module, args, kwargs)
             with _listening("forward"):
-                result = _watched(original, module, args, kwargs)
+                result = _call_watched_module(original, module, args, kwargs)
         finally:
             _depth -= 1
             set_watched_modules(None)
@@ -158,8 +158,9 @@ def _hook_modules() -> None:
     torch.nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
 
 
-def _watched(original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module that is, or is within, the outermost model."""
+def _call_watched_module(
+    original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+) -> Any:
     # First of all, so that compiled code depends on nothing else here.
     if torch.compiler.is_compiling() or _watching is None:
         return original(module, *args, **kwargs)

@@ -76,7 +76,7 @@ class StatusResponder:
         )  # fmt: skip
 
 
-def _in_child(folder: Path) -> None:
+def _after_fork_in_child(folder: Path) -> None:
     """Detach a rank's forked child; data loader workers record their RNG streams."""
     if is_rank_process():
         hooks.set_listener(LoaderWorkerListener(folder, rank_and_world_size()[0]))
@@ -119,7 +119,7 @@ def _install(settings: asked.JobSettings, folder: Path, give_up: Callable[[], No
         recorder = (PerturbingRecorder if settings.draw else Recorder)(settings, folder)
         hooks.install(recorder, give_up)
         hooks.heartbeat = StatusResponder(folder, recorder).heartbeat
-        os.register_at_fork(after_in_child=lambda: _in_child(folder))
+        os.register_at_fork(after_in_child=lambda: _after_fork_in_child(folder))
         return
     from distcheck.job.inside import single_process_group
     from distcheck.job.inside.replayer import Replayer

@@ -21,17 +21,19 @@ def can_join_passes(job: JobRecording) -> bool:
     """Return True if the passes of each trained step may be joined: samples do not interact, and
     all passes are of the same kind.
     """
-    return all(map(_is_alike, job.records.values())) and not why_not_merged([*job.records.values()])
+    return all(map(_is_joinable, job.records.values())) and not why_not_merged(
+        [*job.records.values()]
+    )
 
 
 def joined(job: JobRecording) -> JobRecording:
     """Return the recording with one forward pass in each step."""
-    records = {place: _with_one(record) for place, record in job.records.items()}
+    records = {place: _with_one_pass(record) for place, record in job.records.items()}
     counts = {step: len(job.records[0, step].trained) for step in job.steps}
     return dataclasses.replace(job, records=records, joined=counts)
 
 
-def _is_alike(record: StepRecord) -> bool:
+def _is_joinable(record: StepRecord) -> bool:
     """Return True if the passes of a step have equally many inputs and the same losses, and no
     loader yielded several batches for them (the script may count a batch's samples).
     """
@@ -42,7 +44,7 @@ def _is_alike(record: StepRecord) -> bool:
     return len(passes) > 1 and len(kinds) == 1 and not record.earlier and has_one_batch
 
 
-def _with_one(record: StepRecord) -> StepRecord:
+def _with_one_pass(record: StepRecord) -> StepRecord:
     return _replace(record, passes=(_of(record.trained),), backwards=1)
 
 
@@ -54,14 +56,14 @@ def _of(passes: list[Pass]) -> Pass:
         inputs=tuple(AND.join(names) for names in inputs),
         rows=tuple(row for one in passes for row in one.rows),
         batches=tuple(dict.fromkeys(place for one in passes for place in one.batches)),
-        losses=tuple(map(_of_calls, calls)),
+        losses=tuple(map(_merge_loss_calls, calls)),
         loss=sum(one.loss for one in passes if one.loss is not None),
         exchanges=passes[-1].exchanges,
         terms=(),
     )
 
 
-def _of_calls(calls: tuple[LossCall, ...]) -> LossCall:
+def _merge_loss_calls(calls: tuple[LossCall, ...]) -> LossCall:
     targets = [call.target for call in calls]
     return _replace(
         calls[0],

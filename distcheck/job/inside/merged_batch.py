@@ -61,7 +61,7 @@ class MergedBatch:
         """
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
         if not self._accumulates and not self._apart and step == self._job.steps[0]:
-            self._probes = self._of_terms(step)
+            self._probes = self._tasks_for_terms(step)
             return self._probes
         if not self._accumulates or self.why:
             return []
@@ -81,7 +81,7 @@ class MergedBatch:
             self._probes = [ReplayTask(ALL, step, 0, tuple(pairs)) for pairs in each]
         return list(dict.fromkeys((*self._draws, *self._probes)))
 
-    def _of_terms(self, step: int) -> list[ReplayTask]:
+    def _tasks_for_terms(self, step: int) -> list[ReplayTask]:
         records = self._job.at(step)
         counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
         if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or why_not_merged(records):
@@ -157,7 +157,7 @@ class MergedBatch:
             return {
                 f"{TERM}{number}/{name}": weight * gradient
                 for number, weight in enumerate(of_terms.get("weights", torch.empty(0)).tolist())
-                for name, gradient in _of_term(of_terms, number).items()
+                for name, gradient in _gradients_of_term(of_terms, number).items()
             }
         plain, *perturbed = (found.get(task) for task in self._draws)
         if plain is None:
@@ -217,9 +217,9 @@ class MergedBatch:
             counts = [
                 weight_of_mean_loss(self._job.records[r, step], n, term.call) for r, n in pairs
             ]
-            parts = [_of_term(one, number) for one in each]
+            parts = [_gradients_of_term(one, number) for one in each]
             added = state.mean(parts, [count / sum(counts) for count in counts])
-            if added is None or state.distance(added, _of_term(together, number)) > _SAME:
+            if added is None or state.distance(added, _gradients_of_term(together, number)) > _SAME:
                 return (
                     f"its term {term.name} is not the mean over its micro-batches in a larger batch"
                 )
@@ -240,7 +240,9 @@ def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _of_term(found: dict[str, torch.Tensor] | None, number: int) -> dict[str, torch.Tensor]:
+def _gradients_of_term(
+    found: dict[str, torch.Tensor] | None, number: int
+) -> dict[str, torch.Tensor]:
     before = f"{TERM}{number}/"
     return {n.removeprefix(before): g for n, g in (found or {}).items() if n.startswith(before)}
 

@@ -59,14 +59,14 @@ class _Table:
     def add(self, tensor: torch.Tensor | None, trains: bool) -> int:
         digest, sums, shape = "", _NONE, None
         if tensor is not None:
-            digest, sums, shape = *_noted(tensor), tuple(tensor.shape)
+            digest, sums, shape = *_digest_and_sketch(tensor), tuple(tensor.shape)
         self.tensors.append(WatchedTensor(shape, digest, trains))
         self.sums.append([sums, _NONE])
         return len(self.tensors) - 1
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Add a gradient; if backward visits a graph twice, the projections are summed."""
-        digest, sums = _noted(gradient)
+        digest, sums = _digest_and_sketch(gradient)
         one, before = self.tensors[place], self.sums[place][1]
         if one.gradient:
             digest = records.digest(f"{one.gradient}{digest}".encode())
@@ -130,12 +130,12 @@ class Modules:
         self._counts[name] = count + 1
         given = self._places(f"{name}#{count}/in", (args, kwargs))
         self._open.append(name)
-        self._tell_ops()
+        self._set_module_of_ops()
         return _Call(name, kind, count, given, len(self._open) - 1)
 
     def ends(self, call: _Call, result: Any) -> None:
         del self._open[call.depth :]
-        self._tell_ops()
+        self._set_module_of_ops()
         returned = self._places(f"{call.name}#{call.again}/out", result)
         for at, (rank, number) in enumerate(self._pairs):
             inputs, outputs = (tuple(p[at] for p in many) for many in (call.inputs, returned))
@@ -146,7 +146,7 @@ class Modules:
                 digests = [[table.tensors[p].digest for p in many] for many in (inputs, outputs)]
                 self._ops.region(call.name, *digests)
 
-    def _tell_ops(self) -> None:
+    def _set_module_of_ops(self) -> None:
         if self._ops is not None:
             self._ops.module = self._open[-1] if self._open else ""
 
@@ -195,7 +195,7 @@ class Modules:
             if part is not None
         ]
         if to and tensor.grad_fn is not None:
-            tensor.register_hook(functools.partial(_hear_gradient, to))
+            tensor.register_hook(functools.partial(_on_gradient, to))
         return places
 
     def _part(
@@ -219,7 +219,7 @@ class Modules:
         return None
 
 
-def _hear_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Tensor) -> None:
+def _on_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Tensor) -> None:
     hooks.guarded(_note_gradient, to, gradient)
 
 
@@ -230,8 +230,7 @@ def _note_gradient(to: list[tuple[_Table, int, TensorSlice]], gradient: torch.Te
             table.add_gradient(place, part.of(plain))
 
 
-def _noted(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Return the digest and the projections of a CPU tensor."""
+def _digest_and_sketch(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     dense = tensor.contiguous()
     is_complex = dense.is_complex()
     numbers = torch.view_as_real(dense.resolve_conj()) if is_complex else dense

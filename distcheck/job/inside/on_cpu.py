@@ -50,13 +50,13 @@ class _Devices(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.to:
-            args = (args[0], *(_device(one) for one in args[1:]))
+            args = (args[0], *(_cpu_for_gpu(one) for one in args[1:]))
         elif func is torch.Tensor.type:
-            args = tuple(_type(one) for one in args)
+            args = tuple(_cpu_type_name(one) for one in args)
         else:
             args = tuple(_CPU if _is_gpu(one) else one for one in args)
         if "device" in kwargs:
-            kwargs["device"] = _device(kwargs["device"])
+            kwargs["device"] = _cpu_for_gpu(kwargs["device"])
         kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
         return func(*args, **kwargs)
 
@@ -65,15 +65,14 @@ def _is_gpu(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-def _device(value: Any) -> Any:
+def _cpu_for_gpu(value: Any) -> Any:
     """Return the CPU for any designation of a GPU; other values unchanged."""
     is_named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return _CPU if is_named or is_number or _is_gpu(value) else value
 
 
-def _type(value: Any) -> Any:
-    """Return the name of a CPU type for that of a GPU type."""
+def _cpu_type_name(value: Any) -> Any:
     return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
 
 
@@ -107,7 +106,7 @@ def install(gpus: int) -> None:
     _replace_wrappers()
     _replace_loaders()
     for name in ("set_default_device", "set_default_tensor_type"):
-        setattr(torch, name, _on_a_cpu(getattr(torch, name)))
+        setattr(torch, name, _with_cpu_device(getattr(torch, name)))
     load = torch.load
 
     @functools.wraps(load)
@@ -189,12 +188,12 @@ def _replace_accelerator() -> None:
         setattr(accelerator, name, lambda *_, **__: None)
 
 
-def _on_a_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_cpu_device(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of a device or type so that it receives the CPU's."""
 
     @functools.wraps(original)
     def call(given: Any = None) -> Any:
-        return original(_type(_device(given)))
+        return original(_cpu_type_name(_cpu_for_gpu(given)))
 
     return call
 

@@ -58,7 +58,7 @@ class OpLog(OpMode):
 
     def region(self, name: str, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         """Record the call of a compiled module."""
-        self._add(OpCall(COMPILED, _joined(inputs), _joined(outputs), name, self._part))
+        self._add(OpCall(COMPILED, _join_digests(inputs), _join_digests(outputs), name, self._part))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,13 +66,13 @@ class OpLog(OpMode):
         kwargs = kwargs or {}
         if self.is_silent:
             return func(*args, **kwargs)
-        given = hooks.guarded(self._given, func, args, kwargs)
+        given = hooks.guarded(self._digest_inputs, func, args, kwargs)
         made = func(*args, **kwargs)
         if given is not None:
             hooks.guarded(self._made, func, given, args, kwargs, made)
         return made
 
-    def _given(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _digest_inputs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         known = written_arguments(func)
         over = {name for name, how in known.items() if how == "out"}
         if str(func).split(".")[1:2] and str(func).split(".")[1] in _FILLS:
@@ -104,10 +104,10 @@ class OpLog(OpMode):
 
 
 def _digest(value: Any) -> str:
-    return _joined(_noted(one) for one in tree_leaves(value))
+    return _join_digests(_describe_argument(one) for one in tree_leaves(value))
 
 
-def _noted(one: Any) -> str:
+def _describe_argument(one: Any) -> str:
     if not isinstance(one, torch.Tensor):
         return repr(one) if isinstance(one, _PLAIN) else type(one).__name__
     plain = tensors.plain_of(one)
@@ -115,5 +115,5 @@ def _noted(one: Any) -> str:
     return about if plain is None else about + tensors.digest_of(plain.contiguous())
 
 
-def _joined(digests: Iterable[str]) -> str:
+def _join_digests(digests: Iterable[str]) -> str:
     return records.digest("".join(digests).encode())

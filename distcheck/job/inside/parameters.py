@@ -81,11 +81,9 @@ class Parameters:
         return [name for name, one in self.by_name.items() if id(one) not in trained]
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Return a parameter's name, if it has one."""
         return self._names.get(id(parameter))
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """Return the names of the named parameters, in order."""
         return [name for one in parameters if (name := self.name_of(one)) is not None]
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -94,7 +92,6 @@ class Parameters:
         return [name for name in self.by_name if name in own]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the number of an optimizer, in the order of creation."""
         for number, one in enumerate(self.optimizers):
             if one is optimizer:
                 return number
@@ -138,7 +135,7 @@ class Parameters:
                     found[name] = gradient.detach().clone()
                     continue
                 plain, known = unsharded_on_cpu(gradient), (copied or {}).get(name)
-                is_known = known is not None and _are_alike(plain, known)
+                is_known = known is not None and _are_bit_identical(plain, known)
                 found[name] = known if known is not None and is_known else plain.clone()
         return found
 
@@ -164,7 +161,7 @@ def _buffers_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     return torch.nn.Module.buffers(module)
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_bit_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return digest_of(one) == digest_of(other)

@@ -24,19 +24,19 @@ class PerturbingRecorder(Recorder):
         """Perturb the parameters at the first forward pass of a step, and of new models."""
         super().enters(model, args, kwargs)
         if self._active:
-            self._dtype = self._computed()
+            self._dtype = self._compute_dtype()
             self._unmoved = {} if self._unmoved is None else self._unmoved
             self._move()
 
     def autocasts(self, context: Any) -> None:
         """Perturb again by autocast's ULP if autocast starts within the model."""
         super().autocasts(context)
-        if self._unmoved is not None and self._dtype != self._computed():
+        if self._unmoved is not None and self._dtype != self._compute_dtype():
             self._put_back()
-            self._unmoved, self._dtype = {}, self._computed()
+            self._unmoved, self._dtype = {}, self._compute_dtype()
             self._move()
 
-    def _computed(self) -> torch.dtype | None:
+    def _compute_dtype(self) -> torch.dtype | None:
         name = self._held.about.get("computed")
         return None if name is None else getattr(torch, name)  # type: ignore[no-any-return]
 

@@ -247,7 +247,6 @@ def ddp_in(model: torch.nn.Module) -> Any:
 
 
 def number_of_targets(name: str, target: Any, ignored: int) -> int:
-    """Return the number of targets of a loss, without ignored ones."""
     if not isinstance(target, torch.Tensor):
         return 0
     if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():

@@ -241,7 +241,6 @@ class Recorder(NullListener):
             self.loaders.evaluated(tensors.inputs_of((args, kwargs)))
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
-        """Record a loss, its number of targets, and the targets."""
         if self._file is not None and value.grad_fn is not None:
             is_data = isinstance(target, torch.Tensor) and not target.requires_grad
             kept = self._file.add_data(target) if is_data else ""
@@ -333,7 +332,6 @@ class Recorder(NullListener):
     # -- the step --------------------------------------------------------------------------------
 
     def scales(self, scaler: Any) -> None:
-        """Record that gradients are scaled."""
         self._is_scaled = bool(scaler.is_enabled() and scaler.get_scale() != 1.0)
 
     def unscales(self, optimizer: Any) -> None:
@@ -382,7 +380,6 @@ class Recorder(NullListener):
             self._finish(optimizer, skipped=False)
 
     def collective(self, name: str, place: str, given: Any) -> None:
-        """Record the place of a collective call."""
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             self._calls.append(CollectiveCall(name, place, elements, self._backwards > 0))

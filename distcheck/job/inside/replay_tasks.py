@@ -222,7 +222,7 @@ class ReplayTasks:
             if self._becomes_a_copy(one, tasks):
                 return
         if step != first and self.forks.keep_spare():
-            copy = self.forks.run(self._moved(step), step, self.choice.mode, reads=False)
+            copy = self.forks.run(self._pending_copies(step), step, self.choice.mode, reads=False)
             if not isinstance(copy, ReplayTask):
                 os._exit(0)
             self._hands.copy = copy
@@ -250,7 +250,7 @@ class ReplayTasks:
             tasks = [ReplayTask(ALL, step, draw) for draw in draws if draw]
         return tasks
 
-    def _moved(self, step: int) -> list[ReplayTask]:
+    def _pending_copies(self, step: int) -> list[ReplayTask]:
         """Return the pending copies that measure the tolerance of a step after the first."""
         tasks = [
             *self._roles(step, range(1, PERTURBED_RUNS + 1)),
@@ -277,7 +277,7 @@ class ReplayTasks:
         """
         if self.choice.mode == BY_RANK:
             self._found.setdefault(step, {}).setdefault(ReplayTask(0, step), computed)
-            combined = self._combined(step, 0)
+            combined = self._combine_gradients(step, 0)
             if combined is None:
                 said = next(iter(self.forks.why.values()), "no error message")
                 self._fails(f"step {step}: given the inputs of one rank, the script fails: {said}")
@@ -293,14 +293,16 @@ class ReplayTasks:
         self._measure(step, {**raw, "loss": loss})
         out = self.merged_batch.results(self._found.setdefault(step, {}), step)
         if step != self._job.steps[0]:
-            if self._says_too_little(raw, recorded, out) and self.forks.release_spare():
-                self._found[step].update(self.watched.without(self.forks.read(self._moved(step))))
+            if self._exceeds_spread(raw, recorded, out) and self.forks.release_spare():
+                self._found[step].update(
+                    self.watched.without(self.forks.read(self._pending_copies(step)))
+                )
                 self._measure(step, {**raw, "loss": loss})
                 out = self.merged_batch.results(self._found[step], step)
             self.forks.end_spare()
         return raw, {**out, "loss": loss}
 
-    def _combined(self, step: int, draw: int) -> Tensors | None:
+    def _combine_gradients(self, step: int, draw: int) -> Tensors | None:
         """Return the gradients of one draw: of the joint batch, or the weighted mean over ranks."""
         found = self._found.get(step, {})
         if self.choice.mode != BY_RANK:
@@ -313,14 +315,14 @@ class ReplayTasks:
 
     def _measure(self, step: int, found: Tensors) -> None:
         """Measure the change of gradients under perturbation, or reuse the first step's."""
-        perturbed = [self._combined(step, draw) for draw in range(1, PERTURBED_RUNS + 1)]
+        perturbed = [self._combine_gradients(step, draw) for draw in range(1, PERTURBED_RUNS + 1)]
         draws = [one for one in perturbed if one is not None]
         self.draws = len(draws)
         for name, gradient in found.items():
             there = [one[name] * (self.times or 1.0) for one in draws if name in one]
             self.spreads[name] = state.distance_from_farthest(gradient, there, name, self._moves)
 
-    def _says_too_little(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
+    def _exceeds_spread(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
         """Return True if a gradient deviates from its expectation by more than the tolerance that
         follows from the known spread.
         """

@@ -293,9 +293,9 @@ class Replayer(NullListener):
             return
         self._is_ready = True  # a separate process continues
         watched = watching.packed_all(self._modules.taken())
-        self._copies.forks.leave(self._copy, {**self._computed(), **watched}, self._step)
+        self._copies.forks.leave(self._copy, {**self._gradients_of_passes(), **watched}, self._step)
 
-    def _computed(self) -> dict[str, torch.Tensor]:
+    def _gradients_of_passes(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the step's passes, and properties of their losses."""
         counts = {self._counts.get(place, (0.0, "")) for place in self._losses_of_step()}
         count, sums = counts.pop() if len(counts) == 1 else (0.0, "")
@@ -324,7 +324,7 @@ class Replayer(NullListener):
     def _take(self) -> None:
         """Compute the reference gradients, and put them in place of the script's until the step."""
         self._is_ready = True
-        computed = self._computed()
+        computed = self._gradients_of_passes()
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
         recorded = {n: self._recorded(Kind.EXCHANGED, n) for n in own}
         theirs = {n: g for n, g in recorded.items() if g is not None and g.shape == own[n].shape}
@@ -360,7 +360,6 @@ class Replayer(NullListener):
         return self._record.scale or 1.0
 
     def clipped(self, kind: str, most: float, norm: Any, parameters: Any) -> None:
-        """Record the maximum norm and the norm of clipping."""
         if self._is_ready and isinstance(norm, torch.Tensor | float):
             self._clips.append((float(most), float(norm)))
 

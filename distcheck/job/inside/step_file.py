@@ -53,14 +53,16 @@ class StepFile:
 
     def differ(self, state: Mapping[str, torch.Tensor], kind: str = "before") -> bool:
         """Return True if a parameter or buffer has changed since it was recorded."""
-        return any(self._written(state, kind))
+        return any(self._changed_digests(state, kind))
 
     def note_written(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Record the digests of parameters that have changed since they were recorded."""
-        written = self._written(parameters, "before")
+        written = self._changed_digests(parameters, "before")
         self._digests |= {f"written/{name}": now for name, now in written}
 
-    def _written(self, state: Mapping[str, torch.Tensor], kind: str) -> Iterator[tuple[str, str]]:
+    def _changed_digests(
+        self, state: Mapping[str, torch.Tensor], kind: str
+    ) -> Iterator[tuple[str, str]]:
         for name, one in state.items():
             now = tensors.digest_of(tensors.local_shard_on_cpu(one))
             if now != self._digests.get(f"{kind}/{name}"):
@@ -181,7 +183,7 @@ class StepFile:
             self.after = {name: one for name, one in self.after.items() if one.sums is not None}
         stem = f"step-{self._step:06d}"
         with private.replaced_atomically(self._folder / f"{stem}.safetensors") as draft:
-            save_file(_apart(kept), draft)
+            save_file(_copy_shared_memory(kept), draft)
             checksum = records.checksum_of(draft)
         record = StepRecord(
             step=self._step,
@@ -199,7 +201,7 @@ class StepFile:
         return size if whole else 0
 
 
-def _apart(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_shared_memory(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory, which a safetensors file cannot hold."""
     found, seen = {}, set()
     for name, one in kept.items():

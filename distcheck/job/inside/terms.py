@@ -56,7 +56,7 @@ def divisor_of_loss(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -
     times = rows if rows > 1 and found and all(_is_times(term, rows) for term, _ in found) else 1
     for term, end in found:
         if term.reduction == "sum":
-            counts.add(_rounded(1 / abs(term.weight)) if term.weight else 0.0)
+            counts.add(_round_if_integer(1 / abs(term.weight)) if term.weight else 0.0)
         else:
             several = heard[term.call][3] if term.call >= 0 else _elements(end.node)
             counts.add(several / times if several % times == 0 else 0.0)
@@ -65,7 +65,7 @@ def divisor_of_loss(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -
     return (counts.pop() if len(counts) == 1 else 0.0), how
 
 
-def _rounded(number: float) -> float:
+def _round_if_integer(number: float) -> float:
     """Round to an integer if the difference is within float32 rounding."""
     near = round(number)
     return float(near) if near and abs(number - near) < 1e-3 else number
@@ -125,7 +125,7 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOu
             term = Term(name=name, reduction=reduction, call=ends[node], factors=factors)
             found.append((term, NodeOutput(node, output)))
         elif (reduction := _reduces(node)) and not _passes(node):
-            own = tuple(_as_factor(factor, outer=outer) for factor in _inside(node))
+            own = tuple(_to_factor(factor, outer=outer) for factor in _inside(node))
             term = Term(name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own)
             found.append((term, NodeOutput(node, output)))
         else:
@@ -134,14 +134,14 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOu
             for part, place, factor in reversed(parts):
                 if factor is not None and factor[0] == 0:
                     continue  # adds nothing; used to give every parameter a gradient
-                by = () if factor is None else (_as_factor(factor, outer=outer),)
+                by = () if factor is None else (_to_factor(factor, outer=outer),)
                 waiting.append((part, place, (*factors, *by), outer))
         if len(found) + len(waiting) > MOST_TERMS:
             break
     raise _UnreadableError(f"it has more than {MOST_TERMS} terms")
 
 
-def _as_factor(factor: By, *, outer: bool) -> Factor:
+def _to_factor(factor: By, *, outer: bool) -> Factor:
     return Factor(number=factor[0], computed=factor[1], outer=outer, divides=factor[2])
 
 
@@ -179,7 +179,7 @@ def _parts(node: Node, output: int) -> list[Part]:
     divisor = name == "Div" and before[0][0] is None
     if name in ("Mul", "Div") and len(there) == 1 and not divisor:
         by = node._saved_other if before[0][0] is not None else node._saved_self
-        return [(*there[0], _scaled(by, divides=name == "Div"))]
+        return [(*there[0], _constant_factor(by, divides=name == "Div"))]
     if name == DDP_NODE:
         return [(*before[output], None)]
     if name in ("Sum", "Mean") and there and _stacks(there[0][0]):
@@ -213,7 +213,7 @@ def _factor(number: float) -> By | None:
     return None if number == 1 else (float(number), isinstance(number, float), False)
 
 
-def _scaled(by: Any, *, divides: bool) -> By:
+def _constant_factor(by: Any, *, divides: bool) -> By:
     """Return a constant factor, and if the script may have computed it (quotients and floats)."""
     if not isinstance(by, torch.Tensor) or by.numel() != 1:
         raise _UnreadableError("it is multiplied by something other than a number")

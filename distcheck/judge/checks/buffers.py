@@ -29,7 +29,9 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             _compare_batch(evidence, expectation, expectation.what, tally)
             continue
         for position, rank in enumerate(evidence.with_data):
-            for index, expected in enumerate(_expected(evidence, expectation, rank, position)):
+            for index, expected in enumerate(
+                _best_expectation(evidence, expectation, rank, position)
+            ):
                 compare_with = _comparison(evidence, expectation, tally, rank, index, expected)
                 match_ranks(
                     tally, evidence.trace, Kind.BUFFER, expectation.step, index,
@@ -97,7 +99,7 @@ def _sent_by(
     return None
 
 
-def _expected(
+def _best_expectation(
     evidence: Evidence, expectation: Expectation, rank: int, position: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the allowed expectation that the rank's buffers match, or the first one."""

@@ -227,13 +227,15 @@ def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | No
     if dtype not in _STRUCT or not (math.isfinite(actual) and math.isfinite(expected)):
         return None
     try:
-        distance = _ordered(actual, *_STRUCT[dtype]) - _ordered(expected, *_STRUCT[dtype])
+        distance = _ordered_integer(actual, *_STRUCT[dtype]) - _ordered_integer(
+            expected, *_STRUCT[dtype]
+        )
     except OverflowError:  # a float64 expectation outside the dtype's range
         return None
     return max(-MOST, min(distance, MOST))
 
 
-def _ordered(value: float, kind: str, integer: str, drop_bits: int) -> int:
+def _ordered_integer(value: float, kind: str, integer: str, drop_bits: int) -> int:
     """Map a float to an integer in the same order, adjacent floats to adjacent integers."""
     raw: int = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))[0]
     magnitude = raw & ((1 << (8 * struct.calcsize(integer) - 1)) - 1)
@@ -289,7 +291,6 @@ def _place(
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of a flat position in a tensor of a shape."""
     index = []
     for size in reversed(shape):
         position, at = divmod(position, size)

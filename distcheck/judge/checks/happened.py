@@ -41,7 +41,6 @@ class RunOfEvents:
         return found.own[index]
 
     def named(self, parameter: str) -> Iterator[tuple[int, Gradients]]:
-        """Yield (step, local gradients) of one parameter."""
         names = [spec.name for spec in self.specs]
         for expectation in self.steps if parameter in names else ():
             yield expectation.step, self.own(expectation, names.index(parameter))
@@ -144,7 +143,7 @@ def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
     return f"seen: the same nonzero rows of {event.parameter} on every rank"
 
 
-def _in_both_parts(gradient: torch.Tensor | None) -> bool:
+def _is_nonzero(gradient: torch.Tensor | None) -> bool:
     """Return True if the gradient is nonzero, for complex ones in both parts."""
     if gradient is None or not gradient.is_complex():
         return holds_any(gradient)
@@ -157,7 +156,7 @@ def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
         spec.dtype
         for index, spec in enumerate(run.specs)
         for step in (run.steps if spec.dtype in event.dtypes else ())
-        if any(_in_both_parts(gradient) for gradient in run.own(step, index))
+        if any(_is_nonzero(gradient) for gradient in run.own(step, index))
     }
     missing = [dtype for dtype in event.dtypes if dtype not in found]
     return f"seen: none of {', '.join(missing)}" if missing else ""
@@ -422,7 +421,6 @@ def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
 
 
 def buffer_replaced(event: events.BufferReplaced, run: RunOfEvents) -> str:
-    """Detect a replaced buffer on any rank."""
     found = [not torch.equal(before, after) for _, before, after in run.buffers(event.buffer)]
     if any(found):
         return ""

@@ -60,7 +60,7 @@ def match_ranks(
             )
             continue
         if entry.state is not EntryState.STORED or compare is None:
-            _without_tensor(tally, entry.state, spec, rank, step, expected=compare is not None)
+            _count_missing(tally, entry.state, spec, rank, step, expected=compare is not None)
             continue
         if entry.digest not in known:
             tensor = trace.tensor(rank, kind, slot, index)
@@ -141,7 +141,7 @@ def is_zero(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not bool(tensor.any())
 
 
-def _without_tensor(
+def _count_missing(
     tally: Tally, state: EntryState, spec: TensorSpec, rank: int, step: int, *, expected: bool
 ) -> None:
     if state is EntryState.UNWRITTEN:
@@ -190,7 +190,7 @@ def compare_pair(
     place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
     if pair.kind is None:
         reason = f"{name} of rank {pair.rank} at step {pair.step} differed between two runs"
-        actual, expected = _shown(pair.two, pair.one), _shown(pair.one, pair.two)
+        actual, expected = _show_value(pair.two, pair.one), _show_value(pair.one, pair.two)
         tally.fail(reason, actual=actual, expected=expected, **place)
         return 0
     if {pair.one.state, pair.two.state} != {EntryState.STORED}:
@@ -204,7 +204,7 @@ def compare_pair(
     ]
     if found[0] is None or found[1] is None:
         reason = f"{name} of rank {pair.rank} at step {pair.step} has a different digest"
-        tally.fail(reason, actual=_shown(pair.two), expected=_shown(pair.one), **place)
+        tally.fail(reason, actual=_show_value(pair.two), expected=_show_value(pair.one), **place)
         return 0
     forms = [f"{one.dtype} {tuple(one.shape)}" for one in found if one is not None]
     if forms[0] != forms[1]:
@@ -216,7 +216,7 @@ def compare_pair(
     return comparison.elements
 
 
-def _shown(value: Any, other: Any = None) -> float | str:
+def _show_value(value: Any, other: Any = None) -> float | str:
     """Return the value for a report; for a list as text, only the parts that `other` lacks."""
     if isinstance(value, Entry):
         return f"digest {value.digest.hex()[:8]}"

@@ -31,7 +31,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
     )
     shown = merge_shown([part.shown for part in parts])
-    compared = _added([part.compared for part in parts])
+    compared = _add_coverage([part.compared for part in parts])
     if shown:  # a tensor may count at the steps of one part only
         tensors = sum(found.counts for found in shown.values())
         compared = msgspec.structs.replace(compared, tensors=max(tensors, compared.tensors))
@@ -58,8 +58,7 @@ def with_excuse(result: CheckResult) -> CheckResult:
     return msgspec.structs.replace(result, reason="; ".join(filter(None, reasons)), excuse="")
 
 
-def _added(parts: Sequence[Compared]) -> Compared:
-    """Add the coverage of disjoint sets of steps."""
+def _add_coverage(parts: Sequence[Compared]) -> Compared:
     return Compared(
         tensors=max(part.tensors for part in parts),
         elements=sum(part.elements for part in parts),
@@ -79,7 +78,7 @@ def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
         )
         for part in parts
     ]
-    both = _added(looked_at)
+    both = _add_coverage(looked_at)
     return msgspec.structs.replace(
         both,
         tensors=max(0, both.tensors - compared.tensors),

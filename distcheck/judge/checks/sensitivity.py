@@ -102,7 +102,7 @@ def _try(
     of_rank: Mapping[str, torch.Tensor] = {
         "missing-sync": shows(parts.gradients * parts.own.unsqueeze(1), 0.0),
         "lost-rank": shows(mean - scaled, 1.0) & shows((mean - scaled) / rest, 1.0 / rest),
-        "doubled-rank": shows(mean + scaled, 1.0 + _added(scaled, parts)),
+        "doubled-rank": shows(mean + scaled, 1.0 + _relative_contributions(scaled, parts)),
     }
     of_all = {
         "times-world": shows(world * mean.unsqueeze(0), float(world)),
@@ -129,7 +129,7 @@ def _try(
     )
 
 
-def _added(scaled: torch.Tensor, parts: MeanSummands) -> torch.Tensor:
+def _relative_contributions(scaled: torch.Tensor, parts: MeanSummands) -> torch.Tensor:
     """Return each rank's relative contribution to the roundings: [W, n], or [W, 1] for norms."""
     sizes = scaled.abs()
     if not isinstance(parts.bound, torch.Tensor):
@@ -236,11 +236,11 @@ class _Look:
         if len(self._ranks) < 2:
             return None
         if self._forms.projects:
-            return self._of_projection(index)
-        return self._of_mean(index, in_bits=in_bits)
+            return self._mistakes_in_projection(index)
+        return self._mistakes_in_mean(index, in_bits=in_bits)
 
-    def _of_mean(self, index: int, *, in_bits: bool) -> Shown:
-        seen, shared = self._own(index), self._forms.shares
+    def _mistakes_in_mean(self, index: int, *, in_bits: bool) -> Shown:
+        seen, shared = self._local_gradients(index), self._forms.shares
         present = next((gradient for gradient in seen if gradient is not None), None)
         if present is None:
             return NOTHING
@@ -272,7 +272,7 @@ class _Look:
             elements=real_parts(present).numel(),
             ranks=self._ranks,
             before=self._before(index),
-            others=self._others(index),
+            others=self._same_shape_gradients(index),
         )
         there = [g is not None and bool(g.any()) for g in seen]
         return msgspec.structs.replace(
@@ -282,7 +282,7 @@ class _Look:
             sizes=self._sizes(index),
         )
 
-    def _own(self, index: int) -> list[torch.Tensor | None]:
+    def _local_gradients(self, index: int) -> list[torch.Tensor | None]:
         """Return every rank's local gradient, as recorded if all ranks' were, else recomputed."""
         ranks = range(len(self._ranks))
         seen = [self._trace.tensor(r, Kind.LOCAL_GRADIENT, self._step, index) for r in ranks]
@@ -304,7 +304,7 @@ class _Look:
         step = self._step
         return self._trace.tensor(0, Kind.GRADIENT, step - 1, index) if step else None
 
-    def _others(self, index: int) -> list[torch.Tensor]:
+    def _same_shape_gradients(self, index: int) -> list[torch.Tensor]:
         """Return the recorded gradients of the other parameters with the same shape and dtype."""
         specs = self._trace.layout.model.parameters
         alike = [
@@ -315,7 +315,7 @@ class _Look:
         found = [self._trace.tensor(0, Kind.GRADIENT, self._step, at) for at in alike]
         return [tensor for tensor in found if tensor is not None]
 
-    def _of_projection(self, index: int) -> Shown:
+    def _mistakes_in_projection(self, index: int) -> Shown:
         """Return the same if low-rank compression is accepted: each mistake is tried on the
         comparison itself, projected on the directions of rank 0's result.
         """
@@ -324,7 +324,7 @@ class _Look:
         if not isinstance(form, Projection) or result is None or not result.numel():
             return NOTHING
         mean, world = form.mean, len(ranks)
-        own = [torch.zeros_like(result) if g is None else g for g in self._own(index)]
+        own = [torch.zeros_like(result) if g is None else g for g in self._local_gradients(index)]
         pairs = zip(self._forms.shares.in_mean, own, strict=True)
         scaled = [share * g.double() for share, g in pairs]
         keep = _projection(result, form.rank)

@@ -56,7 +56,6 @@ class Sums:
         )
 
     def add_digests(self, step: int, kind: str, ranks: Iterable[str]) -> None:
-        """Add every rank's digests after one step."""
         self._digests.setdefault(step, {})[kind] = tuple(ranks)
 
     def result(self) -> Aggregates:
@@ -94,11 +93,11 @@ def _element(parameter: str, step: int, place: ComparedElement, ranks: list[int]
         step=step,
         ranks=tuple(ranks),
         share=number(_share(place)),
-        **_as_data(place),
+        **_common_fields(place),
     )
 
 
-def _as_data(place: ComparedElement) -> dict[str, Any]:
+def _common_fields(place: ComparedElement) -> dict[str, Any]:
     """Return the common fields of an `Element` and a `Difference`."""
     numbers = ("actual", "expected", "error", "bound")
     others = ("index", "ulp", "actual_bits", "expected_bits")
@@ -255,5 +254,5 @@ class Tally:
 
 
 def _difference(place: ComparedElement, parameter: str, rank: int, step: int) -> Difference:
-    about = _as_data(place)
+    about = _common_fields(place)
     return Difference(parameter=parameter, rank=rank, step=step, unit=place.unit, **about)

@@ -59,18 +59,18 @@ def diagnose(
         else state.causes_of_nondeterminism(failed, separation, alone=checks == {"rerun"})
     )
     found += state.explain(failed, facts)
-    of_gradients = _of_gradients(failed, facts, accept or "")
+    of_gradients = _gradient_causes(failed, facts, accept or "")
     if state.gradients_raced(failed) and not depends:
-        found += differed + [_of_one_run(cause) for cause in of_gradients]
+        found += differed + [_note_first_run_only(cause) for cause in of_gradients]
     else:
         found += of_gradients + differed
-        found += _of_update(failed, facts, found) + other_causes.causes_of_wrong_loss(failed)
+        found += _update_causes(failed, facts, found) + other_causes.causes_of_wrong_loss(failed)
     if not found:
         found.append(_unexplained(failed, facts))
     return _with_loss_contract(found, facts) + state.causes_of_shared_rng(facts)
 
 
-def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
+def _gradient_causes(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
     if facts.layout is not None:
         moved = failed.get(("parameters", BITWISE))
@@ -82,7 +82,7 @@ def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Di
     )
     if checks & {"gradients", "agreement"}:
         found = found or gradients.explain(facts)
-        found = _averaged(found, facts) + _of_batch(failed, facts)
+        found = _replace_by_model_averaging(found, facts) + _batch_weighting_cause(failed, facts)
         found += [] if found else other_causes.causes_of_unequal_passes(facts)
         found += [] if found else other_causes.causes_of_other_bits(failed, facts)
         found += [] if found else other_causes.causes_of_unaccepted_design(failed, facts, accept)
@@ -92,7 +92,7 @@ def _of_gradients(failed: Failures, facts: Measurements, accept: str) -> list[Di
     return found + other_causes.causes_of_wrong_average(failed, facts)
 
 
-def _averaged(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
+def _replace_by_model_averaging(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     """Replace a missing synchronization by model averaging if ranks average parameters instead."""
     if not facts.averaged_every or "missing-sync" not in {cause.cause for cause in found}:
         return found
@@ -110,7 +110,9 @@ def _averaged(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     return [averaging if cause.cause == "missing-sync" else cause for cause in found]
 
 
-def _of_update(failed: Failures, facts: Measurements, found: list[Diagnosis]) -> list[Diagnosis]:
+def _update_causes(
+    failed: Failures, facts: Measurements, found: list[Diagnosis]
+) -> list[Diagnosis]:
     """Return the causes of a wrong update, unless it is a consequence or part of other causes."""
     causes = {cause.cause for cause in found}
     if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
@@ -143,12 +145,12 @@ def step_of_update(results: Sequence[CheckResult]) -> int:
     return min((r.first.step for r in failed if r.first is not None), default=-1)
 
 
-def _of_one_run(cause: Diagnosis) -> Diagnosis:
+def _note_first_run_only(cause: Diagnosis) -> Diagnosis:
     evidence = f"{cause.evidence} (in the first run; the gradients of the second run differ there)"
     return msgspec.structs.replace(cause, evidence=evidence)
 
 
-def _of_batch(failed: Failures, facts: Measurements) -> list[Diagnosis]:
+def _batch_weighting_cause(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Name a batch whose gradient has other weights, if ranks hold the mean by samples."""
     if not facts.batch_weights or ("gradients", ROUNDING) in failed:
         return []

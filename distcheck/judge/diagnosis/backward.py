@@ -47,10 +47,10 @@ def ranks_with_other_gradients(
     if not isinstance(view, StepExpectation):
         return ()  # its expectation is the recorded local gradient itself
     ranks = range(view.trace.layout.world)
-    return tuple(filter(None, (_of_rank(view, rank, measured) for rank in ranks)))
+    return tuple(filter(None, (_local_facts(view, rank, measured) for rank in ranks)))
 
 
-def _of_rank(
+def _local_facts(
     expectation: StepExpectation, rank: int, measured: list[Measured]
 ) -> LocalGradientFacts | None:
     pairs, names = [], []
@@ -73,7 +73,7 @@ def _of_rank(
         assert own is not None
         apart += float((found - as_float64(own)).norm()) ** 2
         size += float(as_float64(own).norm()) ** 2
-    buffers = () if source >= 0 else _other_buffers(expectation, rank, pairs)
+    buffers = () if source >= 0 else _find_replaced_buffers(expectation, rank, pairs)
     named = source >= 0 or buffers
     return LocalGradientFacts(
         rank=rank,
@@ -110,7 +110,7 @@ def _autocast(
     return ""
 
 
-def _other_buffers(
+def _find_replaced_buffers(
     expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch.Tensor]]
 ) -> tuple[str, ...]:
     """Return the buffers to replace by another rank's so that the shard reproduces the local

@@ -104,27 +104,27 @@ def fits_combination(
 def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
     """Return every reading of one rank's result that fits all of `parameters` at once."""
     world, shares = len(step.shares), step.shares
-    found = _scaled(step, parameters, rank, "mean", shares)
+    found = _multiples(step, parameters, rank, "mean", shares)
     plain = [1.0 / world] * world
     # Heuristic: shares are quotients of integers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
-        found += _scaled(step, parameters, rank, "plain mean", plain)
+        found += _multiples(step, parameters, rank, "plain mean", plain)
     for kind, weights in tokens.other_weights(step).items():
-        found += _scaled(step, parameters, rank, kind, weights)
+        found += _multiples(step, parameters, rank, kind, weights)
     if world > 1:
         for source in range(world):
             alone = [float(r == source) for r in range(world)]
             found += [
                 Reading("single", r.factor, r.tolerance, source=source)
-                for r in _scaled(step, parameters, rank, "single", alone)
+                for r in _multiples(step, parameters, rank, "single", alone)
             ]
         if {p.name for p in parameters} == {p.name for p in step.parameters}:
-            found += _counted(step, parameters, rank)
-            found += _clipped(step, parameters, rank)
+            found += _integer_weights(step, parameters, rank)
+            found += _clip_weights(step, parameters, rank)
     return found
 
 
-def _scaled(
+def _multiples(
     step: StepFacts,
     parameters: Sequence[ParameterFacts],
     rank: int,
@@ -212,7 +212,9 @@ def best_factor(
     return factor, step.gamma * max(1.0, abs(factor)) * sqrt(allowed / square)
 
 
-def _counted(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
+def _integer_weights(
+    step: StepFacts, parameters: Sequence[ParameterFacts], rank: int
+) -> list[Reading]:
     """Return readings with integer weights of ranks, neither all equal nor of a single rank."""
     fit, world = step.fits[rank], len(step.shares)
     if not fit.identified:
@@ -265,7 +267,9 @@ def _kinds_of(counts: Sequence[int], factor: float, tolerance: float) -> list[st
     return [*chain, *(["counted"] if counted else [])]
 
 
-def _clipped(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
+def _clip_weights(
+    step: StepFacts, parameters: Sequence[ParameterFacts], rank: int
+) -> list[Reading]:
     """Return weights that decrease with a rank's norm: min(1, most / norm) for one `most`."""
     fit, norms = step.fits[rank], step.left_norms
     if not fit.identified or not all(norms):

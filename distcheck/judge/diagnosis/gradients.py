@@ -45,10 +45,10 @@ def _among(found: Diagnosis, facts: Measurements) -> Diagnosis:
     if len(ranks) in (0, facts.world):
         return found
     among = f" (of {ranks_in_words(ranks)}, which {'have' if len(ranks) > 1 else 'has'} data)"
-    return _extended(found, after=among)
+    return _extend_evidence(found, after=among)
 
 
-def _extended(found: Diagnosis, *, before: str = "", after: str = "") -> Diagnosis:
+def _extend_evidence(found: Diagnosis, *, before: str = "", after: str = "") -> Diagnosis:
     return msgspec.structs.replace(found, evidence=f"{before}{found.evidence}{after}")
 
 
@@ -60,7 +60,7 @@ def _explain(facts: Measurements) -> list[Diagnosis]:
     if not found and len(steps) > 1 and _holds_zeros(steps[0]):
         late = [f for f in explain_step(steps[1]) if f.cause == "stale-gradient"]
         before = f"step {steps[0].step}: ranks hold zeros; "
-        found = [_extended(f, before=before) for f in late]
+        found = [_extend_evidence(f, before=before) for f in late]
     if len(steps) > 1 and len(found) > 1:
         again = {finding.cause for finding in explain_step(steps[1])}
         found = [finding for finding in found if finding.cause in again] or found
@@ -77,12 +77,12 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
     shorter = any(found.cause == "low-precision" for found in before)
     if before and (step.mean_of_left or shorter):  # such rounding resembles any other cause
         return before
-    found = _said_together(explain_all(step, step.parameters))
+    found = _merge_alternatives(explain_all(step, step.parameters))
     if not found and len(step.parameters) > 1:
-        found = _one_by_one(step)
+        found = _causes_by_parameter(step)
     if not found or any(one.cause == "unexplained" for one in found):
         found = _besides_weights(step) or found
-    return [*before, *(_beside_missing(finding, step) for finding in found)]
+    return [*before, *(_add_missing_gradients(finding, step) for finding in found)]
 
 
 def _besides_weights(step: StepFacts) -> list[Diagnosis]:
@@ -95,12 +95,12 @@ def _besides_weights(step: StepFacts) -> list[Diagnosis]:
     plain = msgspec.structs.replace(
         step, parameters=step.plain, plain=(), shares=(1.0 / world,) * world, matches=(), mean=mean
     )
-    found = _said_together(explain_all(plain, step.plain))
+    found = _merge_alternatives(explain_all(plain, step.plain))
     where = f"step {step.step}, {parameters_text(step, step.parameters)}"
     return [*found, weights.cause_of_equal_weights(step, where)] if found else []
 
 
-def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
+def _drop_consequence(found: list[Diagnosis]) -> list[Diagnosis]:
     """Remove a consequence: if only one rank holds the mean of whole parameters, the other ranks'
     local gradients there are no second cause.
     """
@@ -108,13 +108,13 @@ def _first_alone(found: list[Diagnosis]) -> list[Diagnosis]:
     return [one for one in found if not alone or not one.evidence.endswith(parts.OWN_THERE)]
 
 
-def _beside_missing(found: Diagnosis, step: StepFacts) -> Diagnosis:
+def _add_missing_gradients(found: Diagnosis, step: StepFacts) -> Diagnosis:
     if not step.missing:
         return found
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
     names = list(dict.fromkeys(name for name, _ in step.missing))
     absent = f"; {some_of(names, 3)} got no gradient on {ranks}, which did not use them"
-    return _extended(found, after=absent)
+    return _extend_evidence(found, after=absent)
 
 
 def before_synchronization(step: StepFacts) -> list[Diagnosis]:
@@ -172,11 +172,11 @@ def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[D
     """Return the causes by every family for these parameters together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
-    found = _first_alone([f for family in FAMILIES for f in family.explain(step, parameters)])
+    found = _drop_consequence([f for family in FAMILIES for f in family.explain(step, parameters)])
     return found or parts.partial_sums(step, parameters)
 
 
-def _one_by_one(step: StepFacts) -> list[Diagnosis]:
+def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
     """Return the causes of parameters that went wrong in different ways, grouped by cause."""
     groups: dict[tuple[str, ...], list[ParameterFacts]] = {}
     for parameter in step.parameters:
@@ -192,7 +192,7 @@ def _one_by_one(step: StepFacts) -> list[Diagnosis]:
         together = [f for f in explain_all(step, parameters) if f.cause in causes]
         singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
         part = f" ({percent(shares[causes])} of the error)" if len(groups) > 1 else ""
-        found += [_extended(f, after=part) for f in _said_together(together or singly)]
+        found += [_extend_evidence(f, after=part) for f in _merge_alternatives(together or singly)]
     unexplained = groups.get((), [])
     if found and unexplained:
         found.append(
@@ -235,7 +235,7 @@ _SIDE_BY_SIDE = (
 )
 
 
-def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
+def _merge_alternatives(found: Sequence[Diagnosis]) -> list[Diagnosis]:
     """Keep one finding per cause; findings that exclude each other list the alternatives."""
     by_cause: dict[str, Diagnosis] = {}
     for finding in found:
@@ -248,7 +248,7 @@ def _said_together(found: Sequence[Diagnosis]) -> list[Diagnosis]:
         apart = f"; {APART} {others}"
         if cause in ("single-rank-gradient", "dropped-rank", "duplicated-rank"):
             apart += " (a world of 3 ranks can)"
-        result.append(_extended(finding, after=apart))
+        result.append(_extend_evidence(finding, after=apart))
     return result
 
 
@@ -330,7 +330,6 @@ def describe_unexplained(facts: Measurements) -> str:
 
 
 def describe_local_gradients(facts: Measurements) -> str:
-    """Describe the ranks' local gradients if they are not the shards' gradients."""
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):
             shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)

@@ -82,11 +82,11 @@ def _wrong_outputs(at: AtStep, mesh: Mesh) -> WrongOutputs | None:
             continue
         found = as_float64(held[: len(form.expected)])
         if not float((found - right).norm()) <= allowed:
-            return _described(rank, found.flatten(1), right.flatten(1))
+            return _describe_outputs(rank, found.flatten(1), right.flatten(1))
     return None
 
 
-def _described(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutputs:
+def _describe_outputs(rank: int, found: torch.Tensor, right: torch.Tensor) -> WrongOutputs:
     off, norm = found - right, float(right.norm())
     factor = _factor(found, right)
     mean = off.mean(1, keepdim=True)
@@ -133,9 +133,9 @@ class GradientVersions:
             return found
         held = [self._held[rank] for rank in wrong]
         tensors = [tensor for tensor in held if tensor is not None]
-        return self._related(found, tensors, expected)
+        return self._with_relations(found, tensors, expected)
 
-    def _related(
+    def _with_relations(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
         # Derived: an error of norm `allowed` changes a fitted factor by at most allowed / norm.
@@ -201,9 +201,9 @@ class _Measuring(GradientVersions):
         whole = at.references.whole
         held = [whole.tensor(r, Kind.GRADIENT, at.step, index) for r in range(mesh.world)]
         super().__init__(held, at.full_batch.gradients[index], mesh)
-        self._allowed = self._known_allowed()
+        self._allowed = self._allowed_error()
 
-    def _known_allowed(self) -> float:
+    def _allowed_error(self) -> float:
         if self._expected is None:
             return 0.0
         expected, tolerance = self._expected, full_batch_bound.tolerance(self._at, self._index)
@@ -218,12 +218,12 @@ class _Measuring(GradientVersions):
         """Return the description of a wrong gradient, or None if it is right on every rank."""
         return self.of(self._at.specs[self._index].name)
 
-    def _related(
+    def _with_relations(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
         earlier = self._earlier()
         return msgspec.structs.replace(
-            super()._related(found, held, expected),
+            super()._with_relations(found, held, expected),
             shard=self._is_own_shard(),
             even=self._is_even_mean(held),
             earlier=earlier is not None and self._all_near(held, earlier),

@@ -31,13 +31,13 @@ _APART = "; ranks that read the same samples have different losses"
 def explain(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
     if facts.form:
-        return _of_exchange(failed, facts)
+        return _communication_causes(failed, facts)
     if facts.parameters and facts.loss_is_wrong:
         return [_wrong_output(facts)]
     if facts.outputs is not None:
-        return [_wrong_output_alone(facts, facts.outputs)]
+        return [_wrong_output_cause(facts, facts.outputs)]
     if facts.parameters:
-        return list(_of_gradients(facts)) or list(_of_backward(facts))
+        return list(_gradient_causes(facts)) or list(_backward_cause(facts))
     if "agreement" in checks and not checks & {"gradients", "parameters", "initial state"}:
         return [_replicas(failed)]
     return []
@@ -56,7 +56,7 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
     )
 
 
-def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
+def _wrong_output_cause(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
     """Name wrong outputs that do not affect the loss, with a description."""
     gradients = "gradients are not" if facts.parameters else "so are all gradients"
     how = f"the error is {100 * found.distance:.2g} % of their norm"
@@ -77,7 +77,7 @@ def _wrong_output_alone(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
     )
 
 
-def _of_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
+def _gradient_causes(facts: LayoutFacts) -> Iterator[Diagnosis]:
     """Yield one diagnosis per cause, for the last module with wrong gradients."""
     last = [p for p in facts.parameters if p.module == facts.parameters[-1].module]
     by_cause: dict[Diagnosis, list[str]] = {}
@@ -110,7 +110,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
             "clear-first",
         )
     elif found.factor is not None:
-        yield from _of_factor(facts, found)
+        yield from _factor_causes(facts, found)
     elif found.shard:
         yield name_cause(
             "missing-sync",
@@ -157,8 +157,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
         yield name_cause("wrong-shard", where_alone)
 
 
-def _of_factor(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
-    """Return all causes that explain a factor of the right gradient."""
+def _factor_causes(facts: LayoutFacts, of: LayoutParameter) -> list[Diagnosis]:
     times = f"the gradient is {number_text(of.factor or 0.0)}x the right gradient"
     parts, found = facts.micro_batches, list[Diagnosis]()
     if parts > 1 and ((added_up := of.is_scaled_by(parts)) or of.is_scaled_by(1 / parts)):
@@ -202,7 +201,7 @@ def _same(one: float, other: float) -> bool:
     return isclose(one, other, rel_tol=SAME_FACTOR)
 
 
-def _of_backward(facts: LayoutFacts) -> Iterator[Diagnosis]:
+def _backward_cause(facts: LayoutFacts) -> Iterator[Diagnosis]:
     """Name a backward that is right near the loss and wrong in earlier layers."""
     if not facts.right or facts.loss_is_wrong:
         return
@@ -224,10 +223,10 @@ def _replicas(failed: Failures) -> Diagnosis:
     )
 
 
-def _of_exchange(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
+def _communication_causes(failed: Failures, facts: LayoutFacts) -> list[Diagnosis]:
     checks = {check for check, _ in failed}
     if facts.form == "metric" and facts.parameters:
-        return [_of_result(facts, facts.parameters[0])]
+        return [_metric_cause(facts, facts.parameters[0])]
     found = list(_exchanged_gradients(facts)) if facts.parameters else []
     if facts.parameters and facts.loss_is_wrong and not found:
         found = [_wrong_loss(facts)]
@@ -303,7 +302,7 @@ def _wrong_loss(facts: LayoutFacts) -> Diagnosis:
     )
 
 
-def _of_result(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
+def _metric_cause(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
     place, world = f"step {facts.step}: compute()", _world(facts)
     if found.unexchanged:
         evidence = f"{place} returns on each rank the result of its own samples"

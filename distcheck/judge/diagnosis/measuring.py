@@ -44,8 +44,8 @@ def matches_of(
     for one in measured:
         if one.wrong and bool(one.interval.mean.isfinite().all()):
             yield from _earlier(view, earlier, one, step_gamma)
-            yield from _others(one, measured)
-            yield from _mixed(view, one, measured, step_gamma)
+            yield from _match_other_means(one, measured)
+            yield from _match_mixed_means(view, one, measured, step_gamma)
     yield from permuted_matches(measured)
 
 
@@ -98,7 +98,7 @@ def _size(view: StepView, index: int) -> float:
     return size
 
 
-def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
+def _match_other_means(one: Measured, measured: list[Measured]) -> Iterator[Match]:
     """Compare with the means of other parameters with the same number of elements."""
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
     for other in alike[:_MOST_OTHERS]:
@@ -115,7 +115,7 @@ def _others(one: Measured, measured: list[Measured]) -> Iterator[Match]:
                 )  # fmt: skip
 
 
-def _mixed(
+def _match_mixed_means(
     view: StepView, one: Measured, measured: list[Measured], step_gamma: float
 ) -> Iterator[Match]:
     """Compare with means to which some ranks contributed their gradient of another parameter.
@@ -412,7 +412,7 @@ class StepMeasuring:
         matches: tuple[Match, ...] = ()
         if wrong:
             matches = tuple(matches_of(self._view, self._earlier, measured, step_gamma))
-        telling = [m for m in measured if m.wrong or self._tells_own_from_mean(m)]
+        telling = [m for m in measured if m.wrong or self._local_differs_from_mean(m)]
         found = StepFacts(
             step=self._step,
             ranks=self._view.ranks,
@@ -435,7 +435,7 @@ class StepMeasuring:
             left_elements=sum(m.elements for m in measured),
             matches=matches,
             mean_of_left=self._is_right_mean_of_left(wrong),
-            alike=self._alike(),
+            alike=self._groups_of_equal_ranks(),
             unchanged=self._view.unmoved() if measured else (),
             missing=tuple(self._missing),
             missing_elsewhere=alone,
@@ -466,7 +466,7 @@ class StepMeasuring:
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
         one = Measured(self._view, index, spec.name, count, self._keeps)
         if missing:
-            self._own_elsewhere &= self._is_own_elsewhere(one, missing)
+            self._own_elsewhere &= self._is_local_where_present(one, missing)
             return None
         interval = one.interval
         for rank in ranks:
@@ -485,7 +485,7 @@ class StepMeasuring:
                     )
         return one
 
-    def _tells_own_from_mean(self, measured: Measured) -> bool:
+    def _local_differs_from_mean(self, measured: Measured) -> bool:
         """Return True if some local gradient is not also the mean, as it is if all are zero: then a
         right gradient shows nothing about synchronization.
         """
@@ -495,21 +495,21 @@ class StepMeasuring:
             for rank in self._ranks
         )
 
-    def _own_unit(self, measured: Measured) -> float:
+    def _unit_roundoff(self, measured: Measured) -> float:
         """Return the unit roundoff of one parameter's dtype; a model may have several."""
         parts = [self._view.local(rank, measured.index) for rank in self._ranks]
         return max(unit_roundoff(part.dtype) for part in parts if part is not None)
 
     def _unit_of(self, measured: Measured) -> float:
         """Return the unit roundoff of one parameter's reduction."""
-        own = self._own_unit(measured)
+        own = self._unit_roundoff(measured)
         return max(own, unit_roundoff(self._view.wire)) if self._view.wire else own
 
     def _gamma_of(self, unit: float) -> float:
         roundings = len(self._ranks) + 5 + 2 * (self._view.wire is not None)
         return max(gamma(roundings, unit), _LEAST_GAMMA)
 
-    def _is_own_elsewhere(self, measured: Measured, missing: list[int]) -> bool:
+    def _is_local_where_present(self, measured: Measured, missing: list[int]) -> bool:
         """Return True if backward produced no gradient on ranks without one, and the other ranks
         hold their local gradients.
         """
@@ -531,7 +531,7 @@ class StepMeasuring:
         taken = [measured.result(rank).reshape(-1)[::stride] for rank in self._ranks]
         projected = [q.T @ y for y in taken]
         of_mean, of_own, of_either = mixture_counts(measured, unit)
-        by_rank = matching_dtypes(measured, unit, self._own_unit(measured))
+        by_rank = matching_dtypes(measured, unit, self._unit_roundoff(measured))
         return ParameterFacts(
             name=measured.name,
             elements=count,
@@ -628,7 +628,7 @@ class StepMeasuring:
             float((y - mean).norm()) <= relative * size for y in map(measured.result, self._ranks)
         )
 
-    def _alike(self) -> tuple[tuple[int, ...], ...]:
+    def _groups_of_equal_ranks(self) -> tuple[tuple[int, ...], ...]:
         groups: dict[tuple[bytes, ...], list[int]] = {}
         for rank in self._ranks:
             digests = tuple(self._view.digest(rank, i) for i in range(len(self._view.specs)))

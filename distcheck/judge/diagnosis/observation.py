@@ -87,7 +87,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
     seen: dict[str, Any] = {
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
         "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
-        "begins_alike": _begins_alike(trace),
+        "begins_alike": _starts_bit_identical(trace),
         "ways": tuple(way for step in job.steps for way in measured_lines(trace, step)),
     }
     try:
@@ -140,19 +140,19 @@ class _Look:
             at = self._references.at(step)
             return {"layout": measured_layout(at, mesh)} if written else {}
         if accepted is not None and not accepted.requires_mean:
-            return self._at_design(accepted) if written else {}
+            return self._measure_accepted_design(accepted) if written else {}
         if written and (lost := self._expect(step).shares.lost):
             return {"lost": lost}
-        return self._at_steps()
+        return self._measure_steps()
 
-    def _at_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
+    def _measure_accepted_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
         if ("parameters", ROUNDING) in self._job.failed:
             return {"average": measured_average(self._expect(self._job.update_step))}
         if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
             return {"scaled_projection": scaled_projection(self._expect(self._job.steps[0]))}
         return {}
 
-    def _at_steps(self) -> dict[str, Any]:
+    def _measure_steps(self) -> dict[str, Any]:
         steps = [step for step in self._job.steps if step < self._written]
         steps = steps[:1] if self._large else steps
         if not steps:
@@ -174,13 +174,13 @@ class _Look:
         if first.parameters and len(first.alike) > 1:
             seen["averaged_every"] = averaged_every(expectation, self._written)
         if expectation.contract.gradients == "owner":
-            seen["elsewhere"] = _owned_elsewhere(expectation)
+            seen["elsewhere"] = _reduced_to_wrong_rank(expectation)
         if first.parameters and self._job.takes_loss:
             seen["right_under"] = tuple(self._right_under(steps[0]))
         if first.parameters or first.not_finite:
             return seen
         if ("gradients", BITWISE) in failed:
-            seen["other_order"] = self._other_order(expectation)
+            seen["other_order"] = self._matching_orders(expectation)
         if ("gradients", IN_FLOAT32) in failed or ("gradients", IN_FLOAT64) in failed:
             seen["batch_weights"] = _batch_weights(expectation)
         return seen
@@ -219,12 +219,12 @@ class _Look:
                     return False
         return True
 
-    def _other_order(self, expectation: StepExpectation) -> str:
+    def _matching_orders(self, expectation: StepExpectation) -> str:
         """Return the orders and scales, other than the promised, that the gradients' bits match."""
         actual = self._trace.tensors(0, Kind.GRADIENT, expectation.step)
         found: dict[str, bool] = {}
         promised = self._job.contract
-        for contract in _other_promises(promised):
+        for contract in _alternative_contracts(promised):
             try:
                 expected = order_exact.expected_gradients(
                     contract,
@@ -246,7 +246,7 @@ class _Look:
         return " or ".join((nearest or list(found))[:3])
 
 
-def _other_promises(promised: Contract) -> Iterator[Contract]:
+def _alternative_contracts(promised: Contract) -> Iterator[Contract]:
     for order, scale, wire in product(_ORDERS, _SCALES, dict.fromkeys((promised.wire, None))):
         other = msgspec.structs.replace(promised, order=order, scale=scale, wire=wire)
         if other != promised:
@@ -293,7 +293,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
     return found if fits and positive and differs else ()
 
 
-def _owned_elsewhere(expectation: StepExpectation) -> tuple[MisplacedGradient, ...]:
+def _reduced_to_wrong_rank(expectation: StepExpectation) -> tuple[MisplacedGradient, ...]:
     """Return the parameters whose owner lacks the mean gradient while another rank has it. A zero
     mean proves nothing.
     """
@@ -343,7 +343,7 @@ def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
             )
 
 
-def _begins_alike(trace: TraceReader) -> bool:
+def _starts_bit_identical(trace: TraceReader) -> bool:
     ranks, model = range(trace.layout.world), trace.layout.model
     kinds = ((Kind.PARAMETER, model.parameters), (Kind.BUFFER, model.buffers))
     return all(

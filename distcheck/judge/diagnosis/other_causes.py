@@ -138,7 +138,7 @@ def causes_of_wrong_update(
     if result is None:
         return []
     seen = facts.update
-    if seen is not None and (named := _of_owners(seen, facts.world)):
+    if seen is not None and (named := _owner_causes(seen, facts.world)):
         return named
     evidence = (
         "with the ranks' gradients, the reference optimizer step yields different parameters "
@@ -152,7 +152,7 @@ def causes_of_wrong_update(
     return [name_cause("wrong-update", evidence)]
 
 
-def _of_owners(seen: UpdateFacts, world: int) -> list[Diagnosis]:
+def _owner_causes(seen: UpdateFacts, world: int) -> list[Diagnosis]:
     """Name updates by owners: missing broadcasts, and separate clipping."""
     names = ", ".join(seen.parameters[:_SHOWN])
     if seen.owners and seen.unchanged:

@@ -24,12 +24,12 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
     if cause.proven == "mismatch":
         return [name_cause("collective-mismatch", cause.why)]
     if cause.sizes_differ:
-        return [_of_mismatch(cause, outcomes)]
+        return [_mismatch_cause(cause, outcomes)]
     if cause.outcome == RankEnd.LOST:
         lost = [o.rank for o in bad if o.outcome == RankEnd.LOST]
         return [name_cause("unreachable", f"{ranks_in_words(lost)}: {cause.ended_by}")]
     if cause.lost_peer:
-        return [_of_victims(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
+        return [_lost_peer_cause(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])]
     by_zero = [o.rank for o in bad if o.error.startswith(_ZERO_BY_ZERO)]
     if cause.rank in by_zero:
         return [
@@ -52,11 +52,11 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
                 rank=cause.rank,
             )
         ]
-    found = _of_hang(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])
-    return [_as_proven(found, cause)]
+    found = _hang_cause(bad, [o.rank for o in outcomes if o.outcome == RankEnd.FINISHED])
+    return [_replace_by_proof(found, cause)]
 
 
-def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
+def _replace_by_proof(found: Diagnosis, hung: Outcome) -> Diagnosis:
     """Replace a cause by the proof of a simulated world, if any: a mismatch or a deadlock."""
     if hung.proven == "unmatched":
         return name_cause("unmatched-message", hung.why)
@@ -70,7 +70,7 @@ def _as_proven(found: Diagnosis, hung: Outcome) -> Diagnosis:
     return msgspec.structs.replace(found, evidence=evidence)
 
 
-def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
+def _mismatch_cause(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
     """Name a mismatch: the rank that received a message of another size is usually not the one with
     the wrong call.
     """
@@ -84,7 +84,7 @@ def _of_mismatch(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis:
     return name_cause("collective-mismatch", evidence)
 
 
-def _of_victims(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+def _lost_peer_cause(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """Name ranks that lost a peer, which did not fail itself."""
     victims = ranks_in_words([o.rank for o in lost])
     if finished:
@@ -107,7 +107,7 @@ def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
     }
 
 
-def _of_hang(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
+def _hang_cause(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
     """Name a mismatch of ranks that are blocked in different collectives or wait for a finished
     rank; a hang if one rank is in no collective while others wait.
     """

@@ -185,7 +185,7 @@ _MOST_NOISE = 1e-2  # Heuristic, relative to the sum: larger errors are another 
 _WIDTHS = ("float32", "float16", "bfloat16")  # by increasing rounding error
 
 
-def _stand_alone(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
+def _is_error_size_conclusive(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
     """Return True if the size of errors is conclusive: no larger parameters are wrong in another
     way, and not all have few elements next to others.
     """
@@ -224,7 +224,7 @@ def _rounding(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Dia
     beyond = any(
         p.remainder[rank] > bound(step, p, step.shares) for p in parameters for rank in p.wrong
     )
-    if not grid and not (beyond and _stand_alone(step, parameters)):
+    if not grid and not (beyond and _is_error_size_conclusive(step, parameters)):
         return []
     dtype = max(dtypes, key=_WIDTHS.index)
     where = f"step {step.step}, {parameters_text(step, parameters)}"

@@ -16,7 +16,7 @@ def explain(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Return every such cause that failed checks and measurements support."""
     found = _initial(failed, facts)
     if data := _of("data", failed):
-        found += _data(facts) or _repeated(data)
+        found += _data(facts) or _repeated_samples_cause(data)
     found += _buffers(failed, facts)
     found += _optimizer(failed, facts)
     return found
@@ -166,7 +166,7 @@ def _initial(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     return [name_cause("initial-state-differs", evidence)]
 
 
-def _repeated(result: CheckResult) -> list[Diagnosis]:
+def _repeated_samples_cause(result: CheckResult) -> list[Diagnosis]:
     """Name samples that a rank reads again, if ranks share none."""
     if result.first_kind is not FindingKind.READ_AGAIN:
         return []

@@ -65,7 +65,7 @@ def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
     return name_cause(
         "unweighted-tokens",
         f"{where}: the ranks' mean gradients are weighted {how}; they have "
-        f"{_listed(step.tokens)} tokens, so the weights should be {shares}",
+        f"{_number_list(step.tokens)} tokens, so the weights should be {shares}",
         "tokens-of-all" if step.summed else "usual",
     )
 
@@ -76,7 +76,7 @@ def cause_of_counted_padding(step: StepFacts, where: str) -> Diagnosis:
     return name_cause(
         "padding-counted",
         f"{where}: each rank's gradient is divided by its positions "
-        f"({_listed(step.positions)}) and not by its tokens ({_listed(step.tokens)}): "
+        f"({_number_list(step.positions)}) and not by its tokens ({_number_list(step.tokens)}): "
         f"the ranks' means have weights {', '.join(map(number_text, factors))}",
     )
 
@@ -115,5 +115,5 @@ def _is(factor: float, other: float) -> bool:
     return isclose(factor, other, rel_tol=_EXACTLY)
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _number_list(numbers: Sequence[int]) -> str:
     return ", ".join(f"{number:,}" for number in numbers)

@@ -277,12 +277,12 @@ def buffers_updated_twice(expectation: StepExpectation) -> bool:
             if torch.equal(actual, expected):
                 continue
             wrong += 1
-            if not _goes_on(before.double(), expected.double(), actual.double()):
+            if not _continues_same_way(before.double(), expected.double(), actual.double()):
                 return False
     return wrong > 0
 
 
-def _goes_on(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> bool:
+def _continues_same_way(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> bool:
     found = fit([(twice - once, once - before)])
     if found is None:
         return False

@@ -19,7 +19,6 @@ from distcheck.records.causes import name_cause
 
 
 def cause_of_negative_weights(step: StepFacts, way: Reading, where: str) -> Diagnosis:
-    """Name ranks with weight -1."""
     minus = [rank for rank, count in enumerate(way.counts) if count * way.factor < 0]
     return name_cause(
         "wrong-sign",
@@ -126,16 +125,16 @@ def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagn
         return _one_right(step, parameters, ways, where)
     for way in ways[0]:
         if all(any(way.agrees_with(other) for other in others) for others in ways[1:]):
-            found += _alike(step, way, where)
+            found += _common_cause(step, way, where)
     own = all(any(w.source == rank for w in way) for rank, way in enumerate(ways))
     if own and len(parameters) == step.total and len(ways) > 1:
         found.append(_no_sync(ways, where))
     if not found:
-        found += _one_right(step, parameters, ways, where) or _mixed(step, ways, where)
+        found += _one_right(step, parameters, ways, where) or _mixed_causes(step, ways, where)
     return found
 
 
-def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
+def _common_cause(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Name a combination that all ranks hold."""
     if way.kind == "mean":
         return [] if way.factor == 1.0 else _scales(step, way, where)
@@ -148,7 +147,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
         unweighted = cause_of_equal_weights(step, where)
         return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "single":
-        return _only_one(step, way, where)
+        return _single_cause(step, way, where)
     if way.kind == "counted":
         if less := causes_of_smaller_weights(step, way, where):
             return less
@@ -162,7 +161,7 @@ def _alike(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
         return []  # times a factor: two mistakes, neither of which is certain
     if way.kind == "chain":
         return [cause_of_chained_averages(way, where)]
-    return _clipped(step, way, where)
+    return _clip_cause(step, way, where)
 
 
 def _scales(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
@@ -180,7 +179,7 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     evidence += _already_there(step, factor)
     if factor == -1.0:
         return name_cause("wrong-sign", evidence)
-    if accumulated := _of_accumulation(step, factor):
+    if accumulated := _by_micro_batches(step, factor):
         return name_cause("accumulation-scale", f"{evidence}; {accumulated}")
     if factor == world:
         return name_cause("missing-division", evidence, "once", "twice", world=world)
@@ -196,7 +195,7 @@ def _scale(step: StepFacts, way: Reading, where: str) -> Diagnosis:
     return name_cause("wrong-divisor", evidence, "usual", *clipped, world=world, norm=norm)
 
 
-def _of_accumulation(step: StepFacts, factor: float) -> str:
+def _by_micro_batches(step: StepFacts, factor: float) -> str:
     """Explain a factor by the number of micro-batches, if it may not be the world size, else ""."""
     world = len(step.shares)
     # Heuristic: far above float32 rounding, and no other factor is this close.
@@ -242,7 +241,7 @@ def _already_there(step: StepFacts, factor: float) -> str:
     return ""
 
 
-def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
+def _single_cause(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     """Name one rank's local gradient on every rank. With two ranks several causes fit."""
     world = len(step.shares)
     times = "" if way.factor == 1.0 else f" times {number_text(way.factor)}"
@@ -258,7 +257,7 @@ def _only_one(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     ]
 
 
-def _clipped(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
+def _clip_cause(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if not norms_differ(step, way.tolerance / way.factor):
         return []  # a factor common to all ranks has its own name
     norms = ", ".join(f"{norm:.4g}" for norm in step.left_norms)
@@ -326,13 +325,15 @@ def _one_right(
     ]
 
 
-def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
+def _mixed_causes(
+    step: StepFacts, ways: Sequence[Sequence[Reading]], where: str
+) -> list[Diagnosis]:
     """Name each of the different results that ranks hold."""
     if all(map(_is_right, ways)):
         return []  # according to norms; single elements differ more
     scaled = [next((w for w in way if w.kind == "mean"), None) for way in ways]
     if all(way is not None for way in scaled):
-        return _own_factors(step, [way for way in scaled if way is not None], where)
+        return _differing_factors(step, [way for way in scaled if way is not None], where)
     alone = [
         rank
         for rank, way in enumerate(ways)
@@ -340,7 +341,7 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     ]
     rest = [way for rank, way in enumerate(ways) if rank not in alone]
     if not alone:
-        return _own_counts(step, ways, where)
+        return _integer_weights(step, ways, where)
     if not rest:
         return []
     left = f"{where}: {positions_text(step, alone)} held only the local gradient"
@@ -351,7 +352,9 @@ def _mixed(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> li
     return found if all(map(_is_right, rest)) else []
 
 
-def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) -> list[Diagnosis]:
+def _integer_weights(
+    step: StepFacts, ways: Sequence[Sequence[Reading]], where: str
+) -> list[Diagnosis]:
     """Name integer weights that differ from rank to rank."""
     chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
     counts: dict[tuple[int, ...], list[int]] = {}
@@ -374,7 +377,7 @@ def _own_counts(step: StepFacts, ways: Sequence[Sequence[Reading]], where: str) 
     return [name_cause("dropped-rank", evidence, "groups")]
 
 
-def _own_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Diagnosis]:
+def _differing_factors(step: StepFacts, scaled: Sequence[Reading], where: str) -> list[Diagnosis]:
     """Name the mean times a factor that differs from rank to rank."""
     factors = [way.factor for way in scaled]
     shown = ", ".join(number_text(factor) for factor in factors)

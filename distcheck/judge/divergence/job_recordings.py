@@ -309,11 +309,11 @@ class JobComparison(LockstepComparison):
             for rank in range(self._sides[0].world):
                 other, own = (side.modules(rank, side.steps[step]) for side in self._sides)
                 if own is not None and other is not None:
-                    spread = functools.partial(self._moved, step)
+                    spread = functools.partial(self._largest_spread, step)
                     both = StepInBothRuns(own, other, spread, self._unit(step), bits=bits)
                     yield self._sides[0].steps[step], rank, both
 
-    def _moved(self, step: int, name: str, gradient: bool) -> float | None:
+    def _largest_spread(self, step: int, name: str, gradient: bool) -> float | None:
         of = module_tensor_name(name, gradient=gradient)
         found = (one.spread(of, step + later) for one, later in self._floors)
         return max((one for one in found if one is not None), default=None)

@@ -136,10 +136,10 @@ def _distances(
     for rank in range(job.world):
         seen = [side.modules(rank, step) for side in (job, perturbed)]
         if seen[0] is not None and seen[1] is not None:
-            yield from _of_modules(seen[0], seen[1])
+            yield from _module_distances(seen[0], seen[1])
 
 
-def _of_modules(one: WatchedStep, two: WatchedStep) -> Iterator[tuple[str, float, float]]:
+def _module_distances(one: WatchedStep, two: WatchedStep) -> Iterator[tuple[str, float, float]]:
     """Yield distances and sizes of module inputs and outputs and their gradients."""
     places, others = one.places(), two.places()
     for name in (name for name in places if name in others):

@@ -42,7 +42,7 @@ class ParameterAverages:
     def seen_in(cls, trace: TraceReader, period: int) -> "ParameterAverages":
         written = trace.steps_written()
         telling = sorted(
-            next((step for step in range(phase, written, period) if _moved(trace, step)), phase)
+            next((step for step in range(phase, written, period) if _changed(trace, step)), phase)
             for phase in range(min(period, written))
         )
         agreed = next((step for step in telling if ranks_agree_bitwise(trace, step + 1)), None)
@@ -58,7 +58,7 @@ def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
     return interval(parameters, [1.0 / len(parameters)] * len(parameters))
 
 
-def _moved(trace: TraceReader, step: int) -> bool:
+def _changed(trace: TraceReader, step: int) -> bool:
     return any(
         trace.entry(rank, Kind.PARAMETER, step, index).digest
         != trace.entry(rank, Kind.PARAMETER, step + 1, index).digest

@@ -53,7 +53,7 @@ def tolerances_between_devices(
             continue
         error = max(distance(one, right) for one in too_far)
         if not error <= bound + further[index]:  # float64 takes ten times as long
-            further[index] += _OWN_ERRORS * _own_error(at, index, right)
+            further[index] += _OWN_ERRORS * _reference_error(at, index, right)
         if not error <= bound + further[index]:
             own = at.own_rounding.allows(
                 lambda batch, index=index: batch.gradients[index],  # type: ignore[misc]
@@ -64,7 +64,7 @@ def tolerances_between_devices(
     return further, rounding, _OTHER_KINKS.format(", ".join(others)) if others else ""
 
 
-def _own_error(at: AtStep, index: int, right: torch.Tensor) -> float:
+def _reference_error(at: AtStep, index: int, right: torch.Tensor) -> float:
     """Return the L2 distance of the reference's gradient from that in float64."""
     try:
         exact = at.in_double.full_batch.gradients[index]

@@ -99,7 +99,6 @@ def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
 
 
 def local_gradients(at: AtStep) -> TensorsOfEachRank:
-    """Return every rank's local gradients."""
     if at.references.unpromised:
         return TensorsOfEachRank(unpromised.own(at))
     return TensorsOfEachRank(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
@@ -122,7 +121,7 @@ def parameters(at: AtStep) -> Updates:
     for rank in range(reference.world):
         inputs = reference.input_digest(rank, step)
         if inputs not in known:
-            known[inputs] = _updated(at, rank)
+            known[inputs] = _recompute_update(at, rank)
         after.append(known[inputs])
     state = range(len(at.trace.layout.model.optimizer))
     return Updates(
@@ -132,7 +131,7 @@ def parameters(at: AtStep) -> Updates:
     )
 
 
-def _updated(at: AtStep, rank: int) -> After | None:
+def _recompute_update(at: AtStep, rank: int) -> After | None:
     reference = at.references.update
     try:
         found = reference.run(rank, at.step)

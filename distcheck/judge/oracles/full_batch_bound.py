@@ -101,10 +101,10 @@ class FullBatchBound(GradientForms):
 
 def gradients(at: AtStep) -> FullBatchBound:
     indices = range(len(at.specs))
-    expected = tuple(_expected(at, index) for index in indices)
+    expected = tuple(_expected_gradient(at, index) for index in indices)
     tolerances = tuple(tolerance(at, index) for index in indices)
     in_float32 = at.full_batch_layer == IN_FLOAT32
-    refused = _refused(at, expected, tolerances) if in_float32 else {}
+    refused = _refused_gradients(at, expected, tolerances) if in_float32 else {}
     sides = _Sides()
     if refused and at.case.reference_device is not None:
         further, rounding, why = between_devices.tolerances_between_devices(
@@ -112,28 +112,28 @@ def gradients(at: AtStep) -> FullBatchBound:
         )
         sides = _Sides(further=further, rounding=rounding, why=why or _ROUNDED_GRADIENTS)
     elif refused:
-        by_shards = _on_other_sides(at, expected, tolerances, refused)
+        by_shards = _alternatives_at_kinks(at, expected, tolerances, refused)
         rounding = _rounding(at, expected, tolerances, by_shards, refused)
         sides = _Sides(by_shards=by_shards, rounding=rounding)
     return FullBatchBound(
         at.shares,
-        _computed(at),
+        _local_gradients(at),
         gradients=expected,
         tolerances=tolerances,
         sides=sides,
         nan_is_expected=at.nan_is_expected,
-        closing=_of_ghost(at) if at.step == 0 and at.full_batch.ghost else "",
+        closing=_note_on_ghost_batch(at) if at.step == 0 and at.full_batch.ghost else "",
     )
 
 
-def _computed(at: AtStep) -> tuple[Gradients, ...]:
+def _local_gradients(at: AtStep) -> tuple[Gradients, ...]:
     """Return each rank's local gradients, if it has any of its own."""
     if at.exchanges_itself:
         return at.unexchanged
     return at.computed_where_unseen if at.references.mesh is None else ()
 
 
-def _of_ghost(at: AtStep) -> str:
+def _note_on_ghost_batch(at: AtStep) -> str:
     reference = at.references.full_batch
     sizes = reference.normalized_sizes(at.shares.sizes)
     stretches = "shard" if len(sizes) == len(at.shares.sizes) else "micro-batches"
@@ -145,7 +145,7 @@ def _of_ghost(at: AtStep) -> str:
     )
 
 
-def _expected(at: AtStep, index: int) -> torch.Tensor | None:
+def _expected_gradient(at: AtStep, index: int) -> torch.Tensor | None:
     """Return one parameter's gradient, None if a single process has none.
 
     If a GradScaler's scale makes a shard's gradient overflow, the step must be skipped, and those
@@ -191,7 +191,7 @@ def _splits(at: AtStep) -> int:
     return 2 * len(layers) * (mesh.world // mesh.data - 1)
 
 
-def _refused(
+def _refused_gradients(
     at: AtStep, expected: Gradients, tolerances: Sequence[float]
 ) -> dict[int, list[torch.Tensor]]:
     """Return recorded gradients too far from the full batch's; the comparison, which decides, may
@@ -205,7 +205,7 @@ def _refused(
     return {index: too_far for index, too_far in recorded.items() if too_far}
 
 
-def _on_other_sides(
+def _alternatives_at_kinks(
     at: AtStep,
     expected: Gradients,
     tolerances: Sequence[float],
@@ -351,7 +351,6 @@ def recorded_losses(at: AtStep) -> list[float]:
 
 
 def _mean_loss(at: AtStep, losses: Sequence[float]) -> float:
-    """Return the ranks' mean loss, weighted by samples."""
     pairs = zip(losses, at.shares.weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)
 

@@ -98,7 +98,7 @@ class GhostBatch:
             parts = []
             for stretch, part in zip(self._stretches, self._split(name, inputs), strict=True):
                 if stretch.rank not in held:
-                    held[stretch.rank] = self._recorded(name, layer, stretch.rank)
+                    held[stretch.rank] = self._recorded_buffers(name, layer, stretch.rank)
                 # Other tensors, not other values: backward needs those of every stretch.
                 _put(layer, held[stretch.rank])
                 parts.append(own(part))
@@ -122,7 +122,7 @@ class GhostBatch:
             )
         return torch.split(inputs, [stretch.samples * rows for stretch in self._stretches])
 
-    def _recorded(self, name: str, layer: BatchNorm, rank: int) -> Buffers:
+    def _recorded_buffers(self, name: str, layer: BatchNorm, rank: int) -> Buffers:
         """Return copies of the layer's buffers as recorded by a rank; unnamed ones are its own."""
         found: Buffers = {}
         for key, buffer in _buffers_of(layer).items():

@@ -145,7 +145,7 @@ class UnitsOnOtherSides(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _RELU:
-            near = self._chosen(args[0].abs() <= _nearness(args[0]))
+            near = self._choose_units(args[0].abs() <= _nearness(args[0]))
             found = func(*args, **(kwargs or {}))
             other = torch.where(found > 0, 0.0, smallest(found.dtype)).to(found.dtype)
             return found.copy_(torch.where(near, other, found))
@@ -153,14 +153,14 @@ class UnitsOnOtherSides(TorchDispatchMode):
         if func is _MAXIMUM:
             largest, places = found
             second, others = _second(args, places, **(kwargs or {}))
-            near = self._chosen(largest - second <= _nearness(largest))
+            near = self._choose_units(largest - second <= _nearness(largest))
             return torch.where(near, second, largest), torch.where(near, others, places)
         name = func.__name__.partition(".")[0].rstrip("_")
         if name in _OTHERS and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self.others.add(name)
         return found
 
-    def _chosen(self, near: torch.Tensor) -> torch.Tensor:
+    def _choose_units(self, near: torch.Tensor) -> torch.Tensor:
         if self._half is None:
             return near
         return near & (torch.rand(near.shape, generator=self._half) < 0.5).to(near.device)

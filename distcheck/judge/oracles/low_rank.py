@@ -125,14 +125,16 @@ def fit_to_projection(result: torch.Tensor, form: Projection) -> ProjectionFit:
     if y.dim() < 2 or min(rows, y.numel() // rows) <= form.rank or not bool(y.isfinite().all()):
         return failed
     matrix, wanted = y.reshape(rows, -1), mean.reshape(rows, -1)
-    found = _from_left(matrix, wanted, form)
+    found = _is_left_projection(matrix, wanted, form)
     if found.why:
-        other = _from_left(matrix.T, wanted.T, form)
+        other = _is_left_projection(matrix.T, wanted.T, form)
         return found if other.why else other
     return found
 
 
-def _from_left(matrix: torch.Tensor, wanted: torch.Tensor, form: Projection) -> ProjectionFit:
+def _is_left_projection(
+    matrix: torch.Tensor, wanted: torch.Tensor, form: Projection
+) -> ProjectionFit:
     """Test if a matrix is P P^T M for a P of orthonormal columns."""
     rows, whole, rank, unit = len(matrix), float(form.mean.norm()), form.rank, form.unit
     eps = gamma(rows + form.world + rank + 4 + 2 * form.steps_before, unit) * rank * form.size

@@ -45,7 +45,7 @@ def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
         _products(at) + splits,
     )
     forms = []
-    for place, part in enumerate(_of_coordinates(at, made)):
+    for place, part in enumerate(_split_by_coordinate(at, made)):
         bound, rounding = relative * norm(part), 0.0
         error = _error(at, place, part) if layer == IN_FLOAT32 else 0.0
         if not error <= bound:
@@ -54,7 +54,7 @@ def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
     return Outputs(tuple(forms))
 
 
-def _of_coordinates(at: AtStep, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split_by_coordinate(at: AtStep, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(made, [len(header.ids) for header in at.shares.headers])
 
 
@@ -80,6 +80,6 @@ def _error(at: AtStep, place: int, part: torch.Tensor) -> float:
 def _rounding(at: AtStep, place: int, error: float, bound: float) -> float:
     def of_place(batch: FullBatch) -> torch.Tensor | None:
         made = batch.outputs
-        return None if made is None else _of_coordinates(at, made)[place]
+        return None if made is None else _split_by_coordinate(at, made)[place]
 
     return at.own_rounding.allows(of_place, error=error, bound=bound)

@@ -55,7 +55,7 @@ def expected_gradients(
     result: list[torch.Tensor | None] = [None] * len(prepared[0])
     for group in groups:
         flat = [
-            torch.cat([_flattened(shard[i], like[i], contract, permuted[i]) for i in group])
+            torch.cat([_flatten(shard[i], like[i], contract, permuted[i]) for i in group])
             for shard in prepared
         ]
         total = reduce_sum(flat).to(real_parts(like[group[0]]).dtype)
@@ -63,7 +63,7 @@ def expected_gradients(
         for index, part in zip(group, total.split(sizes), strict=True):
             if _is_absent(shards, index):
                 continue
-            mean = _shaped(part, like[index], permuted[index])
+            mean = _unflatten(part, like[index], permuted[index])
             result[index] = mean / world if contract.scale == "divide-after" else mean
     return result
 
@@ -78,7 +78,7 @@ def _is_permuted(like: torch.Tensor) -> bool:
     return last + 1 == like.numel()
 
 
-def _flattened(
+def _flatten(
     gradient: torch.Tensor | None, like: torch.Tensor, contract: Contract, permuted: bool
 ) -> torch.Tensor:
     """Return real numbers [n] in the order of communication; zeros for an absent gradient."""
@@ -91,7 +91,7 @@ def _flattened(
     return real_parts(gradient.reshape(-1)).reshape(-1)
 
 
-def _shaped(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Tensor:
+def _unflatten(flat: torch.Tensor, like: torch.Tensor, permuted: bool) -> torch.Tensor:
     if like.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     if not permuted:

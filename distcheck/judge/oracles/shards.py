@@ -66,7 +66,6 @@ def loss_scale_after(first: float, finite: Iterable[bool]) -> float:
 
 
 def all_finite(trace: TraceReader, rank: int, step: int) -> bool:
-    """Return True if all of a rank's reduced gradients of a step are finite."""
     found = trace.tensors(rank, Kind.GRADIENT, step)
     return all(bool(g.isfinite().all()) for g in found if g is not None)
 

@@ -29,14 +29,16 @@ def purpose(at: AtStep) -> IndependentStep:
         events.Frozen, events.Unfrozen, events.EvalMode, events.Tied, events.OneStorage,
         events.Kinds,
     }  # fmt: skip
-    model = _prepared(at) if of_model or events.RateChanged in declared else nn.Module()
+    model = _prepared_model(at) if of_model or events.RateChanged in declared else nn.Module()
     return IndependentStep(
         own=own_gradients(at),
         trains={name: parameter.requires_grad for name, parameter in trainable(model)},
         training_mode=all(module.training for module in model.modules()),
         calls=_calls(at) if events.CalledTwice in declared and at.step == 0 else 0,
         rates=_rates(at, model) if events.RateChanged in declared else (),
-        starts_alike=events.StartsApart not in declared or at.step != 0 or _starts_alike(at),
+        starts_alike=events.StartsApart not in declared
+        or at.step != 0
+        or _has_equal_initial_models(at),
         twice_named=_twice_named(model),
         in_one_storage=in_one_storage(model),
         kinds={type(module).__name__ for module in model.modules()}
@@ -55,7 +57,7 @@ def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
     return tuple(found)
 
 
-def _prepared(at: AtStep) -> nn.Module:
+def _prepared_model(at: AtStep) -> nn.Module:
     """Return a new model, prepared for every step up to this one."""
     model = at.ingredients.model()
     for step in range(at.step + 1):
@@ -84,7 +86,7 @@ def _rates(at: AtStep, model: nn.Module) -> tuple[float | None, ...]:
     return tuple(group.get("lr") for group in getattr(optimizer, "param_groups", ()))
 
 
-def _starts_alike(at: AtStep) -> bool:
+def _has_equal_initial_models(at: AtStep) -> bool:
     """Return True if the workload's initialization gives all ranks equal models."""
     models = [at.ingredients.model() for _ in range(at.trace.layout.world)]
     for rank, model in enumerate(models):

@@ -64,7 +64,6 @@ class TensorCache:
     def get(
         self, key: object, read: Callable[[], dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Return the cached tensors of a key, or read them."""
         if key not in self._found:
             found = read()
             size = sum(one.numel() * one.element_size() for one in found.values())
@@ -174,8 +173,8 @@ class JobRecording:
 
     def parameters(self, step: int) -> tuple[str, ...]:
         """Return the names of the optimizers' parameters, in the order of rank 0's model."""
-        stepped = {name for record in self.at(step) for name in _called("after/", record)}
-        known = dict.fromkeys((*_called("before/", self.records[0, step]), *sorted(stepped)))
+        stepped = {name for record in self.at(step) for name in _names_of("after/", record)}
+        known = dict.fromkeys((*_names_of("before/", self.records[0, step]), *sorted(stepped)))
         return tuple(name for name in known if name in stepped)
 
     def holders(self, step: int, name: str) -> list[int]:
@@ -211,7 +210,9 @@ class JobRecording:
         if kind not in self._names:
             stems = _OF_STATE.get(kind, ["before/", "after/"])
             known = kind in STEMS or kind in _OF_STATE
-            found = (_called(stem, self.records[0, step]) for step in self.steps for stem in stems)
+            found = (
+                _names_of(stem, self.records[0, step]) for step in self.steps for stem in stems
+            )
             self._names[kind] = list(dict.fromkeys(chain(*found))) if known else []
         return self._names[kind]
 
@@ -264,7 +265,7 @@ class JobRecording:
         return (self.steps[slot] if slot < len(self.steps) else None), f"{stem}/{name}"
 
 
-def _called(stem: str, record: StepRecord) -> tuple[str, ...]:
+def _names_of(stem: str, record: StepRecord) -> tuple[str, ...]:
     return tuple(name.removeprefix(stem) for name in record.digests if name.startswith(stem))
 
 

@@ -362,7 +362,6 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 def write_json(file: Path, record: msgspec.Struct) -> None:
-    """Write a record atomically."""
     private.write(file, msgspec.json.encode(record))
 
 

@@ -138,7 +138,7 @@ class _Replica:
             plain = {k: t for k, t in held.items() if k.partition("/")[0] in _OF_RANK}
             self._kept = {**plain, **self._kept}
             for key in record.digests:
-                self._take(self._named(rank, key), rank, key, whole=number == 0)
+                self._take(self._prefixed_name(rank, key), rank, key, whole=number == 0)
             norms = {k: t for k, t in held.items() if k.startswith("norms/")}
             for key, norm in norms.items() if len(self._ranks) == 1 else ():
                 self._kept.setdefault(key, norm)
@@ -165,7 +165,7 @@ class _Replica:
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def _named(self, rank: int, key: str) -> str:
+    def _prefixed_name(self, rank: int, key: str) -> str:
         """Return the name of a rank's tensor, prefixed with its stage if another stage uses the
         same name for another tensor.
         """
@@ -237,7 +237,7 @@ class _Replica:
         for one in part.of:
             record = self._job.records.get((one, self._step))
             its = None if record is None else record.parts.get(key)
-            value = None if its is None else self._added(one, key, its)
+            value = None if its is None else self._sum_partial(one, key, its)
             if its is None or value is None:
                 return None
             boxes.append((its.at, value))
@@ -254,7 +254,7 @@ class _Replica:
             found[tuple(slice(b, b + n) for b, n in zip(at, value.shape, strict=True))] = value
         return found
 
-    def _added(self, rank: int, key: str, part: Shard) -> torch.Tensor | None:
+    def _sum_partial(self, rank: int, key: str, part: Shard) -> torch.Tensor | None:
         if not part.adds:
             return self.own(rank, key)
         terms = [self.own(one, key) for one in part.adds]
@@ -317,7 +317,7 @@ class _Replica:
                     unread=other.unread, live=any(p.live for p in several),
                 )  # fmt: skip
             one = _replace(one, draws=any(p.draws for p in several))
-            yield _of_pieces(one, several) if cut else one
+            yield _merge_passes(one, several) if cut else one
 
 
 def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -327,7 +327,7 @@ def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
     return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))
 
 
-def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
+def _merge_passes(one: Pass, several: Sequence[Pass]) -> Pass:
     inputs = [*zip(*(p.inputs for p in several), strict=True)]
     whole = [len(set(digests)) == 1 for digests in inputs]
     if all(whole):
@@ -340,12 +340,13 @@ def _of_pieces(one: Pass, several: Sequence[Pass]) -> Pass:
         pieces=tuple(() if same else d for d, same in zip(inputs, whole, strict=True)),
         rows=tuple(records.digest("".join(of).encode()) for of in rows),
         loss=sum(losses) / len(losses) if losses else None,
-        losses=tuple(_of_calls(calls) for calls in zip(*(p.losses for p in several), strict=False)),
+        losses=tuple(
+            _merge_loss_calls(calls) for calls in zip(*(p.losses for p in several), strict=False)
+        ),
     )
 
 
-def _of_calls(calls: Sequence[LossCall]) -> LossCall:
-    """Merge the loss calls of ranks with shards of its targets."""
+def _merge_loss_calls(calls: Sequence[LossCall]) -> LossCall:
     counted = sum(call.counted for call in calls)
     value = sum(call.value for call in calls) / len(calls)
     same = len({call.target for call in calls}) == 1

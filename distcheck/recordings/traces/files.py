@@ -48,7 +48,7 @@ def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tu
     """
     indexes = []
     try:
-        for number, fd in _numbered(fds):
+        for number, fd in _numbered_traces(fds):
             folder = Path(job.folder, f"run-{number}")
             private.folder(folder, is_new=True)
             reporter.progress(number, "save")
@@ -64,7 +64,7 @@ def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tu
 @LOAD.does
 def load_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> None:
     """Load the traces from folders run-1 and run-2. Raises UsageError."""
-    for (number, fd), digest in zip(_numbered(fds), job.indexes, strict=True):
+    for (number, fd), digest in zip(_numbered_traces(fds), job.indexes, strict=True):
         folder = Path(job.folder, f"run-{number}")
         reporter.progress(number, "load")
         try:
@@ -73,8 +73,7 @@ def load_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> No
             raise UsageError(f"the trace in {folder} is damaged: {error}") from error
 
 
-def _numbered(fds: Descriptors) -> list[tuple[int, int]]:
-    """Return the existing traces, each with the number of its folder."""
+def _numbered_traces(fds: Descriptors) -> list[tuple[int, int]]:
     return [(number, fds[name]) for number, name in enumerate(TRACES, 1) if name in fds]
 
 
@@ -85,7 +84,7 @@ def _save(folder: Path, layout: TraceLayout, fd: int, *, tensors: bool = True) -
     trace = TraceReader(fd, layout)
     for slot in range(layout.steps + 1 if tensors else 0):
         held: dict[str, torch.Tensor] = {}
-        for rank, kind, number, spec in _held(layout, index, slot):
+        for rank, kind, number, spec in _stored_tensors(layout, index, slot):
             tensor = trace.own_tensor(rank, kind, slot, number)
             assert tensor is not None, "the table says that it is stored"
             in_pairs = tensor.dtype in _IN_PAIRS
@@ -108,7 +107,7 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
         if not stat.S_ISREG(file.stat().st_mode):  # a pipe may never be written
             raise ValueError(f"{file.name} is not a regular file")
         held = load_file(file)
-        for rank, kind, number, spec in _held(layout, index, slot):
+        for rank, kind, number, spec in _stored_tensors(layout, index, slot):
             tensor = held[_key(rank, kind, spec)].contiguous()
             if getattr(torch, spec.dtype) in _IN_PAIRS:
                 tensor = torch.view_as_complex(tensor)
@@ -122,7 +121,7 @@ def _load(folder: Path, layout: TraceLayout, fd: int, digest: str, *, tensors: b
             write_at(fd, data, layout.data_offset(rank, kind, slot, number))
 
 
-def _held(
+def _stored_tensors(
     layout: TraceLayout, index: bytes, slot: int
 ) -> Iterator[tuple[int, Kind, int, TensorSpec]]:
     for rank in range(layout.world):

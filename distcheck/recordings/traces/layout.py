@@ -81,7 +81,7 @@ def strides_in(order: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _aligned(offset: int) -> int:
+def _align(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -119,7 +119,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def header_bytes(self) -> int:
         ready_order = 4 * len(self.model.parameters)
         states = RNG_STATE_BYTES + LIBRARY_STATES_BYTES
-        return _aligned(HEADER.size + states + 8 * self.max_shard + ready_order + self.line_bytes)
+        return _align(HEADER.size + states + 8 * self.max_shard + ready_order + self.line_bytes)
 
     @cached_property
     def _entries_before(self) -> list[int]:
@@ -137,7 +137,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def index_bytes(self) -> int:
         """Size of headers and tables, which a reader maps at once."""
-        return _aligned(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
+        return _align(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
 
     @cached_property
     def _tensor_offsets(self) -> dict[Kind, tuple[list[int], int]]:
@@ -147,7 +147,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             starts, total = [], 0
             for spec in self.specs(kind):
                 starts.append(total)
-                total = _aligned(total + spec_bytes(spec))
+                total = _align(total + spec_bytes(spec))
             offsets[kind] = (starts, total)
         return offsets
 
@@ -170,7 +170,6 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (rank * self.steps + step) * self.header_bytes
 
     def lines_offset(self, rank: int, step: int) -> int:
-        """Return the offset of a step's lines, at the end of the header."""
         return self.header_offset(rank, step + 1) - self.line_bytes
 
     def entry_offset(self, rank: int, kind: Kind, slot: int, index: int) -> int:

@@ -45,7 +45,6 @@ class TraceReader:
         return self.layout.world
 
     def names(self, kind: Kind) -> list[str]:
-        """Return the names of the tensors of a kind, in layout order."""
         return [spec.name for spec in self.layout.specs(kind)]
 
     def of_ranks(self, ranks: Sequence[int]) -> "TraceReader":
@@ -107,14 +106,14 @@ class TraceReader:
         if entry.source is EntrySource.BASELINE:
             if self._baseline is None:
                 raise LookupError("the rerun's trace was opened without the first run's")
-            return self._baseline._mapped(entry.holder, kind, slot, index)
-        return self._mapped(entry.holder, kind, slot, index)
+            return self._baseline._map_tensor(entry.holder, kind, slot, index)
+        return self._map_tensor(entry.holder, kind, slot, index)
 
     def tensors(self, rank: int, kind: Kind, slot: int) -> list[torch.Tensor | None]:
         count = len(self.layout.specs(kind))
         return [self.tensor(rank, kind, slot, index) for index in range(count)]
 
-    def _mapped(self, holder: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
+    def _map_tensor(self, holder: int, kind: Kind, slot: int, index: int) -> torch.Tensor:
         place = (holder, kind, slot, index)
         if place in self._known:
             return self._known[place]

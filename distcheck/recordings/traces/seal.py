@@ -50,16 +50,16 @@ def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
     try:
         about = read_bounded(folder / _ABOUT)
     except msgspec.DecodeError as error:
-        raise UsageError(_damaged(folder, f"{_ABOUT}: {error}")) from error
+        raise UsageError(_damage(folder, f"{_ABOUT}: {error}")) from error
     except OSError as error:
-        raise UsageError(_damaged(folder, f"{_ABOUT} cannot be read: {error.strerror}")) from error
+        raise UsageError(_damage(folder, f"{_ABOUT} cannot be read: {error.strerror}")) from error
     if digest(about) != seal.about:
-        raise UsageError(_damaged(folder, f"{_ABOUT} does not have the checksum in {_NAME}"))
+        raise UsageError(_damage(folder, f"{_ABOUT} does not have the checksum in {_NAME}"))
     runs = {path.name for path in folder.glob("run-*")}
     expected = {f"run-{number}" for number in range(1, len(seal.indexes) + 1)}
     if runs != expected or not expected:
         said = ", ".join(sorted(runs)) or "no run"
-        raise UsageError(_damaged(folder, f"it has {said} and {len(seal.indexes)} checksums"))
+        raise UsageError(_damage(folder, f"it has {said} and {len(seal.indexes)} checksums"))
     return about, seal.indexes
 
 
@@ -67,20 +67,20 @@ def _read(folder: Path) -> Seal:
     try:
         data = read_bounded(folder / _NAME)
     except msgspec.DecodeError as error:
-        raise UsageError(_damaged(folder, f"{_NAME}: {error}")) from error
+        raise UsageError(_damage(folder, f"{_NAME}: {error}")) from error
     except FileNotFoundError:
         raise UsageError(
             f"the trace in {folder} has no {_NAME}: an earlier version of distcheck wrote it, or "
             "the file is lost; record the run again"
         ) from None
     except OSError as error:
-        raise UsageError(_damaged(folder, f"{_NAME} cannot be read: {error.strerror}")) from error
+        raise UsageError(_damage(folder, f"{_NAME} cannot be read: {error.strerror}")) from error
     try:
         schema = decode_json(data, _Schema).schema
         if schema == SCHEMA:
             return decode_json(data, Seal)
     except msgspec.MsgspecError as error:
-        raise UsageError(_damaged(folder, f"{_NAME}: {error}")) from error
+        raise UsageError(_damage(folder, f"{_NAME}: {error}")) from error
     raise UsageError(
         f"the trace in {folder} has the schema {schema!r}, and this version reads {SCHEMA!r}; "
         "record the run again with this version"
@@ -91,7 +91,7 @@ class _Schema(msgspec.Struct, frozen=True):
     schema: str
 
 
-def _damaged(folder: Path, how: str) -> str:
+def _damage(folder: Path, how: str) -> str:
     return f"the trace in {folder} is damaged: {how}; record the run again"
 
 

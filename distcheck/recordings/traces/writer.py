@@ -72,7 +72,6 @@ class TraceWriter:
         return tensor
 
     def put_header(self, step: int, header: StepHeader) -> None:
-        """Record the header of a step, and mark the step as written."""
         write_header(
             self._index, self._layout, self._layout.header_offset(self._rank, step), header
         )

@@ -44,10 +44,10 @@ def draw(name: str, found: DigestsEntry) -> Picture:
     drawing.text(0, _TOP - 6, "rank", kind="faint")
     what = f"{_NAMES.get(kind, kind)} after step {steps[at]}"
     title = f"Agreement of ranks: {what}"
-    says = _in_words(groups, odd, what, never=not apart, tie=tie)
+    says = _describe(groups, odd, what, never=not apart, tie=tie)
     rows = [
         [str(steps[i]), _NAMES.get(k, k), "; ".join(_group_text(d, r) for d, r in g.items())]
-        for i, k, g in _told(kinds, len(steps), apart)
+        for i, k, g in _table_rows(kinds, len(steps), apart)
     ]
     table = Table(["step", "what", "ranks: digest"], rows)
     svg = drawing.markup(_TOP + size * ranks + 6, title=title, says=says)
@@ -55,7 +55,7 @@ def draw(name: str, found: DigestsEntry) -> Picture:
     return Picture(title, says, svg, table, remark)
 
 
-def _told(
+def _table_rows(
     kinds: dict[str, list[Groups]], steps: int, apart: list[tuple[int, str]]
 ) -> list[tuple[int, str, Groups]]:
     """Return the rows of the table: disagreements, or the last step of all kinds."""
@@ -63,7 +63,7 @@ def _told(
     return [(at, kind, kinds[kind][at]) for at, kind in listed]
 
 
-def _in_words(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bool) -> str:
+def _describe(groups: Groups, odd: list[int], what: str, *, never: bool, tie: bool) -> str:
     if never:
         return f"All ranks are bit-identical at every step. The rows show the {what}."
     if tie:

@@ -57,7 +57,7 @@ def draw_bound(name: str, check: CheckEntry) -> Picture:
     ]
     heads = ["parameter", *(f"step {step}" for step in found.steps)]
     svg = grid.drawing.markup(height, title=title, says=says)
-    return Picture(title, says, svg, Table(heads, rows), _grouped(found))
+    return Picture(title, says, svg, Table(heads, rows), _note_on_grouping(found))
 
 
 def draw_bits(name: str, check: CheckEntry) -> Picture:
@@ -90,7 +90,7 @@ def draw_bits(name: str, check: CheckEntry) -> Picture:
     title = f"Bits: {check.check}{layer_of(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
     table = Table(["parameter", "steps that are not bit-identical"], rows)
-    return Picture(title, says, svg, table, _grouped(found))
+    return Picture(title, says, svg, table, _note_on_grouping(found))
 
 
 class _Grid:
@@ -153,7 +153,7 @@ def _legend(drawing: Drawing, y: float) -> float:
     return y + 28
 
 
-def _grouped(found: MapEntry) -> str:
+def _note_on_grouping(found: MapEntry) -> str:
     tall, wide = found.parameters_per_row, found.steps_per_column
     if tall == wide == 1:
         return ""

@@ -48,10 +48,12 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
             continue
         at_x, at_y = place or (x(point.world), float(_TOP))
         box = (at_x - _SIDE / 2, at_y - _SIDE / 2, _SIDE, _SIDE)
-        drawing.path("over" if failed else "bar", cell(*box), title=_in_words(curve, point.world))
+        drawing.path(
+            "over" if failed else "bar", cell(*box), title=_describe_point(curve, point.world)
+        )
         if failed:
             drawing.path("cross", cross(*box))
-    at_edge = any(p.verdict == "fail" and not _drawn(p.error) for p in curve.points)
+    at_edge = any(p.verdict == "fail" and not _is_drawable(p.error) for p in curve.points)
     title = f"Error against world: order {curve.order}"
     says = (
         f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
@@ -73,19 +75,19 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
     return Picture(title, says, drawing.markup(bottom + 22, title=title, says=says), table)
 
 
-def _drawn(value: float | None) -> bool:
+def _is_drawable(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
 def _range(curves: list[Curve]) -> tuple[int, int]:
     """Return the decades that include every error and bound; at least two."""
     values = [v for c in curves for p in c.points for v in (p.error, p.bound)]
-    logs = [math.log10(v) for v in values if v is not None and _drawn(v)] or [0.0]
+    logs = [math.log10(v) for v in values if v is not None and _is_drawable(v)] or [0.0]
     low, high = math.floor(min(logs)), math.ceil(max(logs))
     return (low, high) if high - low >= 2 else (low - 1, low + 1)
 
 
-def _in_words(curve: Curve, world: int) -> str:
+def _describe_point(curve: Curve, world: int) -> str:
     point = next(p for p in curve.points if p.world == world)
     error = "no error" if point.error is None else f"error {figure(point.error)}"
     bound = "" if point.bound is None else f", bound {figure(point.bound)}"

@@ -50,7 +50,7 @@ def draw(name: str, outcomes: Ends) -> Picture | None:
     strips.draw()
     _number(drawing, keys, width)
     bottom = _legend(drawing, _TOP + _ROW * len(calls) + 8)
-    says = _in_words(outcomes, named)
+    says = _describe_deviations(outcomes, named)
     title = "Collectives of every rank, at the end"
     table = Table(["rank", "call", "operation", "state"], rows)
     return Picture(title, says, drawing.markup(bottom, title=title, says=says), table)
@@ -145,7 +145,7 @@ def _legend(drawing: Drawing, y: float) -> float:
     return lower + 18
 
 
-def _in_words(outcomes: Ends, calls: odd_ranks.Calls) -> str:
+def _describe_deviations(outcomes: Ends, calls: odd_ranks.Calls) -> str:
     """Describe deviating or missing calls with the diagnosis's sentence."""
     parts = []
     apart = call_mismatch(calls)

@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
     """Pass if every check of this property has passed; fail if one is unknown."""
-    report = _verified(strategy, world, workload)
+    report = _cached_report(strategy, world, workload)
     if isinstance(report, LeftOutError):
         pytest.skip(str(report))
     if isinstance(report, DistcheckError):
@@ -61,7 +61,7 @@ def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
 
 
 @functools.cache
-def _verified(strategy: str, world: int, workload: str) -> Report | DistcheckError:
+def _cached_report(strategy: str, world: int, workload: str) -> Report | DistcheckError:
     """Return the report, or the error; cached for all properties."""
     try:
         return distcheck.verify(strategy, world=world, workload=workload)

@@ -46,10 +46,10 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     """Return the strategy, in the form that `--as` selects or the first that fits."""
     _refuse_deferred(target)
     try:
-        return _adapted(target, find)
+        return _adapt(target, find)
     except FormError as error:
         for way in chain(*other_ways(target, find)):
-            loaded = _adapted(dataclasses.replace(target, adaptation=way), find)
+            loaded = _adapt(dataclasses.replace(target, adaptation=way), find)
             tried = [pair for pair in way.arguments if pair not in target.adaptation.arguments]
             pin = " ".join(f"--arg {name}={value}" for name, value in tried)
             note = f"{loaded.note} (--as, --finish and --reset say otherwise)"
@@ -61,11 +61,11 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
 def other_ways(target: Target, find: Callable[[str], Any]) -> Tiers:
     """Return the ways to call it other than the first: see `hypotheses`."""
     return ways_to_call(
-        target, lambda way: _adapted(dataclasses.replace(target, adaptation=way), find)
+        target, lambda way: _adapt(dataclasses.replace(target, adaptation=way), find)
     )
 
 
-def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
+def _adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     scene = Scene(target.adaptation, find)
     free = FreeNames(target, scene)
     scene.uses = set(free.filled.values())
@@ -75,7 +75,7 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     named = target.adaptation.form
     form = form_of(named) if named else choose_form(target)
     if form is None and (method := target.adaptation.finish or _usual_method(target.value)):
-        return _adapted(_method_of(target, method), find)
+        return _adapt(_method_of(target, method), find)
     if form is None:
         raise _no_form(target)
     if target.adaptation.without_data and form.computes:
@@ -90,21 +90,21 @@ def _adapted(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
     if form.name == "strategy":
         _refuse_options(target)
         return loaded
-    loaded = _with_closure(loaded, target, scene)
+    loaded = _backward_in_closure(loaded, target, scene)
     _check_used(target, scene, form)
     declared = hasattr(target.value, CONTRACT_ATTRIBUTE)
-    about_form = _with_generators(loaded.note, scene)
-    more = (_of_script(target), start_up.note)
+    about_form = _note_on_arguments(loaded.note, scene)
+    more = (_note_on_script(target), start_up.note)
     note = "" if declared and named is None else _note(about_form, form.name, named, free, *more)
     contract = loaded.contract
-    if contract.backend is None and _speaks_mpi(target, scene):
+    if contract.backend is None and _uses_mpi(target, scene):
         contract = msgspec.structs.replace(contract, backend="mpi")
     once = tuple(scene.handed_once.items())
     loaded = dataclasses.replace(loaded, contract=contract, note=note, handed_once=once)
     if start_up.making and hasattr(target.maker, "zero_grad"):
         clears = call_of_method(scene, start_up.made, "zero_grad", target.described)
         loaded = dataclasses.replace(loaded, zero_grad=clears)
-    return _watched(loaded, scene, free, start_up, target)
+    return _check_that_called(loaded, scene, free, start_up, target)
 
 
 def _no_form(target: Target) -> UsageError:
@@ -151,7 +151,7 @@ def _usual_method(value: Any) -> str:
     return usual or (methods[0] if len(methods) == 1 else "")
 
 
-def _of_script(target: Target) -> str:
+def _note_on_script(target: Target) -> str:
     line = getattr(target.module, scripts.ONLY_DEFINED, 0)
     said = f"{target.spec.partition(':')[0]} trains when it is imported (line {line}), so only "
     return f"{said}its definitions were executed" * bool(line)
@@ -194,7 +194,7 @@ def _refuse_deferred(target: Target) -> None:
             )
 
 
-def _with_generators(note: str, scene: Scene) -> str:
+def _note_on_arguments(note: str, scene: Scene) -> str:
     """Return the note on the form, on arguments that are generators, and on assumptions."""
     for name, value in scene.handed_once.items():
         given = f"model.{'named_' * value.startswith('@named_')}parameters(), a generator"
@@ -279,7 +279,7 @@ def _check_used(target: Target, scene: Scene, form: Form) -> None:
             )
 
 
-def _speaks_mpi(target: Target, scene: Scene) -> bool:
+def _uses_mpi(target: Target, scene: Scene) -> bool:
     """Return True if it receives or holds an MPI communicator, or uses one of its module."""
     meanings = {target.source.meaning_of(p.name) for p in target.parameters} | scene.uses
     if "communicator" in meanings:
@@ -319,7 +319,7 @@ def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODUL
     )
 
 
-def _with_closure(loaded: LoadedStrategy, target: Target, scene: Scene) -> LoadedStrategy:
+def _backward_in_closure(loaded: LoadedStrategy, target: Target, scene: Scene) -> LoadedStrategy:
     """Return the strategy with backward in the closure that its step() requires; or in step(), if
     that runs backward itself.
     """
@@ -346,7 +346,7 @@ def _with_closure(loaded: LoadedStrategy, target: Target, scene: Scene) -> Loade
     return dataclasses.replace(loaded, backward=backward)
 
 
-def _watched(
+def _check_that_called(
     loaded: LoadedStrategy, scene: Scene, free: FreeNames, start_up: StartUp, target: Target
 ) -> LoadedStrategy:
     """Return the strategy with the scene kept up to date, and an error if never called."""

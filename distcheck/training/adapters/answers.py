@@ -110,13 +110,13 @@ class AfterBackward:
             return answer
         self._is_first = False
         model = self._scene.live_model
-        still, hooks = NoStepCheck(model), _hooks(model)
+        still, hooks = NoStepCheck(model), _hook_ids(model)
         gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         before = [(p, gradient.clone()) for p, gradient in gradients if _is_plain(gradient)]
         answer = wait_for(call())
         if isinstance(answer, nn.Module) and answer is not model:
             return answer
-        if _hooks(model) - hooks:
+        if _hook_ids(model) - hooks:
             raise UsageError(
                 f"{self._what} registers hooks, but was called after backward, which is too late "
                 "for the first step and repeated at every step; if it must be called once before "
@@ -135,8 +135,7 @@ class AfterBackward:
             set_gradients_from([parameter], tensor, what=self._what)
 
 
-def _hooks(model: nn.Module) -> set[tuple[int, str, int]]:
-    """Return the hooks on a model's parameters and modules."""
+def _hook_ids(model: nn.Module) -> set[tuple[int, str, int]]:
     owners: list[nn.Module | torch.Tensor] = [*model.parameters(), *model.modules()]
     return {(id(owner), *hook) for owner in owners for hook in hooks_of(owner)}
 

@@ -44,9 +44,9 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
         )
     note = f"{target.signature}{form.note}"
     if form.handed == "gradients":
-        return target.loaded(note, sync=_of_all_gradients(target, scene))
+        return target.loaded(note, sync=_call_with_all_gradients(target, scene))
     if form.handed in ("each gradient", "flat gradient"):
-        return target.loaded(note, sync=_of_tensors(form, target, scene))
+        return target.loaded(note, sync=_call_with_tensors(form, target, scene))
     call = _call_of(form, target, scene)
     if once:
         return target.loaded(note, wrap=_once(call))
@@ -218,7 +218,7 @@ def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) ->
     return sync
 
 
-def _of_all_gradients(target: Target, scene: Scene) -> Sync:
+def _call_with_all_gradients(target: Target, scene: Scene) -> Sync:
     into = [p.name for p in target.required[1:] if p.name in names.GRADIENTS_OUT][:1]
     into += [p.name for p in target.required[1:] if into and p.name in names.MEMORIES][:1]
     memory: list[torch.Tensor] = []
@@ -241,7 +241,7 @@ def _of_all_gradients(target: Target, scene: Scene) -> Sync:
     return sync
 
 
-def _of_tensors(form: Form, target: Target, scene: Scene) -> Sync:
+def _call_with_tensors(form: Form, target: Target, scene: Scene) -> Sync:
     into = [p.name for p in target.required[1:] if p.name in names.RECEIVED]
     if not into and target.first in names.SENT:
         into = [p.name for p in target.parameters[1:] if p.name in names.RECEIVED]

@@ -63,7 +63,7 @@ def ways_to_call(target: Target, load: Callable[[Adaptation], LoadedStrategy]) -
         pass
     tiers = _tiers(target, once)
     if tiers:
-        tiers[0][:0] = _with_values(target.adaptation, unknown)
+        tiers[0][:0] = _combine_values(target.adaptation, unknown)
     loading = ([way for way in tier if _loads(load, way)] for tier in tiers)
     return tuple(tuple(tier[:_MOST]) for tier in loading if tier)
 
@@ -78,7 +78,7 @@ def _unknown_of_maker(target: Target) -> dict[str, list[str]]:
     return {p.name: candidates(p, made) for p in unknown if class_for(p, made) is None}
 
 
-def _with_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> list[Adaptation]:
+def _combine_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> list[Adaptation]:
     """The same way with each combination of values, the likeliest of all arguments first; none for
     more arguments than can be tried.
     """
@@ -109,7 +109,7 @@ def _tiers(target: Target, handed_once: Sequence[tuple[str, str]]) -> list[list[
     form = said.form or (guess.name if guess is not None else None)
     forms = [name for name in _forms(target) if name != form and not said.form]
     others = [replace(said, form=name) for name in forms]
-    more = [(form, tuple(handed_once)), (form, _divisions(target, form))]
+    more = [(form, tuple(handed_once)), (form, _division_flags(target, form))]
     closure = (("closure", "@closure"),) * target.needs_closure
     more += [(one, facts) for one in (form, *forms) for facts in (_facts(target), closure)]
     others += [replace(said, form=f, arguments=(*said.arguments, *p)) for f, p in more if p]
@@ -130,7 +130,7 @@ def _facts(target: Target) -> tuple[tuple[str, str], ...]:
     return tuple((p.name, repr(p.default) if target.is_class else f"@{p.name}") for p in found)
 
 
-def _divisions(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
+def _division_flags(target: Target, form: str | None) -> tuple[tuple[str, str], ...]:
     """Return the flag, off by default, that makes a function of a tensor divide the sum."""
     flags = [p.name for p in target.parameters if p.default is False and p.name in _DIVIDES]
     return tuple((name, "True") for name in flags[:1] if form == "tensor-mean")
@@ -147,15 +147,15 @@ def _loads(load: Callable[[Adaptation], LoadedStrategy], way: Adaptation) -> boo
 def _forms(target: Target) -> list[str]:
     """Return the forms that the code permits, in the order of the table."""
     if target.is_class:
-        found = set(_of_class(target.value))
+        found = set(_forms_of_class(target.value))
     elif target.is_unbound:
         found = {form for form in ("method", "wrapper") if form_of(form).fits(target)}
     else:
-        found = set(_of_function(target)) if target.is_function else set()
+        found = set(_forms_of_function(target)) if target.is_function else set()
     return [form.name for form in FORMS if form.name in found]
 
 
-def _of_function(target: Target) -> Iterator[str]:
+def _forms_of_function(target: Target) -> Iterator[str]:
     if is_context_function(target.value):
         yield "context"
         return
@@ -177,7 +177,7 @@ def _of_function(target: Target) -> Iterator[str]:
         yield "steps-inside"  # one rank's, which sends the parameters
     if not target.source.registers_hooks:
         yield from (_BY_KIND[kind] for kind in kinds)
-    if _divisions(target, "tensor-mean"):  # its caller may divide
+    if _division_flags(target, "tensor-mean"):  # its caller may divide
         yield "tensor-sum"
 
 
@@ -191,7 +191,7 @@ def _possible_kinds(target: Target) -> set[str]:
     return {"model", "parameters"} if reads else {"model", "gradients", "tensor"}
 
 
-def _of_class(kind: type) -> Iterator[str]:
+def _forms_of_class(kind: type) -> Iterator[str]:
     taken = required(named_parameters(kind))
     is_optimizer = issubclass(kind, torch.optim.Optimizer)
     words = set[str]().union(*(Source(getattr(kind, name)).words for name in written(kind)))
@@ -225,7 +225,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
         return [], []
     finish, reset = first_phases(target)
     methods = _methods(made)
-    none = [NO_FINISH] if _exchanges_alone(made) else []
+    none = [NO_FINISH] if _may_sync_uncalled(made) else []
     after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
     before = [name for name in methods if name not in (finish, reset)]
     after = [] if said.finish or target.is_unbound else after
@@ -238,7 +238,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
     return one, [replace(base, finish=f, reset=r) for r, f in both if f != r]
 
 
-def _exchanges_alone(kind: type) -> bool:
+def _may_sync_uncalled(kind: type) -> bool:
     """Return True if its objects may synchronize without a call: by hooks, or in forward."""
     members = written(kind)
     sources = [Source(getattr(kind, name)) for name in members]

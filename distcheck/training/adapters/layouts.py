@@ -52,7 +52,7 @@ def with_unsharded_model(base: LoadedStrategy, made: Any, *, what: str) -> Loade
     )
 
 
-def _wrapped(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
+def _wrap_model(base: LoadedStrategy, model: nn.Module, what: str) -> nn.Module:
     """Wrap a model. Raises UsageError if the strategy cannot shard it (ValueError)."""
     try:
         return base.wrap(model)
@@ -125,7 +125,7 @@ class _Pieced:
         also sharded in another way, which could not be unsharded.
         """
         before = {name: (p.shape, p.device) for name, p in model.named_parameters()}
-        held = set(_wrapped(self._base, model, self._what).parameters())
+        held = set(_wrap_model(self._base, model, self._what).parameters())
         after = dict(model.named_parameters())
         has_dtensors = any(is_distributed(parameter) for parameter in held)
         divides_more = bool({*after.values()} - held) or any(
@@ -142,7 +142,6 @@ class _Pieced:
         return bool(flags[0])
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
-        """Return the optimizer of the parameters that this rank holds."""
         if self._pieces is None:
             return self._base.optimizer(build, parameters)
         return OptimizerOverShards(self._base.optimizer(build, self._pieces.held), self._pieces)
@@ -173,7 +172,7 @@ class _Accessed:
         self._parameters: Accessor = made.full_parameters
         self._gradients: Accessor = made.full_gradients
         self._model: nn.Module | None = None
-        self._wrapped: nn.Module | None = None
+        self._wrap_model: nn.Module | None = None
         self._buffers: _Buffers | None = None
         self._held: dict[str, dict[str, torch.Tensor | None]] = {}
 
@@ -186,10 +185,10 @@ class _Accessed:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to train; accessors fill the model itself."""
         self._model, trained = model, copy.deepcopy(model)
-        self._wrapped = _wrapped(self._base, trained, self._what)
+        self._wrap_model = _wrap_model(self._base, trained, self._what)
         self._buffers = _Buffers(model, trained)
         self._write_parameters()
-        return self._wrapped
+        return self._wrap_model
 
     def optimizer(self, build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         """Return an optimizer of the parameters that this rank holds, and of the full model."""
@@ -226,7 +225,7 @@ class _Accessed:
         self._held["full_parameters"] = held
 
     def _read(self, accessor: Accessor, name: str) -> Mapping[str, torch.Tensor | None]:
-        whole = accessor(self._wrapped)  # type: ignore[arg-type]
+        whole = accessor(self._wrap_model)  # type: ignore[arg-type]
         if whole is None:
             return {}
         if isinstance(whole, Mapping):

@@ -53,11 +53,11 @@ def template(target: Target) -> str:
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]
     made = target.value if target.is_class else target.maker
-    handed = _handed(target.required, _GIVEN)
+    handed = _keyword_arguments(target.required, _GIVEN)
     if made is not None:
         methods = own_names(made)
         own = f"{methods[0] if len(methods) == 1 else 'METHOD'}()"
-        making = _handed(required(named_parameters(made)), _BEFORE_TRAINING)
+        making = _keyword_arguments(required(named_parameters(made)), _BEFORE_TRAINING)
         begins = name_of_start_method(made, takes="model")
         lines = [
             "import torch.distributed as dist",
@@ -76,7 +76,7 @@ def template(target: Target) -> str:
     return "\n".join(f"    {line}" for line in [f"from {module} import {head}", *lines])
 
 
-def _handed(parameters: Parameters, known: Mapping[str, str]) -> str:
+def _keyword_arguments(parameters: Parameters, known: Mapping[str, str]) -> str:
     """Return the arguments as keywords; the first is the model, if no meaning is known."""
     values = [(p.name, known.get(meaning_of(p.name))) for p in parameters]
     if values and not any(value for _, value in values):

@@ -132,7 +132,7 @@ class Scene:
             return ast.literal_eval(text)
         name = text[1:]
         if ":" not in name:
-            return self.value(self._known(name))
+            return self.value(self._check_meaning(name))
         named = self.find(name)
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
@@ -166,9 +166,9 @@ class Scene:
     def check(self, text: str) -> None:
         """Raise UsageError for an `@name` without a meaning."""
         if text.startswith("@") and ":" not in text:
-            self._known(text[1:])
+            self._check_meaning(text[1:])
 
-    def _known(self, name: str) -> str:
+    def _check_meaning(self, name: str) -> str:
         meaning = meaning_of(name)
         if not meaning:
             known = "rank, world_size, group, device, model, optimizer, step, iteration, args, comm"
@@ -259,7 +259,7 @@ class Filling:
                 scene.assumed.append(f"{p.name}=@{p.name}")
                 self._sources.append((p, "meaning", meaning_of(p.name)))
             elif p.default is p.empty or p.name in also:
-                how, source = self._found(p)
+                how, source = self._source_of_value(p)
                 if how:
                     self._sources.append((p, how, source))
                 else:
@@ -276,7 +276,7 @@ class Filling:
         self._more = {n: t for n, t in more if n not in known and "." not in n}
         scene.used.update(self._more)
 
-    def _found(self, parameter: inspect.Parameter) -> tuple[str, str]:
+    def _source_of_value(self, parameter: inspect.Parameter) -> tuple[str, str]:
         """Where the value of a parameter comes from: what its name or use means, or an object of
         the class that it asks for; empty texts if nothing is known of it.
         """

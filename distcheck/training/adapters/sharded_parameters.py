@@ -118,7 +118,7 @@ class ShardedParameters:
         dist.all_reduce(speaker, dist.ReduceOp.MIN, group=self._group)
         lost = (speaker == self._nobody).nonzero().flatten().cpu()
         if len(lost):
-            raise LostElementsError(self._say_lost(lost))
+            raise LostElementsError(self._describe_lost(lost))
         holders = self._zeros(self._total)
         holders[mine] = 1
         dist.all_reduce(holders, group=self._group)
@@ -131,7 +131,7 @@ class ShardedParameters:
     def _zeros(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.long, device=self._device)
 
-    def _say_lost(self, lost: torch.Tensor) -> str:
+    def _describe_lost(self, lost: torch.Tensor) -> str:
         owner = torch.searchsorted(self._ends, lost, right=True)
         counts = owner.bincount(minlength=len(self._parameters)).tolist()
         named = [

@@ -120,14 +120,14 @@ def _nodes_of(function: Any) -> _Nodes:
     if isinstance(code, CodeType):
         place = (code.co_filename, code)
         if place not in _of_code:
-            _of_code[place] = _parsed(function)
+            _of_code[place] = _parse(function)
         return _of_code[place]
     if id(function) not in _seen:
-        _seen[id(function)] = function, _parsed(function)
+        _seen[id(function)] = function, _parse(function)
     return _seen[id(function)][1]
 
 
-def _parsed(function: Any) -> _Nodes:
+def _parse(function: Any) -> _Nodes:
     return _Nodes(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
 
 
@@ -147,7 +147,6 @@ class Source:
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """The names of its module."""
         value = inspect.unwrap(self._value) if callable(self._value) else self._value
         value = getattr(value, "__func__", value)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -155,7 +154,6 @@ class Source:
         return names
 
     def line_of(self, node: ast.AST) -> int:
-        """Return the line of a node in its file."""
         try:
             first = inspect.findsource(inspect.unwrap(self._value))[1]
         except (OSError, TypeError):
@@ -247,7 +245,6 @@ class Source:
 
     @property
     def returns_what_it_calls(self) -> bool:
-        """True if it returns the result of a call."""
         return self._returns((ast.Call,))
 
     @property
@@ -394,7 +391,6 @@ def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def own_globals(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the global names that a function binds itself."""
     return _globals_of(function.__code__)[1]
 
 

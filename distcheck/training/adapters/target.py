@@ -241,7 +241,7 @@ def annotation(parameter: inspect.Parameter) -> str:
     return text if isinstance(text, str) else inspect.formatannotation(text)
 
 
-def _signed(value: Callable[..., Any]) -> Parameters | None:
+def _signature_parameters(value: Callable[..., Any]) -> Parameters | None:
     """Return all parameters of a callable; None if unknown. A constructor `(*args, **kwargs)` has
     those of the next one of its bases.
     """
@@ -251,12 +251,12 @@ def _signed(value: Callable[..., Any]) -> Parameters | None:
     except (TypeError, ValueError):
         return None
     passes_all = [p.kind.name for p in found] == ["VAR_POSITIONAL", "VAR_KEYWORD"]
-    return (_signed(bases[0]) or found) if passes_all and bases else found
+    return (_signature_parameters(bases[0]) or found) if passes_all and bases else found
 
 
 def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
     """Return the named parameters of a callable; empty if unknown."""
-    return [p for p in (_signed(value) or [])[skip:] if p.kind in _NAMED]
+    return [p for p in (_signature_parameters(value) or [])[skip:] if p.kind in _NAMED]
 
 
 def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
@@ -268,7 +268,6 @@ def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> st
 
 
 def required(parameters: Parameters) -> Parameters:
-    """Return the parameters without a default."""
     return [p for p in parameters if p.default is p.empty]
 
 
@@ -281,7 +280,7 @@ def is_single_process_default(parameter: inspect.Parameter) -> bool:
 
 def takes_any(value: Callable[..., Any], kind: str) -> bool:
     """Return True if a callable has parameters of a kind: VAR_POSITIONAL (`*args`), VAR_KEYWORD."""
-    signed = _signed(value)
+    signed = _signature_parameters(value)
     return signed is None or any(p.kind.name == kind for p in signed)
 
 

@@ -117,7 +117,6 @@ _made: dict[str, str] = {}  # sentences by the name of the stand-in's class
 
 
 def stand_in(name: str, sentence: str) -> NotGiven:
-    """Return a stand-in with this name that raises this sentence when used."""
     kind = f"NotGiven_{name}"
     _made[kind] = sentence
     made: NotGiven = type(kind, (NotGiven,), {})(sentence)

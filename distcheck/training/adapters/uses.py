@@ -73,7 +73,6 @@ def uses_of(sources: Sequence[Source]) -> tuple[UsedFeature, ...]:
 
 
 def names_collectives(sources: Sequence[Source]) -> bool:
-    """Return True if a collective is named in these sources."""
     return any(source.words & COLLECTIVES for source in sources)
 
 
@@ -104,9 +103,9 @@ class _Look:
         whole = {n: int(v) for n, v in self._values.items() if abs(v) < 2**60 and int(v) == v}
         self._known: dict[str, int] = whole
         for _, node in nodes:
-            self._known |= dict(self._assigned(node))
+            self._known |= dict(self._assigned_integers(node))
 
-    def _assigned(self, node: ast.AST) -> Iterator[tuple[str, int]]:
+    def _assigned_integers(self, node: ast.AST) -> Iterator[tuple[str, int]]:
         """Yield names and attributes that are assigned integers, and parameters with defaults."""
         pairs: list[tuple[ast.AST | ast.arg, ast.expr]] = []
         if isinstance(node, ast.Assign):
@@ -132,7 +131,7 @@ class _Look:
         elif isinstance(node, ast.Compare):
             yield from self._limits([node.left, *node.comparators])
         elif isinstance(node, ast.BinOp):
-            yield from self._of_arithmetic(node)
+            yield from self._uses_of_arithmetic(node)
         elif isinstance(node, ast.keyword) and node.arg == "async_op":
             yield "async", 0
         elif isinstance(node, ast.Assign) and _keeps_those_with_gradients(node):
@@ -149,7 +148,7 @@ class _Look:
             if number >= _LEAST_SIZE and _has(words, _SIZES):
                 yield "size", number
 
-    def _of_arithmetic(self, node: ast.BinOp) -> Iterator[tuple[str, int]]:
+    def _uses_of_arithmetic(self, node: ast.BinOp) -> Iterator[tuple[str, int]]:
         """Yield features of arithmetic: with ranks, which is valid for some world sizes only
         (pairs, powers of two, nodes), and with steps, for an action every n steps.
         """

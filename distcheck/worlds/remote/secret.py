@@ -119,7 +119,6 @@ def challenge() -> bytes:
 
 
 def answer_is_right(sent: bytes, answer: bytes, secret: bytes) -> bool:
-    """Return True if an agent that was sent `sent` has the secret."""
     own, theirs = sent[len(GREETING) :], answer[:CHALLENGE_BYTES]
     return hmac.compare_digest(answer[CHALLENGE_BYTES:], _proof(b"host", own, theirs, secret))
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from distcheck.addons.explore.thorough_search import _without, search_thoroughly
+from distcheck.addons.explore.thorough_search import _excluded_words, search_thoroughly
 from distcheck.cli import root_command
 from distcheck.cli.commands import verify as verify_module
 from distcheck.cli.forecast import print_plan_estimate
@@ -157,13 +157,13 @@ def test_nothing_is_searched_where_cases_fail_already() -> None:
 
 
 def test_words_are_left_out_for_cells_dtypes_and_what_did_not_count() -> None:
-    left = _without(
+    left = _excluded_words(
         ThoroughSearch(strategy="s", budget_s=1, without=("transposed", "resume")), [], ()
     )
     assert left == {"strided": "you passed --without transposed"}
-    left = _without(ThoroughSearch(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
+    left = _excluded_words(ThoroughSearch(strategy="s", budget_s=1, dtypes=("float64",)), [], ())
     assert set(left) == {"float32", "bfloat16"}
-    left = _without(ThoroughSearch(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
+    left = _excluded_words(ThoroughSearch(strategy="s", budget_s=1), [PASSED], (PASSED.case.id,))
     assert set(left) == {"float64", "bfloat16"}
 
 

@@ -36,10 +36,12 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 def fits(target: Target) -> bool:
     """Return True for a function `initialize` that takes a model and an optimizer."""
-    return not target.is_class and target.name == "initialize" and len(_taken(target)) == 2
+    return (
+        not target.is_class and target.name == "initialize" and len(_parameter_names(target)) == 2
+    )
 
 
-def _taken(target: Target) -> list[str]:
+def _parameter_names(target: Target) -> list[str]:
     """Return the names of its parameters for the model and the optimizer, if it has them."""
     by_meaning = {meaning_of(p.name): p.name for p in target.parameters}
     return [by_meaning[m] for m in ("model", "optimizer") if m in by_meaning]
@@ -47,7 +49,7 @@ def _taken(target: Target) -> list[str]:
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return a strategy that calls it once, before the first step. Raises UsageError."""
-    taken = _taken(target)
+    taken = _parameter_names(target)
     if len(taken) != 2 or not callable(target.value):
         raise refusal(
             target, f"strategy {target.spec!r} is not a function of a model and an optimizer"
@@ -147,7 +149,7 @@ class Engine:
         if not callable(read):
             if not type(self.engine).__module__.startswith("deepspeed."):
                 return None
-            read = _of_deepspeed(accessor, self.engine, self.model, self.built)
+            read = _deepspeed_accessor(accessor, self.engine, self.model, self.built)
         tensors = read()
         if tensors is None:
             return {}
@@ -176,7 +178,7 @@ class EngineOptimizer(OptimizerProxy):
         self._engine.engine.step()
 
 
-def _of_deepspeed(
+def _deepspeed_accessor(
     accessor: str, engine: Any, model: nn.Module, built: torch.optim.Optimizer
 ) -> Callable[[], Tensors]:
     """Return DeepSpeed's accessor for the tensors that its ZeRO optimizers shard."""
@@ -192,26 +194,26 @@ def _of_deepspeed(
     def parameters() -> Tensors:
         if not in_pieces:
             return OfItsOwn({name: p.detach() for name, p in named.items()})
-        return {name: _shaped(safe_get_full_fp32_param(p), p) for name, p in named.items()}
+        return {name: _to_full_shape(safe_get_full_fp32_param(p), p) for name, p in named.items()}
 
     def gradients() -> Tensors:
         if not in_pieces:
             return OfItsOwn({name: p.grad for name, p in named.items()})
-        return {name: _shaped(safe_get_full_grad(p), p) for name, p in named.items()}
+        return {name: _to_full_shape(safe_get_full_grad(p), p) for name, p in named.items()}
 
     def state() -> Tensors:
         keys = {key for held in built.state.values() for key in held}
         pairs = [(f"{name}/{key}", p, key) for name, p in named.items() for key in keys]
         if not in_pieces:
             return OfItsOwn({name: built.state[p].get(key) for name, p, key in pairs})
-        return {n: _shaped(safe_get_full_optimizer_state(p, key), p) for n, p, key in pairs}
+        return {n: _to_full_shape(safe_get_full_optimizer_state(p, key), p) for n, p, key in pairs}
 
     return {"full_parameters": parameters, "full_gradients": gradients, "full_state": state}[
         accessor
     ]
 
 
-def _shaped(whole: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
+def _to_full_shape(whole: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor | None:
     """Return a tensor in the shape of the full parameter, which ZeRO-3 has resized."""
     if whole is None:
         return None

@@ -91,7 +91,7 @@ class Made:
         value, what = target.value, f"strategy {target.spec!r}"
         self.make: Callable[[], Any]
         if inspect.isroutine(value) and target.required:
-            names = _handed(value, target)
+            names = _unset_parameters(value, target)
             filling = Filling(scene, value, what=target.described, supplied=names)
             self.make = lambda: lambda **given: filling.call(*(given[name] for name in names))
         else:
@@ -99,7 +99,7 @@ class Made:
             maker = Filling(scene, value, what=what) if is_maker else None
             self.make = maker.call if maker else lambda: copy.deepcopy(value)
             made = self.make()
-            names = _handed(getattr(made, method, made), target)
+            names = _unset_parameters(getattr(made, method, made), target)
         if not names:
             raise refusal(target, f"{what} takes no samples: {target.signature}")
         needed = ("update", "compute") if method == "update" else ()
@@ -110,7 +110,7 @@ class Made:
         self.given = {name: "labels" if name in labels else "features" for name in names}
 
 
-def _handed(function: Any, target: Target) -> list[str]:
+def _unset_parameters(function: Any, target: Target) -> list[str]:
     """Return the parameters without a default, and labels with one, that no --arg sets."""
     free = [p for p in named_parameters(function) if p.name not in target.arguments]
     needed = {p.name for p in required(free)}

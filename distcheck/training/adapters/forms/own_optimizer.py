@@ -48,10 +48,10 @@ def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedSt
     """
     if not fits(target):
         raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
-    base = _torchs_own(target.value)
+    base = _torch_base(target.value)
     if base is None:
-        return _by_its_update(target, scene)
-    return _by_its_base(target, scene, base, is_divided=is_divided)
+        return _adapt_by_update(target, scene)
+    return _adapt_by_base(target, scene, base, is_divided=is_divided)
 
 
 def parameters_name(kind: type) -> str:
@@ -60,7 +60,7 @@ def parameters_name(kind: type) -> str:
     return next((n for n in taken if n in names.PARAMETERS or n.startswith("param")), "")
 
 
-def _torchs_own(made: type) -> type[torch.optim.Optimizer] | None:
+def _torch_base(made: type) -> type[torch.optim.Optimizer] | None:
     """Return the torch optimizer that it derives from; None if only the abstract base class."""
     bases = [one for one in made.__mro__[1:] if issubclass(one, torch.optim.Optimizer)]
     first = next(one for one in bases if one.__module__.startswith("torch.optim."))
@@ -130,7 +130,7 @@ class WatchedOptimizer(OptimizerProxy):
             base.step = original
 
 
-def _by_its_base(
+def _adapt_by_base(
     target: Target, scene: Scene, base: type[torch.optim.Optimizer], *, is_divided: bool
 ) -> LoadedStrategy:
     filling = _filling(target, scene)
@@ -173,7 +173,7 @@ def _by_its_base(
     )
 
 
-def _by_its_update(target: Target, scene: Scene) -> LoadedStrategy:
+def _adapt_by_update(target: Target, scene: Scene) -> LoadedStrategy:
     settings = [p.name for p in named_parameters(target.value)]
     rate = next((name for name in settings if names.meaning_of(name) == "rate"), "")
     if not rate:

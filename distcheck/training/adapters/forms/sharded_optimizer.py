@@ -50,11 +50,13 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         if not is_around:
             raise UsageError("--finish and --reset are for a class around an optimizer")
         # With a method for it, only the owner of a parameter has its gradient.
-        return _divided(adapt_optimizer(target, scene), gradients="owner")
+        return _with_sharded_state(adapt_optimizer(target, scene), gradients="owner")
     if not name and own_optimizer.fits(target):
-        return _divided(own_optimizer.adapt(target, scene, is_divided=True), gradients="owner")
+        return _with_sharded_state(
+            own_optimizer.adapt(target, scene, is_divided=True), gradients="owner"
+        )
     if is_around and optimizer_name(target):
-        return _divided(adapt_optimizer(target, scene))
+        return _with_sharded_state(adapt_optimizer(target, scene))
     if not name:
         raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
     known = {p.name for p in target.parameters}
@@ -105,7 +107,7 @@ def _sender(kind: type) -> str:
     return found[0] if is_idle and len(found) == 1 else ""
 
 
-def _divided(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
+def _with_sharded_state(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
     """Return the strategy with each part of the state on one rank, and further properties."""
     note = f"{loaded.note}, with sharded state"
     return loaded.promising(note=note, optimizer_state="sharded", **promised)

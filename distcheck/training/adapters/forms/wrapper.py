@@ -84,7 +84,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         raise refusal(
             target,
             f"{what} takes a module, and no method has a conventional name for a call after "
-            f"backward (it has {_own_methods(build)}); pass --finish METHOD, or --finish none if "
+            f"backward (it has {_method_names(build)}); pass --finish METHOD, or --finish none if "
             "its constructor is sufficient",
         )
     made: list[Any] = []
@@ -92,12 +92,12 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     def wrap(model: nn.Module) -> nn.Module:
         before = {id(p): p.shape for p in model.parameters()}
         made.append(filling.call(*([model] if supplied else [])))
-        trained = _trained(target, model, made[-1]) if is_trained else model
+        trained = _as_module(target, model, made[-1]) if is_trained else model
         if first:
             answer = getattr(made[-1], first)()
             trained = answer if isinstance(answer, nn.Module) else trained
         if not in_pieces:
-            _refuse_others(target, before, trained)
+            _refuse_other_parameters(target, before, trained)
         return trained
 
     def scaled(loss: torch.Tensor, step: Step) -> torch.Tensor:
@@ -115,7 +115,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     begins += ", its scale_loss() before backward" * scales
     begins += ", its zero_grad() in place of the optimizer's" * bool(clears)
     begins += ", its backward(loss) in place of the loss's" * runs_backward
-    how = f"no finish call among {_own_methods(build)}"
+    how = f"no finish call among {_method_names(build)}"
     how = _BY_HOOKS if hooks and not is_trained else how
     how = "nothing is called after backward, as requested" if has_none else how
     how = f"finish {finish}()" if finish else how
@@ -159,7 +159,7 @@ def _is_trained(build: Callable[..., Any]) -> bool:
     return bool(members & {"forward", "__call__"})
 
 
-def _own_methods(build: Callable[..., Any]) -> str:
+def _method_names(build: Callable[..., Any]) -> str:
     if not inspect.isclass(build):
         return "its methods"
     methods = [n for n in own_names(build) if n not in ("forward", "parameters", "state_dict")]
@@ -195,7 +195,7 @@ def _check_method(
         return
     if not callable(getattr(build, name, None)):
         raise UsageError(
-            f"{option} {name}: {target.name} has no such method; it has {_own_methods(build)}"
+            f"{option} {name}: {target.name} has no such method; it has {_method_names(build)}"
         )
     Filling(scene, getattr(build, name), what=f"{option} {name}", skip=1)
 
@@ -216,7 +216,7 @@ def _only_method(build: Callable[..., Any]) -> str:
     return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
 
 
-def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
+def _as_module(target: Target, model: nn.Module, made: Any) -> nn.Module:
     """Return the constructed object as a module. Raises UsageError."""
     if not isinstance(made, nn.Module):
         forward = getattr(made, "forward", None) or made
@@ -229,7 +229,9 @@ def _trained(target: Target, model: nn.Module, made: Any) -> nn.Module:
     return trained
 
 
-def _refuse_others(target: Target, before: dict[int, torch.Size], trained: nn.Module) -> None:
+def _refuse_other_parameters(
+    target: Target, before: dict[int, torch.Size], trained: nn.Module
+) -> None:
     """Raise UsageError if it trains other parameters than the model's, or shards of them."""
     # Its own parameters() may return nothing.
     parameters = list(trained.parameters()) or [p for _, p in nn.Module.named_parameters(trained)]
