@@ -28,23 +28,23 @@ def main() -> NoReturn:
     try:
         code = root_command.main(standalone_mode=False, prog_name="distcheck")
     except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
-        _complain("interrupted; nothing is left running")
+        _print_error("interrupted; nothing is left running")
         code = ExitCode.INTERRUPTED
     except click.ClickException as error:
         code = ExitCode.USAGE
-        _complain(error.format_message(), code)
+        _print_error(error.format_message(), code)
     except InternalError as error:
         code = ExitCode.INTERNAL
-        _complain(_defect_line(str(error), error.traceback), code)
+        _print_error(_defect_line(str(error), error.traceback), code)
     except DistcheckError as error:
         code = error.exit_code
-        _complain(str(error), code)
+        _print_error(str(error), code)
     except Exception as error:
         code = _print_unexpected_error(error)
     interrupts.ignore()
     output.flush()
     if output.lost:
-        _complain(
+        _print_error(
             f"warning: standard output was not written: {output.lost}; the verdict is unaffected"
         )
         code = code or ExitCode.CANNOT_RUN
@@ -152,19 +152,19 @@ def root_command(context: click.Context) -> ExitCode | None:
 def _print_unexpected_error(error: Exception) -> ExitCode:
     """Print an error that no command handles: of the machine, or a defect of distcheck."""
     if isinstance(error, MemoryError):
-        _complain(
+        _print_error(
             "memory is insufficient; free some, raise the limit (ulimit -v), or pass a smaller "
             "--world or --workload",
             ExitCode.CANNOT_RUN,
         )
         return ExitCode.CANNOT_RUN
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        _complain(f"{error.strerror}; raise their limit (ulimit -n)", ExitCode.CANNOT_RUN)
+        _print_error(f"{error.strerror}; raise their limit (ulimit -n)", ExitCode.CANNOT_RUN)
         return ExitCode.CANNOT_RUN
     temporary = private.temporary_folder()
     if isinstance(error, OSError) and (error.errno in _OF_THE_MACHINE or temporary is None):
         where = error.filename or f"a file in {os.getcwd()} or {temporary or 'TMPDIR'}"
-        _complain(
+        _print_error(
             f"{where} cannot be written: {error.strerror}; free some space, or work in another "
             "folder and set TMPDIR",
             ExitCode.CANNOT_RUN,
@@ -174,7 +174,7 @@ def _print_unexpected_error(error: Exception) -> ExitCode:
 
     trace = traceback.format_exc()
     what = f"{type(error).__name__}: {error} (at {innermost_own_place(trace)})"
-    _complain(_defect_line(what, trace), ExitCode.INTERNAL)
+    _print_error(_defect_line(what, trace), ExitCode.INTERNAL)
     return ExitCode.INTERNAL
 
 
@@ -187,7 +187,7 @@ def _defect_line(what: str, traceback: str) -> str:
     )
 
 
-def _complain(message: str, code: ExitCode | None = None) -> None:
+def _print_error(message: str, code: ExitCode | None = None) -> None:
     from distcheck.errors.shown_text import print_displayable
 
     print_displayable(f"distcheck: {message}", err=True)

@@ -33,13 +33,13 @@ def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> di
     return {"shell_complete": complete}
 
 
-def _runs() -> Iterable[str]:
+def _saved_runs() -> Iterable[str]:
     from distcheck.store.run_folder import kept_runs
 
     return [str(folder) for folder in kept_runs()]
 
 
-RUNS = completing(_runs, files=True)
+RUNS = completing(_saved_runs, files=True)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -135,7 +135,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
     asked |= changed
     if single and setting.repeated:
         # Click silently takes the last of several; elsewhere each of them counts.
-        asked |= {"multiple": True, "callback": _once}
+        asked |= {"multiple": True, "callback": _single_value}
         if "default" in changed:
             asked["default"] = [changed["default"]]
     if setting.metavar == _TIME:
@@ -144,7 +144,7 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
     return click.option(flag, setting.parameter if single else name, **asked)
 
 
-def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
+def _single_value(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
     """Return the value of an option that is repeatable in other commands, None without one. Raises
     UsageError for several.
     """
@@ -156,12 +156,12 @@ def _once(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -
     return values[-1] if values else None
 
 
-def _several(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+def _combine_options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    return _several(*map(setting_option, names or SETTINGS))
+    return _combine_options(*map(setting_option, names or SETTINGS))
 
 
 DOWNLOAD = click.option("--download", is_flag=True, help="Download the files if they are missing.")
@@ -170,7 +170,7 @@ CALL_OPTIONS = (*CALLS, "loss", "accept")
 
 
 # The file of the matrix, and the selected part of it.
-matrix_options = _several(
+matrix_options = _combine_options(
     click.option("--config", metavar="FILE", type=click.Path(dir_okay=False),
                  help="File with the matrix. [default: pyproject.toml here or above, "
                      "tool.distcheck]"),
@@ -187,7 +187,7 @@ def given_options() -> frozenset[str]:
 
 
 # For ranks on several machines, without a launcher.
-machine_options = _several(
+machine_options = _combine_options(
     click.option("--nnodes", "--num-nodes", type=int, metavar="N",
                  help="Number of machines that share the ranks. Start the same command on each."),
     click.option("--node-rank", "--rank", "machine", type=int, metavar="I",

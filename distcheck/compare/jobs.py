@@ -168,7 +168,7 @@ def _causes(
         said = f"step {earlier.steps[step]}: the maximum norm for clipping was {was}, but is {now}"
         return [name_cause("clip-norm-differs", said, "compared")]
     if found.beyond_kind in _OF_GRADIENTS:
-        fitted = fitting.fit(_pairs(earlier, later, step))
+        fitted = fitting.fit(_gradient_pairs(earlier, later, step))
         if fitted is not None and fitted.share < min(_LEFT, 0.1 * abs(fitted.factors[0] - 1)):
             return [_cause_of_factor(fitted.factors[0], step, earlier, later)]
     said = f"step {earlier.steps[step]}: {found.beyond_kind}, {found.beyond.parameter} first"
@@ -196,7 +196,7 @@ def _cause_of_changed_bits(
     return [name_cause("nondeterministic", f"{said} of {found.first.parameter}")]
 
 
-def _pairs(earlier: JobRecording, later: JobRecording, step: int) -> Any:
+def _gradient_pairs(earlier: JobRecording, later: JobRecording, step: int) -> Any:
     kind, places = Kind.GRADIENT, (earlier.steps[step], later.steps[step])
     for name in earlier.names(kind):
         one = earlier.gradient(kind, 0, places[0], name)

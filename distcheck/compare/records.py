@@ -95,7 +95,6 @@ def verdict_on_changes(
 
 
 def _relate_to_bound(found: TraceComparison) -> str:
-    """Describe a difference in relation to its bound."""
     if found.not_judged:
         return "it is unknown whether the first step that differs is within the bound"
     if found.judged and found.noise_floor:

@@ -119,10 +119,10 @@ class StepBounds:
 
     def _rounding(self, shards: Sequence[torch.Tensor], contract: Contract) -> torch.Tensor:
         wire = None if contract.wire is None else getattr(torch, contract.wire)
-        rescaled = any(factor != 1.0 for factor in self._of(contract).loss_factors)
+        rescaled = any(factor != 1.0 for factor in self._shares_under(contract).loss_factors)
         return rounding.interval(shards, self._shares(contract), rescaled=rescaled, wire=wire).bound
 
-    def _of(self, contract: Contract) -> Shares:
+    def _shares_under(self, contract: Contract) -> Shares:
         unscaled = (1.0,) * self._world
         loss = contract.loss_given(self._case.loss)
         return Shares(self._step, self._case.with_data, self._headers, contract, loss, unscaled)
@@ -131,7 +131,7 @@ class StepBounds:
         """Return each rank's weight in the mean over all samples."""
         if contract.weighting == "loss":
             return [1.0 / self._world] * self._world
-        step = self._of(contract)
+        step = self._shares_under(contract)
         total = max(1, sum(step.counts))
         pairs = zip(step.counts, step.loss_factors, strict=True)
         return [count / total / factor if factor else math.nan for count, factor in pairs]

@@ -58,7 +58,7 @@ def displayable(value: T) -> T:
     text, or made of lists, dictionaries and records.
     """
     mask = masker()
-    return _map_texts(value, lambda key, text: _text(_mask_text(key, text, mask)))  # type: ignore[no-any-return]
+    return _map_texts(value, lambda key, text: _safe_text(_mask_text(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
@@ -103,7 +103,7 @@ def _map_texts(value: Any, of_text: Callable[[str, str], str], key: str = "") ->
     return value
 
 
-def _text(text: str) -> str:
+def _safe_text(text: str) -> str:
     return escaped(shortened(text))
 
 

@@ -106,7 +106,7 @@ def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowa
 def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResult) -> CheckResult:
     """Compare learning rates with the promised ones, and all other settings as usual."""
     tally = Tally(result.check, result.layer)
-    compare = _check_scaled_rate if kind == RATES else _later
+    compare = _check_scaled_rate if kind == RATES else _check_schedule
     for step, name, actual, expected in compare(job, reference, tally):
         tally.count(parameter=name, rank=0, step=step, elements=1)
         if not abs(actual - expected) <= _SAME_RATE * abs(expected):  # NaN is never accepted
@@ -121,7 +121,7 @@ def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResu
 Compared = Iterator[tuple[int, str, float, float]]  # step, setting, actual, expected
 
 
-def _pairs(job: JobRecording, reference: Reference) -> Compared:
+def _settings_pairs(job: JobRecording, reference: Reference) -> Compared:
     for seen in reference.replayed.steps:
         own = job.records[0, seen.step]
         if seen.skipped or own.skipped:
@@ -138,7 +138,7 @@ def is_rate(name: str) -> bool:
 
 def _factor(job: JobRecording, reference: Reference) -> float:
     """Return the ratio of the first nonzero learning rate to the reference's, or 0."""
-    for _, name, actual, expected in _pairs(job, reference):
+    for _, name, actual, expected in _settings_pairs(job, reference):
         if is_rate(name) and expected:
             return actual / expected
     return 0.0
@@ -151,7 +151,7 @@ def _check_scaled_rate(job: JobRecording, reference: Reference, tally: Tally) ->
     """
     factor = _factor(job, reference)
     tally.remark(f"learning rates are {factor:.6g}x the single-process reference")
-    pairs = list(_pairs(job, reference))
+    pairs = list(_settings_pairs(job, reference))
     begins = {n: was for step, n, own, was in pairs if step == job.steps[0] and own == was}
     tops = {n.replace("/initial_lr", "/lr"): was for _, n, _, was in pairs if "/initial_lr" in n}
     for step, name, actual, expected in pairs:
@@ -161,9 +161,9 @@ def _check_scaled_rate(job: JobRecording, reference: Reference, tally: Tally) ->
         yield step, name, actual, low + risen * (expected - low) if is_rate(name) else expected
 
 
-def _later(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
+def _check_schedule(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
     """Expect scheduled settings to be the reference's at step k * world size."""
-    pairs = list(_pairs(job, reference))
+    pairs = list(_settings_pairs(job, reference))
     rates = {(step, name): expected for step, name, _, expected in pairs}
     first, later = job.steps[0], 0
     varies = {name for step, name, _, now in pairs if rates.get((first, name), now) != now}

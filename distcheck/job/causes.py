@@ -351,7 +351,6 @@ def _near(job: JobRecording, step: int) -> list[int]:
 
 
 def _for_job(found: Diagnosis, view: JobStep) -> Diagnosis:
-    """Return the diagnosis with the advice for whole jobs, if the cause has one."""
     of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
     if found.cause == "missing-sync" and view.job.ranks[0].bypassed:
         return msgspec.structs.replace(found, suggestion=suggested(found.cause, "bypassed"))
@@ -551,7 +550,6 @@ def _factor_causes(job: JobRecording, reference: Reference, step: int) -> Diagno
 
 
 def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:
-    """Diagnose gradients that are the reference's times one factor."""
     fitted = fit(
         gradients_of_rank(job, Kind.EXCHANGED, 0, step),
         reference_gradients(reference.tensors(step), Kind.EXCHANGED),

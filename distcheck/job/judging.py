@@ -53,7 +53,7 @@ def only_source_line(
     exchange = "".join(
         {r.verdict for r in results if (r.check, r.layer) == ("gradients", ROUNDING)}
     )
-    kinds = {next(_kinds(one.cause, exchange), "") for one in found}
+    kinds = {next(_kinds_of_lines(one.cause, exchange), "") for one in found}
     if len(kinds) != 1:
         return None
     (kind,) = kinds
@@ -63,7 +63,7 @@ def only_source_line(
     return _relative_site(with_code(site_at(*lines), str(Path(script).absolute())))
 
 
-def _kinds(cause: str, exchange: str) -> Iterator[str]:
+def _kinds_of_lines(cause: str, exchange: str) -> Iterator[str]:
     kinds = known_causes()[cause].lines
     for kind in kinds:
         needed = "fail" if kind == _COLLECTIVE else "pass" if _COLLECTIVE in kinds else exchange
@@ -102,7 +102,7 @@ def judge(
     not_finite = [*finite(job)]
     if not_finite and not_finite[0].first is not None:  # consequences are not judged
         results += not_finite
-        job, reference = _until(not_finite[0].first.step, job, reference)
+        job, reference = _before(not_finite[0].first.step, job, reference)
         missing = missing or "nothing is judged after the first inf or NaN"
     own_steps = averaging(job)
     if own_steps is not None:  # its steps need not equal the reference's
@@ -194,7 +194,7 @@ def _with_reason(result: CheckResult, more: str) -> CheckResult:
     return msgspec.structs.replace(result, reason="; ".join(filter(None, [result.reason, more])))
 
 
-def _until(
+def _before(
     step: int, job: JobRecording, reference: Reference | None
 ) -> tuple[JobRecording, Reference | None]:
     steps = tuple(one for one in job.steps if one < step)
@@ -301,10 +301,12 @@ def _unknown_if_ranks_divide_samples(reference: Reference, result: CheckResult) 
     if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
         return result
     said = "ranks read the same samples, and each gives its model other parts of them"
-    return _instead(result, "pass", said)
+    return _with_verdict(result, "pass", said)
 
 
-def _instead(result: CheckResult, verdict: Literal["pass", "unknown"], why: str) -> CheckResult:
+def _with_verdict(
+    result: CheckResult, verdict: Literal["pass", "unknown"], why: str
+) -> CheckResult:
     return msgspec.structs.replace(result, verdict=verdict, first=None, worst=None, reason=why)
 
 
@@ -326,7 +328,7 @@ def _unknown_if_loss_unrecorded(result: CheckResult) -> CheckResult:
         "reference may have different tensors (rewards of an environment, samples of the script's "
         "own generator); read them from a DataLoader, or pass --no-reference"
     )
-    return _instead(result, "unknown", said)
+    return _with_verdict(result, "unknown", said)
 
 
 def unknown_if_samples_interact(
@@ -352,7 +354,7 @@ def unknown_if_samples_interact(
         "rank's own samples); leave it out for this check, or compute it over the samples of all "
         "ranks"
     )
-    return _instead(result, "unknown", said)
+    return _with_verdict(result, "unknown", said)
 
 
 def unknown_if_sharded(job: JobRecording, result: CheckResult) -> CheckResult:
@@ -364,7 +366,7 @@ def unknown_if_sharded(job: JobRecording, result: CheckResult) -> CheckResult:
         f"ranks that share a model hold different tensors as {name}; without a DTensor or a "
         "reference, shards of one tensor cannot be distinguished from replicas that differ"
     )
-    return _instead(result, "unknown", said)
+    return _with_verdict(result, "unknown", said)
 
 
 def _unsupported_sharding(by: str) -> CheckResult:

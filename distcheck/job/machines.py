@@ -81,7 +81,7 @@ def gather_recording(
     if server is None:
         raise _send_recordings(folder, own, ran, patience_s)
     found, over = GatheredMachines(ran), threading.Event()
-    beat = threading.Thread(target=_beat, args=(found, over), daemon=True)
+    beat = threading.Thread(target=_send_heartbeats, args=(found, over), daemon=True)
     beat.start()
     try:
         with server:
@@ -195,7 +195,7 @@ def _take(
                 size += len(word.data)
                 if size > MOST_BYTES:
                     raise ValueError(f"it sent more than {MOST_BYTES >> 30} GiB")
-                place = _place(folder, word.name, ranks)
+                place = _path_of_file(folder, word.name, ranks)
                 if file is None or place != opened:
                     if file is not None:
                         file.close()
@@ -211,7 +211,7 @@ def _take(
             file.close()
 
 
-def _place(folder: Path, name: str, ranks: frozenset[int]) -> Path:
+def _path_of_file(folder: Path, name: str, ranks: frozenset[int]) -> Path:
     of_rank = _OF_A_RANK.fullmatch(name)
     if of_rank is not None and int(of_rank[1]) in ranks:
         return folder / name
@@ -220,8 +220,7 @@ def _place(folder: Path, name: str, ranks: frozenset[int]) -> Path:
     raise ValueError(f"it sent a file that none of its ranks writes: {name[:80]!r}")
 
 
-def _beat(found: GatheredMachines, over: threading.Event) -> None:
-    """Send heartbeats to the waiting machines."""
+def _send_heartbeats(found: GatheredMachines, over: threading.Event) -> None:
     while not over.wait(_BEAT_S):
         for line in found.lines:
             with contextlib.suppress(OSError):

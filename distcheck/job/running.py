@@ -248,10 +248,10 @@ def run(
         try:
             hung = Watch(process, settings.parent, deadline_s).wait()
         except BaseException:
-            _end(process)
+            _end_command(process)
             raise
         if hung:
-            _end(process)
+            _end_command(process)
         code = process.wait()
     _remove_logs(settings.parent)
     return CommandResult(code, () if hung else noted_exceptions(settings.parent), hung)
@@ -293,7 +293,7 @@ def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
     return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # blocked ranks report their call
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end_command(process: "subprocess.Popen[bytes]") -> None:
     """Make a launcher end its ranks, as Ctrl-C does; then kill everything that it started."""
     below = _started_by(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
@@ -326,7 +326,6 @@ def _remove_logs(folder: Path) -> None:
 
 
 def _started_by(process: int) -> list[psutil.Process]:
-    """Return the descendants of a process that are not detached."""
     try:
         found: list[psutil.Process] = psutil.Process(process).children(recursive=True)
     except psutil.Error:

@@ -137,7 +137,7 @@ def _remark(one: ChangedGradients) -> Diagnosis:
 
 def recognized_change(one: ChangedGradients, all_of: Collection[ChangedGradients]) -> str:
     """Return an intended change as a verb and its object, or "" if it is not recognized."""
-    ways = (_unscales, _ascends, _clips_by_norm, _clips_by_value, _centralizes, _decays)
+    ways = (_unscales, _recognize_ascent, _clips_by_norm, _clips_by_value, _centralizes, _decays)
     return next(filter(None, (way(one, all_of) for way in ways)), "")
 
 
@@ -150,7 +150,7 @@ def _unscales(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     return f"divides gradients by a loss scale of {number_text(factors[0])}" if is_undone else ""
 
 
-def _ascends(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
+def _recognize_ascent(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     """Recognize ascent: only an objective of the script's own is maximized, not torch's losses."""
     of_torch = any(p.losses for record in one.job.at(one.step) for p in record.trained)
     is_negated = one.is_right(lambda mean: -mean)

@@ -116,10 +116,10 @@ class JobStep(StepView):
         return {"samples": tuple(rows), "tokens": tuple(self._targets)}
 
     def local(self, rank: int, index: int) -> torch.Tensor:
-        own, (times, _) = self._locals[self.specs[index].name][rank], self._times(index)
+        own, (times, _) = self._locals[self.specs[index].name][rank], self._factor_of(index)
         return own if times == 1.0 else own * times
 
-    def _times(self, index: int) -> tuple[float, int]:
+    def _factor_of(self, index: int) -> tuple[float, int]:
         clipped, roundings = self._clips.get(self.specs[index].name, (1.0, 0))
         return self.factor * clipped, roundings
 
@@ -136,12 +136,12 @@ class JobStep(StepView):
     def interval(self, index: int, *, wire: str | None = None) -> Interval:
         """Return the mean and its bound. Raises NotBoundedError."""
         spec, ranks = self.specs[index], range(self.job.world)
-        own, (times, roundings) = self._locals[spec.name], self._times(index)
+        own, (times, roundings) = self._locals[spec.name], self._factor_of(index)
         if not all(self._whole):
             wire = wire or spec.dtype
             sizes = [_sums_of_sizes(self.job, rank, self.step, spec.name) for rank in ranks]
         else:
-            sizes = [_sizes(self.job, r, self.step, spec.name, own[r]) for r in ranks]
+            sizes = [_magnitudes(self.job, r, self.step, spec.name, own[r]) for r in ranks]
         found = interval(
             own, self._shares, rescaled=True, passes=self.passes, magnitudes=sizes,
             wire=None if wire is None else getattr(torch, wire),
@@ -152,7 +152,9 @@ class JobStep(StepView):
         return Interval(mean, bound)
 
 
-def _sizes(job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor) -> torch.Tensor:
+def _magnitudes(
+    job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor
+) -> torch.Tensor:
     """Return the summed magnitudes of the passes' gradients, which may cancel in their sum;
     synchronization in each pass rounds every one.
     """
@@ -172,4 +174,4 @@ def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.
     local = job.gradient(Kind.LOCAL_GRADIENT, rank, step, name)
     if local is None:
         return torch.zeros(sketches.SLOTS)
-    return sketches.magnitudes(_sizes(job, rank, step, name, local))
+    return sketches.magnitudes(_magnitudes(job, rank, step, name, local))

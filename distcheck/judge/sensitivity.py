@@ -61,7 +61,7 @@ def of_check(result: CheckResult) -> CheckResult:
     """Turn a pass that no mistake could have failed into unknown."""
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
-    reason = f"{_NOTHING_COUNTS} ({_why(list(result.shown.values()))})"
+    reason = f"{_NOTHING_COUNTS} ({_why_insensitive(list(result.shown.values()))})"
     return msgspec.structs.replace(
         result,
         verdict="unknown",
@@ -110,13 +110,13 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
             whose = ""
             if len(unseen) < len(possible_ranks):
                 whose = f" (rank {', '.join(map(str, unseen))})"
-            why = f"--accept {case.accept} allows it" if case.accept else _why(possible)
+            why = f"--accept {case.accept} allows it" if case.accept else _why_insensitive(possible)
             by_reason[why].append(f"{mistake.says}{whose}")
     for why, mistakes in by_reason.items():
         yield f"no tensor would have revealed {joined_list(mistakes, 'or')}: {why}"
 
 
-def _why(tensors: Sequence[Shown]) -> str:
+def _why_insensitive(tensors: Sequence[Shown]) -> str:
     if all(one.zero for one in tensors):
         return "gradients are zero on every rank"
     if all(one.alike for one in tensors):

@@ -130,10 +130,10 @@ def fsdp2_holding(module: nn.Module) -> Iterator[tuple[torch.Tensor, Callable[[]
     unsharded one were accumulated for a later exchange.
     """
     for one in _fsdp2_records(module):
-        yield one.sharded_param, functools.partial(_holds, one)
+        yield one.sharded_param, functools.partial(_holds_gradient, one)
 
 
-def _holds(record: Any) -> bool:
+def _holds_gradient(record: Any) -> bool:
     return getattr(record, "unsharded_accumulated_grad", None) is not None
 
 

@@ -40,7 +40,7 @@ def cells_to_run(
                 of_cell = msgspec.structs.replace(request, batch=batch, steps=cell.steps)
                 yield name, of_cell, {"left_out": left_out}
         return
-    for name in DEFAULT_RUN if _fits(request, world) else ():
+    for name in DEFAULT_RUN if _has_cells(request, world) else ():
         if name in CELLS and name not in request.without:
             deadline_s = min(request.deadline_s, _DEADLINE_S)
             of_cell = msgspec.structs.replace(
@@ -74,7 +74,7 @@ def with_own_workload(request: Request, strategy: str) -> Request:
     return msgspec.structs.replace(request, workloads=(own,)) if isinstance(own, str) else request
 
 
-def _fits(request: Request, world: int) -> bool:
+def _has_cells(request: Request, world: int) -> bool:
     """Return True if the default run has cells: with gloo on the CPU, since mismatched collectives
     may end the job elsewhere; not if `--accept`, a dtype, or ranks without data change the gradient
     that is expected where one is absent.

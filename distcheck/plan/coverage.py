@@ -62,7 +62,7 @@ class Coverage:
             check=name,
             layer=layer,
             scope="step",
-            required=self._all(
+            required=self._compared(
                 len({t.name for t in (*tensors, *state)}), elements * self._case.steps
             ),
         )
@@ -103,7 +103,7 @@ class Coverage:
         """Return the check of the loss on every rank with data at every step; in a mesh, on one
         rank of each data coordinate.
         """
-        required = self._all(1, self._with_data * self._case.steps)
+        required = self._compared(1, self._with_data * self._case.steps)
         if self._mesh is not None:
             data, steps = self._mesh.data, self._case.steps
             required = Compared(tensors=1, elements=data * steps, ranks=data, steps=steps)
@@ -121,7 +121,7 @@ class Coverage:
 
     def data(self) -> Compared:
         """Return the amount of the data check: every sample of every step."""
-        return self._all(0, sum(map(sum, self._sizes)))
+        return self._compared(0, sum(map(sum, self._sizes)))
 
     def initial(self) -> Compared:
         """Return the amount of the initial state: parameters and buffers of every rank."""
@@ -162,6 +162,6 @@ class Coverage:
         required = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
         return PlannedCheck(check="rerun", layer="-", scope="run", required=required)
 
-    def _all(self, tensors: int, elements: int) -> Compared:
+    def _compared(self, tensors: int, elements: int) -> Compared:
         steps = self._case.steps
         return Compared(tensors=tensors, elements=elements, ranks=self._with_data, steps=steps)

@@ -202,7 +202,7 @@ def _requests(
         if launch is not None and worlds is not None and launch.world not in worlds:
             left_out.append(strategy)  # the launcher's world size is not in this strategy's list
             continue
-        for fields in _fields(asked, given, {**matrix.keys, **own}):
+        for fields in _request_fields(asked, given, {**matrix.keys, **own}):
             request = msgspec.convert({**fields, "strategies": (strategy,)}, Request)
             world_given = "worlds" in given or worlds is not None or "worlds" in matrix.keys
             yield thorough.with_thorough_worlds(request, world_given=world_given)
@@ -213,10 +213,9 @@ def _requests(
         )
 
 
-def _fields(
+def _request_fields(
     asked: dict[str, Any], given: frozenset[str], keys: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of requests, one set for each combination of values."""
     fields = {name: value for name, value in asked.items() if name != "strategies"}
     said = {BY_KEY[key]: value for key, value in keys.items()}
     fields |= {name: value for name, value in said.items() if name not in given}

@@ -178,7 +178,7 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
         if (before := then.digests.get(what)) is not None
         and (after := now.digests.get(what, _MISSING)) != before
     ]
-    there, here = _flat(then.environment), _flat(now.environment)
+    there, here = _flatten(then.environment), _flatten(now.environment)
     for name in dict.fromkeys([*here, *there]):
         before, after = there.get(name, _MISSING), here.get(name, _MISSING)
         if before != after:
@@ -193,12 +193,12 @@ def changes_for_bits(then: Provenance, now: Provenance, case: Case) -> list[Chan
     return [change for change in changes(then, now, case) if change.kind != "other"]
 
 
-def _flat(environment: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return values as text, with names of nested ones joined by dots."""
     found: dict[str, str] = {}
     for name, value in environment.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            found |= _flatten(value, f"{prefix}{name}.")
         elif value is None or value == "":
             found[prefix + name] = _MISSING
         else:

@@ -379,7 +379,6 @@ def exit_code_of_report(report: Any, early: ExitCode | None = None) -> ExitCode:
 
 
 def _rows_of(report: CaseReport) -> list[dict[str, Any]]:
-    """Return the table rows of a case, one per check."""
     case, causes = report.case, ", ".join(found.cause for found in report.diagnosis)
     of_case = {
         name: getattr(case, name)

@@ -153,11 +153,11 @@ def with_unique_ids(cases: Sequence[Case]) -> list[Case]:
     alike: dict[str, list[Case]] = defaultdict(list)
     for case in dict.fromkeys(cases):
         alike[case.id].append(case)
-    names = {case: name for same in alike.values() for case, name in _names(same).items()}
+    names = {case: name for same in alike.values() for case, name in _distinguish(same).items()}
     return [msgspec.structs.replace(case, id=names[case]) for case in dict.fromkeys(cases)]
 
 
-def _names(same: Sequence[Case]) -> dict[Case, str]:
+def _distinguish(same: Sequence[Case]) -> dict[Case, str]:
     """Name the difference of cases, in words if possible, else by a digest."""
     if len(same) == 1:
         return {same[0]: same[0].id}

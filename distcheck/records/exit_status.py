@@ -110,10 +110,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def where(self) -> str:
         """The position, and if it lost its peer there."""
-        return ": ".join(filter(None, [self.run, self._at]))
+        return ": ".join(filter(None, [self.run, self._format_step]))
 
     @property
-    def _at(self) -> str:
+    def _format_step(self) -> str:
         step = "" if self.step is None else f"step {self.step}"
         at = ", ".join(filter(None, [step, self.phase]))
         if self.outcome == RankEnd.LOST:
@@ -141,5 +141,5 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def detail(self) -> str:
-        known = "\n".join(filter(None, [self._at, self.story]))
+        known = "\n".join(filter(None, [self._format_step, self.story]))
         return ": ".join(filter(None, [self.run, known]))

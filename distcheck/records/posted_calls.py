@@ -152,7 +152,7 @@ def meeting_in_words(
     said = called_in_words(calls)
     absent = f"; {ranks_in_words(missing)} did not make it" if missing else ""
     absent += f"; {ranks_in_words(unknown)} reported no data" if unknown else ""
-    odd = _odd(groups, unknown=len(unknown))
+    odd = _describe_odd_ranks(groups, unknown=len(unknown))
     return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
 
 
@@ -221,7 +221,7 @@ def _describe_groups(groups: Mapping[str, Sequence[PostedCall]]) -> Iterator[str
         yield f"{ranks_in_words([call.rank for call in calls])} called {words}{at}"
 
 
-def _odd(groups: Mapping[str, Sequence[PostedCall]], *, unknown: int) -> str:
+def _describe_odd_ranks(groups: Mapping[str, Sequence[PostedCall]], *, unknown: int) -> str:
     ranks = {words: [call.rank for call in calls] for words, calls in groups.items()}
     if unknown and not majority_call(ranks, unknown=unknown):
         return "so it is unknown which is wrong"

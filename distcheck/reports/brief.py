@@ -230,7 +230,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
         step = f"distcheck replay {shlex.quote(report.saved_to)}"
     causes = dict.fromkeys(one.cause for case in failed for one in case.diagnosis)
     explained = [f"distcheck explain {cause}" for cause in causes if cause != "unexplained"][:1]
-    more = [*explained, *_opens(report.saved_to), *[_MORE][verbose:]]
+    more = [*explained, *_open_command(report.saved_to), *[_MORE][verbose:]]
     whole = f'    # "{CUT}" in full: {" or ".join(more[len(explained) :])}' if cut else ""
     ends = [
         ("replay" if is_job or step.startswith("distcheck replay ") else "next", step),
@@ -245,7 +245,7 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
             console.print(Text(f"{label:<{VERDICT - 1}}{text}"), soft_wrap=True)
 
 
-def _opens(saved_to: str | None) -> list[str]:
+def _open_command(saved_to: str | None) -> list[str]:
     """Return the command that opens the report's page; a run saved elsewhere is named."""
     if saved_to is None:
         return []
@@ -286,16 +286,18 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
         (EXACT, EXACT, "bit-identical in integer arithmetic"),
         (BITWISE, BITWISE, "bit-identical in the declared reduction order"),
     ):
-        names = _names(r for r in results if r.layer == layer and r.check != "local gradients")
+        names = _check_names(
+            r for r in results if r.layer == layer and r.check != "local gradients"
+        )
         if names:
             lines.add(label, f"{joined_list(names)} {how}", most=2)
-    closest = _closest(results)
+    closest = _worst(results)
     if closest is not None:
         share, of = closest
         lines.add(ROUNDING, f"max error {share:.2g} % of the rounding bound ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
         lines.add("repeat", _describe_reruns(reruns), most=2)
-    others = _names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
+    others = _check_names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
         lines.add("ok", ", ".join(others), most=2)
     shown = [r.shown for r in results if r.check == SENSITIVITY and r.shown]
@@ -338,7 +340,7 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
     return "; ".join(found) or "none of the simplest mistakes"
 
 
-def _closest(results: Iterable[CheckResult]) -> tuple[float, str] | None:
+def _worst(results: Iterable[CheckResult]) -> tuple[float, str] | None:
     """Return the largest error in percent of its bound, and its check."""
     layers = (ROUNDING, *FULL_BATCH_LAYERS)
     bounded = [
@@ -352,14 +354,14 @@ def _closest(results: Iterable[CheckResult]) -> tuple[float, str] | None:
     return 100 * share, result.check
 
 
-def _names(results: Iterable[CheckResult]) -> list[str]:
+def _check_names(results: Iterable[CheckResult]) -> list[str]:
     return list(dict.fromkeys(result.check for result in results))
 
 
 def _passed_checks(cases: Sequence[CaseReport]) -> list[str]:
     results = [r for case in cases for r in case.checks if r.check not in _SAID]
     wrong = {result.check for result in results if result.verdict != "pass"}
-    return [name for name in _names(results) if name not in wrong]
+    return [name for name in _check_names(results) if name not in wrong]
 
 
 def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses) -> None:
@@ -426,7 +428,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         lines.add("module", sentence_on_modules(case.modules), most=3)
     if first is not None and first.first is not None:
         of = "" if case.case.job else f"{case.case.workload} {case.case.dtype}: "
-        lines.add("first", f"{of}{_place(first.check, first.first)}", most=2)
+        lines.add("first", f"{of}{_format_place(first.check, first.first)}", most=2)
     elif not case.ranks_failed and (
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
     ):
@@ -445,7 +447,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
         lines.add("unknown", f"{', '.join(dict.fromkeys(checks))}: {reason}", most=3)
 
 
-def _place(check: str, difference: Difference) -> str:
+def _format_place(check: str, difference: Difference) -> str:
     """Format place and values: "gradients, step 0, parameter fc.weight, rank 2: got ..."."""
     where = f"{check}, {difference.place}"
     if check.endswith(("gradients", "parameters")):

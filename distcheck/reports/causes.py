@@ -26,7 +26,7 @@ def cause_list() -> Iterator[str]:
         yield f"{_HEADINGS[family]}:"
         for name, cause in table.items():
             if cause.family == family:
-                yield from _format_labeled(name, _plain(cause.what), longest)
+                yield from _format_labeled(name, _text(cause.what), longest)
         yield ""
     yield "distcheck explain CAUSE describes one, with a wrong and a right example."
 
@@ -50,7 +50,7 @@ def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str
         yield "causes that match:"
         longest = max(len(cause.name) for cause in found)
         for cause in found:
-            yield from _format_labeled(cause.name, _plain(cause.what), longest)
+            yield from _format_labeled(cause.name, _text(cause.what), longest)
         yield ""
     if any("COMMAND" in line for one in symptoms for line in one.commands):
         of_resume = any("--resume" in line.split() for one in symptoms for line in one.commands)
@@ -62,11 +62,11 @@ def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str
 
 def cause_explanation(cause: Cause) -> Iterator[str]:
     """Explain one cause: its description, symptoms, repair and example."""
-    yield from wrap(f"{cause.name}: {_plain(cause.what)}", _WIDTH, subsequent_indent="  ")
+    yield from wrap(f"{cause.name}: {_text(cause.what)}", _WIDTH, subsequent_indent="  ")
     yield ""
     yield "symptoms:" if len(cause.when) > 1 else "symptom:"
     for symptom in cause.when:
-        yield from wrap(_plain(symptom), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        yield from wrap(_text(symptom), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     for heading, text in (
         ("repair", cause.repair),
         ("easily confused with", cause.confused),
@@ -75,12 +75,12 @@ def cause_explanation(cause: Cause) -> Iterator[str]:
         ("reported in", ", ".join(cause.seen)),
     ):
         if text:
-            yield from wrap(f"{heading}: {_plain(text)}", _WIDTH, subsequent_indent="  ")
+            yield from wrap(f"{heading}: {_text(text)}", _WIDTH, subsequent_indent="  ")
     for heading, code in (("wrong", cause.wrong), ("right", cause.right)):
         yield ""
         yield f"{heading}:"
         yield indent(code.strip("\n"), "    ")
 
 
-def _plain(text: str) -> str:
+def _text(text: str) -> str:
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(text.split())).replace("`", "")

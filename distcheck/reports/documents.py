@@ -115,7 +115,6 @@ def _errors_in_totals(document: Document) -> Iterator[str]:
 
 
 def _errors_in_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
-    """Yield contradictions between a search, the plan and its own numbers."""
     searches = () if plan is None else plan.searches
     if one.strategy not in {search.strategy for search in searches}:
         yield f"it searched for a failure of {one.strategy!r}, which is not in its plan"
@@ -261,7 +260,6 @@ def _missing(document: Document) -> Iterator[str]:
 
 
 def _not_planned(document: Document, plan: RunPlan) -> Iterator[str]:
-    """Yield requests of a command line that the plan lacks."""
     for made in (document.made, *(part.made for part in document.parts or ())):
         if made is not None:
             yield from not_in_plan(made.command, plan)
@@ -291,7 +289,7 @@ def _typed_values(command: str) -> dict[str, list[str]]:
     if words[:2] != ["distcheck", "verify"]:
         return {}
     found: dict[str, list[str]] = defaultdict(list)
-    for option, value in _pairs(words[2:]):
+    for option, value in _option_values(words[2:]):
         found[option].append(value)
     return {
         option: values
@@ -300,7 +298,7 @@ def _typed_values(command: str) -> dict[str, list[str]]:
     }
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _option_values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for at, word in enumerate(words):
         option, _, value = word.partition("=")
         if option not in _SEVERAL and option not in _LAST:

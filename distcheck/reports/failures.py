@@ -153,12 +153,12 @@ def ends_of_ranks(
             alike.setdefault(key, []).append(outcome)
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
-        text = _cut(detail.splitlines(), ranks[0].last_call, lines, says_cut=says_cut)
+        text = _shorten(detail.splitlines(), ranks[0].last_call, lines, says_cut=says_cut)
         end = ", ".join([ranks[0].outcome, *text[:1]])
         yield f"rank{'s' * (len(ranks) > 1)} {names}", "\n".join([end, *text[1:]])
 
 
-def _cut(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
+def _shorten(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
     """Return the first line, the last call, and the end of a rank's text, without the markers that
     Python puts below a line of code.
     """

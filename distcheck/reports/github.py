@@ -48,7 +48,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
 
 def error(message: str) -> str:
     """Return the annotation of a run without a verdict."""
-    return f"::error title=distcheck::{_data(_cut(displayable(message), _MOST_MESSAGE))}"
+    return f"::error title=distcheck::{_data(_shorten(displayable(message), _MOST_MESSAGE))}"
 
 
 def _annotation(command: str, case: CaseEntry, root: Path) -> str:
@@ -70,7 +70,7 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
     place = [f"file={_property(file)}", f"line={line}"] if file else []
     message = "\n".join(dict.fromkeys(part for part in parts if part))
     words = ",".join([*place, f"title={_property(title)}"])
-    return f"::{command} {words}::{_data(_cut(message, _MOST_MESSAGE))}"
+    return f"::{command} {words}::{_data(_shorten(message, _MOST_MESSAGE))}"
 
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
@@ -84,17 +84,17 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     head = f"## distcheck: {_MARKS[found.verdict]}\n\n{told or 'nothing was verified'}\n\n"
     head += "".join(f"{_escape_markdown(describe_search(one))}\n\n" for one in found.explored)
     details = [_details(case) for case in cases if case.verdict != "pass"]
-    rows = [_row(case) for case in cases]
+    rows = [_table_row(case) for case in cases]
     table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
     made = describe_origin(found.made)
     end = [f"\n{_escape_markdown(made)}\n"] if made else []
-    return _fit([head, *table, "\n", *details, *end], room_bytes)
+    return _join_fitting([head, *table, "\n", *details, *end], room_bytes)
 
 
-def _row(case: CaseEntry) -> str:
+def _table_row(case: CaseEntry) -> str:
     found = finding_of(case)
     said = next(iter(found.causes), found.headline)
-    what = "" if case.verdict == "pass" else _cut(said, 200)
+    what = "" if case.verdict == "pass" else _shorten(said, 200)
     words = (_MARKS[case.verdict], case.strategy, name_of(case), what)
     return f"| {' | '.join(map(_escape_markdown, words))} |\n"
 
@@ -104,7 +104,7 @@ def _details(case: CaseEntry) -> str:
     title = f"{case.verdict}: {case.strategy}, {name_of(case)}"
     text = f"### {_escape_markdown(title)}\n\n"
     for label, lines in _labeled_texts(found):
-        text += f"**{label}**\n\n{_code_block(_cut(lines, _MOST_DETAIL))}\n"
+        text += f"**{label}**\n\n{_code_block(_shorten(lines, _MOST_DETAIL))}\n"
     return text
 
 
@@ -120,7 +120,7 @@ def _labeled_texts(found: FailureSummary) -> list[tuple[str, str]]:
     return [(label, text) for label, text in told if text]
 
 
-def _fit(pieces: Sequence[str], room_bytes: int) -> str:
+def _join_fitting(pieces: Sequence[str], room_bytes: int) -> str:
     """Join as many whole pieces as fit, and the number of omitted ones."""
     closing = "\n{} more lines do not fit here; the JSON report has all of them.\n"
     room = room_bytes - len(closing.encode()) - 10
@@ -142,12 +142,11 @@ def _code_block(text: str) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    """Escape text for a cell or a heading, on one line."""
     text = re.sub(r"([\\`*_{}\[\]<>|#~!@$])", r"\\\1", " ".join(text.split()))
     return text.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\@", "&#64;")
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 

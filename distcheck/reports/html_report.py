@@ -73,7 +73,7 @@ def render(document: Mapping[str, Any]) -> str:
         cases=worst_first,
         causes=causes[:_FIRST_CAUSES],
         more_causes=max(0, len(causes) - _FIRST_CAUSES),
-        environment=_flat(read.environment),
+        environment=_flatten(read.environment),
         since_green=read.since_green,
         origin=describe_origin(read.made),
         searches=list(map(describe_search, read.explored)),
@@ -267,7 +267,7 @@ def _pictures(anchor: str, case: CaseEntry) -> Iterator[Picture]:
         if _has_map(check, "bound"):
             yield heat.draw_bound(next(made), check)
     for check in checks:
-        if _has_map(check, "bits") and (_differs(check) or check.check == "gradients"):
+        if _has_map(check, "bits") and (_has_differences(check) or check.check == "gradients"):
             yield heat.draw_bits(next(made), check)
     with_loss = [check for check in checks if check.loss]
     if with_loss:
@@ -300,7 +300,7 @@ def _has_map(check: CheckEntry, kind: str) -> bool:
     return bool(check.map and check.map.kind == kind and check.map.steps)
 
 
-def _differs(check: CheckEntry) -> bool:
+def _has_differences(check: CheckEntry) -> bool:
     return bool(check.map and any("x" in row for row in check.map.rows))
 
 
@@ -309,7 +309,7 @@ def _bit_identical_checks(checks: Sequence[CheckEntry]) -> list[str]:
     return [
         check_with_layer(check.check, check.layer)
         for check in checks
-        if _has_map(check, "bits") and not _differs(check) and check.check != "gradients"
+        if _has_map(check, "bits") and not _has_differences(check) and check.check != "gradients"
     ]
 
 
@@ -343,11 +343,11 @@ def _digits(value: float | str, bits: str) -> str:
     return value if isinstance(value, str) else f"{value:.{17 if len(bits) > 8 else 9}g}"
 
 
-def _flat(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def _flatten(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in environment.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}.")
+            found += _flatten(value, f"{prefix}{name}.")
         else:
             found.append((prefix + name, str(value)))
     return found

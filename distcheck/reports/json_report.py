@@ -115,7 +115,7 @@ def _losses(sums: Aggregates) -> LossesEntry:
     every = sorted(sums.losses)
     stretch = -(-len(every) // _MOST_POINTS)
     steps = [
-        max(every[at : at + stretch], key=lambda step: _off(sums.losses[step]))
+        max(every[at : at + stretch], key=lambda step: _loss_error(sums.losses[step]))
         for at in range(0, len(every), stretch)
     ]
     points = [sums.losses[step] for step in steps]
@@ -128,7 +128,7 @@ def _losses(sums: Aggregates) -> LossesEntry:
     )
 
 
-def _off(losses: Losses) -> float:
+def _loss_error(losses: Losses) -> float:
     off = abs(float(losses.mean) - float(losses.expected))
     return math.inf if math.isnan(off) else off
 

@@ -31,18 +31,18 @@ def render(document: Mapping[str, Any]) -> str:
     for case, name in zip(found.cases, names_of(found.cases), strict=True):
         suites[case.strategy].append(_test_case(case, name))
     for planned, reason in _left_out(found):
-        element = ElementTree.Element("testcase", classname=_clean(planned.strategy))
-        element.set("name", _clean(planned.id))
-        ElementTree.SubElement(element, "skipped", message=_clean(reason))
+        element = ElementTree.Element("testcase", classname=_valid(planned.strategy))
+        element.set("name", _valid(planned.id))
+        ElementTree.SubElement(element, "skipped", message=_valid(reason))
         suites[planned.strategy].append(element)
     for explored in found.explored:
         suites[explored.strategy].append(_search(explored))
     for strategy, elements in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(strategy)})
-        suite.attrib |= _counts(elements)
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _valid(strategy)})
+        suite.attrib |= _count_results(elements)
         _note_origin(suite, found.made)
         suite.extend(elements)
-    root.attrib |= _counts([element for elements in suites.values() for element in elements])
+    root.attrib |= _count_results([element for elements in suites.values() for element in elements])
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
 
@@ -51,23 +51,23 @@ def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
     """Add date, command and commit: an attribute and properties, which come first in a suite."""
     if not made:
         return
-    suite.set("timestamp", _clean(made.date[: len("2026-01-31T12:00:00")]))
+    suite.set("timestamp", _valid(made.date[: len("2026-01-31T12:00:00")]))
     properties = ElementTree.SubElement(suite, "properties")
     for name, value in msgspec.structs.asdict(made).items():
         if value not in ("", None):
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            ElementTree.SubElement(properties, "property", name=name, value=_clean(shown))
+            ElementTree.SubElement(properties, "property", name=name, value=_valid(shown))
 
 
 def _search(explored: Explored) -> ElementTree.Element:
     """Return a search in addition to the cases. Cases that it found are test cases, too."""
-    about = {"classname": _clean(explored.strategy), "name": "explore"}
+    about = {"classname": _valid(explored.strategy), "name": "explore"}
     element = ElementTree.Element("testcase", about)
     element.set("time", f"{explored.spent_s:.3f}")
     kind = {"fail": "failure", "unknown": "error", "not run": "skipped"}.get(explored.verdict)
     if kind is not None:
         found = ", ".join(explored.found)
-        ElementTree.SubElement(element, kind, message=_clean(explored.reason or found))
+        ElementTree.SubElement(element, kind, message=_valid(explored.reason or found))
     return element
 
 
@@ -78,25 +78,25 @@ def _left_out(document: Document) -> list[tuple[PlannedCase, str]]:
 
 
 def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
-    element = ElementTree.Element("testcase", classname=_clean(case.strategy), name=_clean(name))
+    element = ElementTree.Element("testcase", classname=_valid(case.strategy), name=_valid(name))
     element.set("time", f"{sum(case.timings_s.values()):.3f}")
     if case.strategy_file:
-        element.set("file", _clean(case.strategy_file))
+        element.set("file", _valid(case.strategy_file))
     if case.strategy_line:
         element.set("line", str(case.strategy_line))
     remarks = case.remarks or ()
     said = [f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks]
     if case.verdict == "pass":
         if said:
-            ElementTree.SubElement(element, "system-out").text = _clean("\n".join(said) + "\n")
+            ElementTree.SubElement(element, "system-out").text = _valid("\n".join(said) + "\n")
         return element
     found = finding_of(case)
     failed = case.verdict == "fail" and not ranks_failed(case)
     kind = case.diagnosis[0].cause if case.diagnosis else case.verdict
     wrong = ElementTree.SubElement(element, "failure" if failed else "error")
-    wrong.set("type", _clean(kind))
-    wrong.set("message", _clean(found.headline))
-    wrong.text = _clean(_wrong(case))
+    wrong.set("type", _valid(kind))
+    wrong.set("message", _valid(found.headline))
+    wrong.text = _valid(_failures(case))
     about = [
         *([f"first: {found.first}"] if found.first else []),
         *([f"where: {found.where}"] if found.where else []),
@@ -105,14 +105,14 @@ def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
         *([f"replay: {found.replay}"] if found.replay else []),
         *said,
     ]
-    ElementTree.SubElement(element, "system-out").text = _clean("\n".join(about) + "\n")
+    ElementTree.SubElement(element, "system-out").text = _valid("\n".join(about) + "\n")
     if found.ranks:
         details = "\n\n".join(f"{rank}\n{detail}" for rank, detail in found.ranks)
-        ElementTree.SubElement(element, "system-err").text = _clean(details + "\n")
+        ElementTree.SubElement(element, "system-err").text = _valid(details + "\n")
     return element
 
 
-def _wrong(case: CaseEntry) -> str:
+def _failures(case: CaseEntry) -> str:
     """Return every check that did not pass, one line each, and the notes."""
     lines = [
         f"{check.verdict} {check_with_layer(check.check, check.layer)}: {check.reason}"
@@ -122,7 +122,7 @@ def _wrong(case: CaseEntry) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in case.notes)]) + "\n"
 
 
-def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
+def _count_results(elements: list[ElementTree.Element]) -> dict[str, str]:
     count = {
         plural: sum(element.find(tag) is not None for element in elements)
         for plural, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
@@ -132,5 +132,5 @@ def _counts(elements: list[ElementTree.Element]) -> dict[str, str]:
     return {"tests": str(len(elements)), **numbers, "time": f"{seconds:.3f}"}
 
 
-def _clean(text: str) -> str:
+def _valid(text: str) -> str:
     return _NOT_XML.sub("", text)

@@ -45,7 +45,7 @@ class LiveProgress:
 
     def __rich__(self) -> Text:
         """Return the current line, whose seconds advance continuously."""
-        return Text(self._line(self._text), overflow="ellipsis", no_wrap=True)
+        return Text(self._format_line(self._text), overflow="ellipsis", no_wrap=True)
 
     def preparing(self, what: str) -> None:
         """Show work before any case, or during a search."""
@@ -81,7 +81,7 @@ class LiveProgress:
         self._show(text, silently=True)
         self._write(text)
 
-    def _line(self, text: str) -> str:
+    def _format_line(self, text: str) -> str:
         """Return a text after the number of judged cases, if known, and the times."""
         done, total = self._parts
         count = f"{done} of {total}, " if total else ""
@@ -114,7 +114,7 @@ class LiveProgress:
         """Write a line for a log; on a terminal the changing line suffices."""
         self._written = time.monotonic()
         if self._status is None:
-            line = Text(f"progress: {self._line(text)}")
+            line = Text(f"progress: {self._format_line(text)}")
             self._console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -91,8 +91,8 @@ def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
             ScaleEntry,
             point,
             curve,
-            error=_number(point.error),
-            bound=_number(point.bound),
+            error=_json_number(point.error),
+            bound=_json_number(point.bound),
             reason=point.reason if point.verdict == "unknown" else "",
         )
         for curve in curves(cases)
@@ -134,7 +134,7 @@ def _point(case: CaseEntry, layer: str) -> Point:
     )
 
 
-def _number(value: float | None) -> float | str | None:
+def _json_number(value: float | None) -> float | str | None:
     if value is None or value - value == 0:  # finite
         return value
     return str(value)

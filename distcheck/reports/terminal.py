@@ -174,7 +174,7 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
             result.check if result.check != last else "",
             shown_layer(result.layer),
             Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
-            *_counts(result.compared, shown),
+            *_format_counts(result.compared, shown),
             describe_worst(result),
         )
         last = result.check
@@ -194,7 +194,7 @@ def _columns(width: int) -> tuple[str, ...]:
     return ()
 
 
-def _counts(compared: Compared, shown: Sequence[str]) -> list[str]:
+def _format_counts(compared: Compared, shown: Sequence[str]) -> list[str]:
     """Format numbers for the table; a dash for none."""
     numbers = [getattr(compared, what) for what in shown]
     return [count(n) if n else "-" for n in numbers]

@@ -74,8 +74,8 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
             entries += found
             crash = crash or place
         elif outcome.detail:
-            entries.append(ReprEntryNative([f"{_detail(outcome)}\n"]))
-    entries += [_line(text) for text in _bystanders(ended)]
+            entries.append(ReprEntryNative([f"{_details_of(outcome)}\n"]))
+    entries += [_line(text) for text in _secondary(ended)]
     headline = _headline(ended, groups)
     place = crash or ReprFileLocation(path="", lineno=0, message="")
     place = ReprFileLocation(path=place.path, lineno=place.lineno, message=headline)
@@ -130,7 +130,7 @@ def _groups(ended: WorldEnd) -> list[tuple[list[int], Outcome]]:
     return groups
 
 
-def _detail(outcome: Outcome) -> str:
+def _details_of(outcome: Outcome) -> str:
     """Return the details of a rank's end, without the training step, which a test does not have."""
     return outcome.story if outcome.phase == "test" and outcome.story else outcome.detail
 
@@ -139,7 +139,7 @@ def _is_victim(outcome: Outcome) -> bool:
     return outcome.outcome == RankEnd.RAISED and outcome.lost_peer
 
 
-def _bystanders(ended: WorldEnd) -> list[str]:
+def _secondary(ended: WorldEnd) -> list[str]:
     lines = []
     victims: dict[str, list[int]] = {}
     told = {rank for ranks, _ in _groups(ended) for rank in ranks}

@@ -111,7 +111,7 @@ def with_fixture_values(item: pytest.Function, values: dict[str, Any]) -> Iterat
     the item, which would belong to another test.
     """
     definitions = pytest_compat.definitions_of_fixtures(item)
-    _forget(item)
+    _forget_results(item)
     for name in values.keys() & definitions.keys():
         # This request looks up fixtures by name, so the cache key is not used.
         definitions[name][-1].cached_result = (values[name], None, None)
@@ -119,10 +119,10 @@ def with_fixture_values(item: pytest.Function, values: dict[str, Any]) -> Iterat
     try:
         yield
     finally:
-        _forget(item)
+        _forget_results(item)
 
 
-def _forget(item: pytest.Function) -> None:
+def _forget_results(item: pytest.Function) -> None:
     for definitions in pytest_compat.definitions_of_fixtures(item).values():
         for definition in definitions:
             definition.cached_result = None
@@ -147,7 +147,7 @@ def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
         undone = _torn_down(item)
         if undone is not None and not _has_failed(error):
             raise undone  # noqa: B904 - pytest shows both
-        for one in _single(undone):
+        for one in _flatten_groups(undone):
             error.add_note(f"also, when fixtures were torn down: {_describe_exception(one)}")
         raise
     undone = _torn_down(item)
@@ -188,17 +188,15 @@ def _has_failed(error: BaseException) -> bool:
     return not (isinstance(error, nothing) or examples.is_rejection(error))
 
 
-def _single(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exceptions in nested groups, or a single exception."""
+def _flatten_groups(error: BaseException | None) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
-            yield from _single(one)
+            yield from _flatten_groups(one)
     elif error is not None:
         yield error
 
 
 def _describe_exception(error: BaseException) -> str:
-    """Return type, message and place of an exception in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     first, _, _ = text_of(error).partition("\n")

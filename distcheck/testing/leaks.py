@@ -68,11 +68,13 @@ def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen
     staying = _unfinished_work() or _unwaited_collectives(before.functional)
     stray = _stray_threads(before.threads)
     if stray:
-        staying.append(f"{_many(len(stray), 'thread')} running ({', '.join(sorted(stray))})")
+        staying.append(
+            f"{_format_count(len(stray), 'thread')} running ({', '.join(sorted(stray))})"
+        )
     running = _stray_processes(before.processes)
     if running:
         names = ", ".join(sorted(running))
-        staying.append(f"{_many(len(running), 'process')} running ({names})")
+        staying.append(f"{_format_count(len(running), 'process')} running ({names})")
     return StillOpen((*_process_groups(), *staying), stays=bool(staying))
 
 
@@ -83,7 +85,7 @@ def _process_groups() -> list[str]:
     from distcheck.machine import compat  # imports torch, which a test may do without
 
     extra = len(compat.groups()) - 1
-    return [f"{_many(extra, 'process group')} not destroyed"] if extra > 0 else []
+    return [f"{_format_count(extra, 'process group')} not destroyed"] if extra > 0 else []
 
 
 def _unfinished_work() -> list[str]:
@@ -91,12 +93,12 @@ def _unfinished_work() -> list[str]:
     if not open_calls:
         return []
     names = ", ".join(dict.fromkeys(open_calls))
-    return [f"{_many(len(open_calls), 'collective')} not waited for ({names})"]
+    return [f"{_format_count(len(open_calls), 'collective')} not waited for ({names})"]
 
 
 def _unwaited_collectives(before: int) -> list[str]:
     count = _functional_collectives() - before
-    return [f"{_many(count, 'functional collective')} not waited for"] if count > 0 else []
+    return [f"{_format_count(count, 'functional collective')} not waited for"] if count > 0 else []
 
 
 def _functional_collectives() -> int:
@@ -153,6 +155,6 @@ def _is_of_a_library(thread: threading.Thread) -> bool:
     return installed or package == "torch"  # also if torch was built in its own source folder
 
 
-def _many(count: int, what: str) -> str:
+def _format_count(count: int, what: str) -> str:
     plural = "es" if what.endswith("s") else "s"
     return f"{count} {what}{plural if count > 1 else ''}"

@@ -55,7 +55,7 @@ def pytest_sessionfinish() -> None:
     kept = sys.modules.get("distcheck.testing.reused_worlds")
     if kept is not None:
         kept.close_all()
-    _settle()
+    _wait_for_helpers()
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
         waiting.show_interrupt(terminalreporter)
 
 
-def _settle() -> None:
+def _wait_for_helpers() -> None:
     front = sys.modules.get("distcheck.testing.front")
     if front is not None:
         front.wait_for_helpers()
@@ -104,7 +104,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Defer the ranks' own fixtures."""
     options = _options(item)
     if options is None:
-        _settle()  # an ordinary test must find the process as if there had been no world
+        _wait_for_helpers()  # an ordinary test must find the process as if there had been no world
     elif isinstance(item, pytest.Function):
         fixtures.defer(item, fixtures.deferred_names(item, kept=options.is_shared))
 

@@ -217,7 +217,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
-        reason="" if error is None else _cut(text_of(error)),
+        reason="" if error is None else _shorten(text_of(error)),
         warnings=tuple(_as_warning(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
@@ -244,14 +244,14 @@ def _own_copies(
     return threads.body_for_rank(prepared.body), prepared.args, named
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return shortened(text, _MOST_MESSAGE, why=_CUT)
 
 
 def _short_repr(error: BaseException) -> str:
     """Return a short representation of a long text, which pytest would wrap for minutes."""
     stack = "".join(traceback.format_tb(error.__traceback__))
-    return f"{stack}{type(error).__name__}: {_cut(text_of(error))}"
+    return f"{stack}{type(error).__name__}: {_shorten(text_of(error))}"
 
 
 def _refuse_a_result(item: pytest.Function, result: object) -> None:

@@ -40,7 +40,9 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
         args, kwargs, asked, filters = _arguments(test)
-        prepared = Prepared(item=item, options=options, body=_body(item), args=args, kwargs=kwargs)
+        prepared = Prepared(
+            item=item, options=options, body=_run_of(item), args=args, kwargs=kwargs
+        )
         given = hasattr(item.obj, "hypothesis")
         with (
             before.put_back(),
@@ -76,7 +78,7 @@ def _arguments(test: RequestedTest) -> _Arguments:
     return args, kwargs, asked, filters
 
 
-def _body(item: pytest.Function) -> Callable[..., object]:
+def _run_of(item: pytest.Function) -> Callable[..., object]:
     handle = getattr(item.obj, "hypothesis", None)
     if handle is None:
         body: Callable[..., object] = item.obj

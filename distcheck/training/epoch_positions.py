@@ -17,16 +17,16 @@ class EpochSegment:
 
     def shard_size(self, world: int, rank: int) -> int:
         """Return how many positions belong to a rank: those congruent to `rank` modulo `world`."""
-        return len(self._turns(world, rank))
+        return len(self._positions_of(world, rank))
 
-    def _turns(self, world: int, rank: int) -> range:
+    def _positions_of(self, world: int, rank: int) -> range:
         begin = -(-(self.first - rank) // world)
         end = -(-(self.first + self.count - rank) // world)
         return range(max(begin, 0), max(end, 0))
 
     def pick(self, order: Sequence[int], world: int, rank: int) -> list[int]:
         """Return the rank's indices for this step, from its order for the whole epoch."""
-        return [order[turn] for turn in self._turns(world, rank)]
+        return [order[turn] for turn in self._positions_of(world, rank)]
 
 
 def steps_per_epoch(size: int, batch: int, world: int) -> int:

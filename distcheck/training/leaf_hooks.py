@@ -68,7 +68,7 @@ def watch_registrations() -> None:
 
     @functools.wraps(original)
     def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
-        noting = _noting(tensor, hook) if tensor.is_leaf else hook
+        noting = _record_first(tensor, hook) if tensor.is_leaf else hook
         return original(tensor, noting)  # type: ignore[no-untyped-call]
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -87,7 +87,7 @@ def watch_registrations() -> None:
     torch.autograd.grad = noted
 
 
-def _noting(leaf: torch.Tensor, hook: Hook) -> Hook:
+def _record_first(leaf: torch.Tensor, hook: Hook) -> Hook:
     key = id(leaf)
 
     def called(gradient: torch.Tensor) -> Any:

@@ -308,7 +308,7 @@ class Loop:
             backward = OwnBackward(
                 self._strategy.backward,
                 self._training.accumulate,
-                self._exchanging,
+                self._sync_only_last,
                 loss_scale=float(self._scaler.scale(one)) if self._scaler.is_enabled() else 1.0,
                 may_lack=self._mesh is not None,
             )
@@ -319,7 +319,7 @@ class Loop:
             return float(self._backward_one(loss_of(batch), step))
         mean_loss: torch.Tensor | None = None
         for part in parts:
-            with self._exchanging(part is parts[-1]):
+            with self._sync_only_last(part is parts[-1]):
                 share = part.share_of(batch)
                 mean_part = self._backward_one(loss_of(part) * share, step)
             mean_loss = mean_part if mean_loss is None else mean_loss + mean_part
@@ -354,7 +354,7 @@ class Loop:
         return loss.detach()
 
     @contextlib.contextmanager
-    def _exchanging(self, last: bool) -> Iterator[None]:
+    def _sync_only_last(self, last: bool) -> Iterator[None]:
         """Enable gradient synchronization of a wrapped model only in the `last` backward."""
         no_sync = getattr(self.wrapped, "no_sync", None)
         sharded = getattr(self.wrapped, "set_requires_gradient_sync", None)

@@ -86,15 +86,15 @@ class Owners:
         held = {id(p) for group in groups for p in group["params"]}
         self.of: dict[str, int] = {}
         self.is_open = True
-        self._agree(named, held, of_gradients=False)
+        self._check(named, held, of_gradients=False)
 
     def close(self, model: nn.Module) -> None:
         """Set the ranks with a gradient as owners of the parameters, unless owners are known."""
         if self.is_open:
             named = list(model.named_parameters())
-            self._agree(named, {id(p) for _, p in named if p.grad is not None}, of_gradients=True)
+            self._check(named, {id(p) for _, p in named if p.grad is not None}, of_gradients=True)
 
-    def _agree(
+    def _check(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         held: Collection[int],

@@ -35,13 +35,13 @@ def line_of_training(path: Path, *, begins: bool = False) -> int:
     group or reads its command line; 0 if none.
     """
     names = _TRAINS | _BEGINS if begins else _TRAINS
-    calls = (call for node in _body(path) or () for call in _calls_in(node))
+    calls = (call for node in _top_level(path) or () for call in _calls_in(node))
     return min((call.lineno for call in calls if _name_of(call.func) in names), default=0)
 
 
 def has_definitions(path: Path) -> bool:
     """Return True if a file defines a function or a class at its top level."""
-    body = _body(path)
+    body = _top_level(path)
     return body is None or any(isinstance(node, _DEFINES[2:]) for node in body)
 
 
@@ -50,7 +50,7 @@ def levels_of_imports(path: Path) -> int:
     of a package that contains the file; 0 if none.
     """
     found, folders = [0], list(path.parent.parts)[::-1]
-    for node in ast.walk(ast.Module(_body(path) or [], type_ignores=[])):
+    for node in ast.walk(ast.Module(_top_level(path) or [], type_ignores=[])):
         if isinstance(node, ast.ImportFrom) and node.level:
             found.append(node.level)
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -96,7 +96,7 @@ def definitions(path: Path) -> list[str]:
     """Return the public functions and classes of a file."""
     return [
         node.name
-        for node in _body(path) or ()
+        for node in _top_level(path) or ()
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
 
@@ -114,7 +114,7 @@ def _bound_by(node: ast.AST) -> set[str]:
     return {getattr(node, "name", None) or ""}  # of an exception handler or a match pattern
 
 
-def _body(path: Path) -> list[ast.stmt] | None:
+def _top_level(path: Path) -> list[ast.stmt] | None:
     """Return the top-level statements of a file; None if it cannot be parsed."""
     try:
         return parse_source(path).body

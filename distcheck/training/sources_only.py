@@ -94,7 +94,7 @@ def looks_installed(path: Path) -> bool:
     return bool({"site-packages", "dist-packages", _LIBRARY} & {*path.parts})
 
 
-def _places() -> frozenset[Path]:
+def _trusted_folders() -> frozenset[Path]:
     """Return the folders of this Python's own modules, and of packages installed for it."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     found = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
@@ -109,7 +109,7 @@ def is_installed(path: Path) -> bool:
     return any(map(path.is_relative_to, _PLACES))
 
 
-_PLACES = _places()  # before any user folder is in sys.path
+_PLACES = _trusted_folders()  # before any user folder is in sys.path
 
 
 class UncheckedCodeError(UsageError, ImportError):

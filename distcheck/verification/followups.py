@@ -231,7 +231,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         alike = [r for r in _siblings(report, reports) if r.case.dtype == "float32"]
         why = _why_not_float64(report) if _is_companion(report.case) else ""
         # One of the two may have been rerun without its scalar.
-        same = [r for r in alike if _base(r.case) == _base(report.case)]
+        same = [r for r in alike if _workload_name(r.case) == _workload_name(report.case)]
         # A crash that the same workload does not have in float32 is caused by the dtype, even if
         # gradients are wrong.
         ran = bool(same) and all(r.ranks_finished for r in same)
@@ -251,7 +251,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
     return [msgspec.structs.replace(r, notes=(*notes(r), *r.notes)) for r in kept], out
 
 
-def _base(case: Case) -> str:
+def _workload_name(case: Case) -> str:
     return case.workload.partition(":")[0]
 
 

@@ -105,7 +105,8 @@ class _Copy:
 
     def _define(self, name: str, value: Any) -> None:
         found = next(
-            (place for code in _codes(value) for place in [self._place(value, code)] if place), None
+            (place for code in _codes_of(value) for place in [self._place(value, code)] if place),
+            None,
         )
         if found is None or value.__qualname__ != name:
             raise UsageError(
@@ -143,7 +144,7 @@ def _tree(filename: str, names: dict[str, Any]) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
-def _codes(value: Any) -> Iterator[CodeType]:
+def _codes_of(value: Any) -> Iterator[CodeType]:
     """Yield the code of a function, or of a class's own methods."""
     members = vars(value).values() if isinstance(value, type) else (value,)
     for member in members:
@@ -229,7 +230,7 @@ def names_of(
             f"strategy {strategy!r} has no importable name; define it at the top "
             'level of a module, or pass "path/to/file.py:object"'
         )
-    if not _is(strategy, _found(module, name)):
+    if not _is_same(strategy, _found(module, name)):
         raise UsageError(
             f"strategy {strategy!r} is not the object that ranks import as {name} in {module}; "
             'assign it to a name at the top level of a module and pass "module:name"'
@@ -249,7 +250,7 @@ def _found(module: str, name: str) -> object:
         return None
 
 
-def _is(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Return True for the same object, or two accesses of one bound method."""
     return one is other or (
         getattr(one, "__self__", None) is getattr(other, "__self__", one)

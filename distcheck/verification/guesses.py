@@ -326,12 +326,12 @@ def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
     if of_any_value:
         return (
             f"{FOUND_AS}an argument was unknown, and the code passes with every value that was "
-            f"tried; the run uses {_words(taken.way)}; pin it with that option"
+            f"tried; the run uses {_options(taken.way)}; pin it with that option"
         )
     report = "passes" if taken.passed else f"has a result with a named cause ({taken.seen})"
     return (
         f"{FOUND_AS}the first detected form failed, and of the other possible forms only "
-        f"{_words(taken.way)} {report}; pin it with these options"
+        f"{_options(taken.way)} {report}; pin it with these options"
     )
 
 
@@ -345,7 +345,7 @@ def question(case: Case, decision: Decision) -> UsageError:
     )
     words = ["distcheck", "verify", "--strategy", case.strategy, "--world", str(case.world)]
     lines = (
-        f"\n    {shlex.join(words)} {_words(trial.way)}" for trial in decision.ways[:_MOST_ASKED]
+        f"\n    {shlex.join(words)} {_options(trial.way)}" for trial in decision.ways[:_MOST_ASKED]
     )
     return UsageError(
         f"strategy {case.strategy!r} does not determine how it is called, and {how}. Pass the "
@@ -400,5 +400,5 @@ def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
     return f". It fails with each of {', '.join(values)}; give another value" if values else ""
 
 
-def _words(way: Adaptation) -> str:
+def _options(way: Adaptation) -> str:
     return shlex.join(Case(id="", strategy="", world=1, adaptation=way).adapter_words)

@@ -305,15 +305,15 @@ def inspect_workload(ingredients: Ingredients) -> CaseFacts:
         training=ingredients.training,
         must_happen=ingredients.must_happen,
         by_tokens=counts_tokens(ingredients.loaded.workload),
-        kinds=_kinds(model),
+        kinds=_module_classes(model),
         groups=_groups(ingredients, model),
         schedule=hasattr(ingredients.loaded.workload, "schedule"),
         frozen=frozen,
-        traits=tuple(_traits(model)),
+        traits=tuple(_model_features(model)),
     )
 
 
-def _traits(model: torch.nn.Module) -> Iterator[str]:
+def _model_features(model: torch.nn.Module) -> Iterator[str]:
     whole = [p for p in model.parameters() if type(p.data) is torch.Tensor and p.numel()]
     if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
         yield "tied"
@@ -332,7 +332,7 @@ def _output(calls: Calls) -> TensorSpec | None:
     return TensorSpec(name=OUTPUTS, shape=tuple(rows.shape[1:]), dtype=_name(rows.dtype))
 
 
-def _kinds(model: torch.nn.Module) -> tuple[str, ...]:
+def _module_classes(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the classes of the modules that directly hold parameters or buffers."""
     found = {
         type(module).__name__

@@ -76,18 +76,18 @@ def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
     if child.stopped:
         how = "was stopped (state T, SIGSTOP)"
     elif world.hung:
-        how = f"hung: it made no progress for {deadline_s:g} s{_where(child)}"
+        how = f"hung: it made no progress for {deadline_s:g} s{_where_stopped(child)}"
     elif child.exit_signal is not None:
-        how = f"was killed by {signal.Signals(child.exit_signal).name}{_where(child)}"
+        how = f"was killed by {signal.Signals(child.exit_signal).name}{_where_stopped(child)}"
     else:
-        how = f"exited with code {child.exit_code}{_where(child)}"
+        how = f"exited with code {child.exit_code}{_where_stopped(child)}"
     said = f"the process that loads {loaded} {how}"
     if killed and not world.hung:
         return CannotRunError(f"{said}: {_BY_THE_KERNEL}")
     return UsageError(f"{said}; loading must return and must not change the process")
 
 
-def _where(child: Child) -> str:
+def _where_stopped(child: Child) -> str:
     """Return " at FILE:LINE" for the innermost known place of a process; "" if unknown."""
     text = child.stacks.text if child.stacks is not None else ""
     crashed = child.low_level_stacks.rpartition("Current thread")[2]

@@ -193,13 +193,13 @@ class _Finder:
         elif isinstance(node, ast.Starred):
             self._iterates(node.value)
         elif isinstance(node, ast.Call):
-            self._called(node)
+            self._visit_call(node)
         elif isinstance(node, ast.Constant) and node.value in _NODES:
             self._note(node, "reads the node or local rank")
         elif isinstance(node, ast.Attribute) and node.attr in _ADDRESSES:
             self._note(node, "reads a memory address")
 
-    def _called(self, node: ast.Call) -> None:
+    def _visit_call(self, node: ast.Call) -> None:
         name = _name_of(node.func)
         plain = isinstance(node.func, ast.Name)
         if plain and name == "hash":

@@ -161,7 +161,7 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         listener.planned([run.case for run in runs], before=len(earlier))
         for run in runs:
             if run.case.id in made:
-                run.notes += _since(made[run.case.id], here[run.case.id], run.case)
+                run.notes += _changes_since(made[run.case.id], here[run.case.id], run.case)
         builder = ReportBuilder(pool, runs, here, environment, keep, earlier)
         out = {**options.left_out, **out}
         builder.plan, builder.left_out, builder.settles = options.whole, out, options.follow_up
@@ -255,7 +255,7 @@ def _follow_up(session: Session, builder: ReportBuilder) -> None:
     builder.take_in(done)
 
 
-def _since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:
+def _changes_since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:
     found = changes_for_bits(then, now, case)
     return (f"since this case was saved: {'; '.join(map(str, found))}",) if found else ()
 

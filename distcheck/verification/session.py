@@ -239,36 +239,40 @@ class DiagnosisQueue:
 
     def explained(self, run: CaseRun) -> bool:
         """Return True if a case fails like an explained one, which becomes its `like`."""
-        alike = (r for r in self._explained if (_code(r), _way(r)) == (_code(run), _way(run)))
+        alike = (
+            r
+            for r in self._explained
+            if (_same_key(r), _fail_key(r)) == (_same_key(run), _fail_key(run))
+        )
         run.like = next(alike, None)
         return run.like is not None
 
     def waits(self, run: CaseRun) -> bool:
         """Return True if a case waits for another of its code; False if it gets the closer look."""
-        if self._looking.setdefault(_code(run), run) is run:
+        if self._looking.setdefault(_same_key(run), run) is run:
             return False
         self._waiting.append(run)
         return True
 
     def taken_up(self, run: CaseRun) -> Iterator[CaseRun]:
         """Take in an observed case; yield the cases that waited for it."""
-        self._looking.pop(_code(run), None)
+        self._looking.pop(_same_key(run), None)
         found = diagnosis.diagnose((), run.results, run.seen, accept=run.case.accept)
         if all(one.cause != "unexplained" for one in found):
             self._explained.append(run)
-        freed = [other for other in self._waiting if _code(other) == _code(run)]
+        freed = [other for other in self._waiting if _same_key(other) == _same_key(run)]
         self._waiting = [other for other in self._waiting if other not in freed]
         yield from freed
 
 
-def _code(run: CaseRun) -> object:
+def _same_key(run: CaseRun) -> object:
     """Return a key of cases that may share a cause: code, call, world, and equal shards."""
     case = run.case
     unequal = bool(case.batch % len(case.with_data))
     return case.siblings, case.adaptation, case.loss, case.accept, unequal
 
 
-def _way(run: CaseRun) -> object:
+def _fail_key(run: CaseRun) -> object:
     """Return how a case fails: the first failing check, its step, and if replicas differ."""
     failed = [r for r in run.results if r.verdict == "fail" and r.check not in ("rerun", "outcome")]
     first = earliest_failure(failed)
@@ -310,14 +314,14 @@ class Session:
         self._on_finished = on_finished
         for run in runs:
             run.finished = False
-            self._begin(run, self._whole_case(run))
+            self._begin_case(run, self._whole_case(run))
         self._until_finished(runs)
 
     def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
         """Judge a case whose traces exist, and close them; start no rank."""
         self._on_finished = on_finished
         with closing(run):
-            self._begin(run, self._judge_traces(run))
+            self._begin_case(run, self._judge_traces(run))
             self._until_finished([run])
 
     def _whole_case(self, run: CaseRun) -> _Stages:
@@ -371,7 +375,7 @@ class Session:
                 self._queue(JudgeTask(run, (), (), diagnoses=True))
             yield None
 
-    def _begin(self, run: CaseRun, stages: _Stages) -> None:
+    def _begin_case(self, run: CaseRun, stages: _Stages) -> None:
         run.judges_left = 0
         self._stages[run] = stages
         self._continue_case(run)

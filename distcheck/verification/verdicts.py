@@ -48,7 +48,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     """Return the report of a finished or interrupted case; `elsewhere` is the result of
     `recorded_elsewhere` for its traces.
     """
-    outcomes = _decisive(run)
+    outcomes = _deciding_outcomes(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
     results, together = _without_empty_agreement(results)
     results, not_given = _without_outputs(results)
@@ -179,8 +179,7 @@ def _allow_for(elsewhere: str, results: Sequence[CheckResult]) -> list[CheckResu
     ]
 
 
-def _decisive(run: CaseRun) -> Sequence[Outcome]:
-    """Return the outcomes of the run that failed, the first of two if none did."""
+def _deciding_outcomes(run: CaseRun) -> Sequence[Outcome]:
     if any(o.outcome != RankEnd.FINISHED for o in run.rerun_outcomes):
         where = (
             "in the rerun in separate interpreters" if run.surroundings.factors else "in the rerun"

@@ -41,7 +41,7 @@ class NumberSamples:
         return ids.unsqueeze(1).to(dtype), hash24(ids * 8191 + 1) % CLASSES
 
 
-def _rows(seed: int) -> torch.Tensor:
+def _table(seed: int) -> torch.Tensor:
     """Return random numbers [SAMPLES, WIDTH], larger in the column of the sample's class."""
     drawn = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(seed))
     _, labels = NumberSamples().read(torch.arange(SAMPLES), train=True, dtype=drawn.dtype)
@@ -57,7 +57,7 @@ class Table(nn.Module):
         super().__init__()
         self.loss, self._given = loss, given
         views = sum(role != "labels" for role in given.values())
-        self.features = nn.ParameterList([nn.Parameter(_rows(view)) for view in range(views)])
+        self.features = nn.ParameterList([nn.Parameter(_table(view)) for view in range(views)])
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows, views = inputs[:, 0].long(), iter(self.features)
@@ -103,7 +103,7 @@ class MetricResults(nn.Module):
         super().__init__()
         self._make, self._given = make, given
         self._metric = [make()]  # in a list, so that its parameters are not trained
-        self._tables = [_rows(view) for view in range(len(given))]
+        self._tables = [_table(view) for view in range(len(given))]
         samples = torch.arange(2 * WIDTH)
         inputs, labels = NumberSamples().read(samples, train=True, dtype=torch.get_default_dtype())
         self.compute = nn.Parameter(torch.zeros(len(self._measured(inputs, labels))))
@@ -130,7 +130,7 @@ class MetricResults(nn.Module):
             metric.reset()
         else:
             metric = self._metric[0] = self._make()
-        for part in _cut(len(rows)):
+        for part in _slices(len(rows)):
             metric.update(**{name: view[part] for name, view in given.items()})
         leaves = [
             torch.as_tensor(leaf, dtype=torch.float64).flatten().cpu()
@@ -141,7 +141,7 @@ class MetricResults(nn.Module):
         return found.nan_to_num(_NOT_A_NUMBER, _INFINITE, -_INFINITE)
 
 
-def _cut(samples: int) -> list[slice]:
+def _slices(samples: int) -> list[slice]:
     """Return consecutive parts of a shard, of different sizes; shards of odd size have one more."""
     parts = min(samples, _PARTS + samples % 2)
     ends = [samples * (n + 1) ** 2 // parts**2 for n in range(parts)]

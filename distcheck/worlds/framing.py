@@ -89,13 +89,13 @@ class Line:
         first, fds, _, _ = socket.recv_fds(self._connection, 1, _MOST_FDS)
         if not first:
             raise EOFError
-        (length,) = _LENGTH.unpack(first + self._exactly(_LENGTH.size - 1))
-        return self._frames.decode(self._exactly(length)), fds
+        (length,) = _LENGTH.unpack(first + self._receive_exactly(_LENGTH.size - 1))
+        return self._frames.decode(self._receive_exactly(length)), fds
 
     def close(self) -> None:
         self._connection.close()
 
-    def _exactly(self, count: int) -> bytes:
+    def _receive_exactly(self, count: int) -> bytes:
         parts = bytearray()
         while len(parts) < count:
             part = self._connection.recv(count - len(parts))

@@ -49,7 +49,7 @@ class ProofWatch:
 
 def proof(said: WaitsByRank) -> Proven | None:
     """Return the proof that follows from the reports of all ranks; None if there is none."""
-    if all(own.over for own in said.values()) or not all(_fits(r, said) for r in said):
+    if all(own.over for own in said.values()) or not all(_is_valid_report(r, said) for r in said):
         return None
     if what := _mismatch(said):
         return Proven("mismatch", printable(what))
@@ -57,7 +57,7 @@ def proof(said: WaitsByRank) -> Proven | None:
     return Proven(how, printable(what)) if what else None
 
 
-def _fits(rank: int, said: WaitsByRank) -> bool:
+def _is_valid_report(rank: int, said: WaitsByRank) -> bool:
     """Return True if a rank's report names only itself, ranks of this world and calls that it
     lists. Reports come from processes in which any code may run.
     """

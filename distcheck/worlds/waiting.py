@@ -52,9 +52,9 @@ class RankInspector:
         applies.
         """
         with contextlib.suppress(Exception):
-            self._again()
+            self._poll()
 
-    def _again(self) -> None:
+    def _poll(self) -> None:
         on = self._postings.on
         seen: Any = "over" if self.over else on if on is not None else self._in_torch()
         same = seen is not None and (seen is self._last if on is not None else seen == self._last)
@@ -191,7 +191,7 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
         dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
         sizes=tuple(map(tuple, given or got)),
         known=not (posted_calls.reduces(kind) or posted_calls.has_root(kind)),
-        place=_place(entry),
+        place=_place_of(entry),
     )
 
 
@@ -216,7 +216,7 @@ def _places_of(
     ]
 
 
-def _place(entry: dict[str, Any]) -> str:
+def _place_of(entry: dict[str, Any]) -> str:
     for frame in entry["frames"]:
         if is_tested_code(frame["filename"]):
             return f"{frame['filename']}:{frame['line']}"

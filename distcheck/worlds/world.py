@@ -54,12 +54,12 @@ def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
 def _logs(children: Sequence[Child]) -> dict[int, list[LoggedCall]]:
     world = len(children)
     return {
-        rank: [logged for logged in child.called if _fits(logged, rank, world)]
+        rank: [logged for logged in child.called if _is_valid_call(logged, rank, world)]
         for rank, child in enumerate(children)
     }
 
 
-def _fits(logged: LoggedCall, rank: int, world: int) -> bool:
+def _is_valid_call(logged: LoggedCall, rank: int, world: int) -> bool:
     """Return True if a call names existing ranks only: any code may have written the log."""
     call, ranks = logged.call, {*logged.ranks}
     named = {other for other in (call.root, call.peer) if other is not None}
@@ -189,7 +189,7 @@ class World:
         if self._phase is Phase.ENDING:
             if all(child.gone for child in self.children):
                 self._conclude()
-                self._enter(Phase.OVER, now)
+                self._enter_phase(Phase.OVER, now)
             elif now - self._phase_since >= _MOST_LEAVING_S:
                 self._signal([c for c in self.children if not c.gone], signal.SIGKILL)
                 self._phase_since = now
@@ -224,7 +224,7 @@ class World:
             return
         if all(child.done is not None and not child.gone for child in children):
             self._release_all()
-            self._enter(Phase.ENDING, now)
+            self._enter_phase(Phase.ENDING, now)
             return
         if any(child.raised is not None or child.gone for child in children):
             if self._failed_at is None:
@@ -262,7 +262,7 @@ class World:
             child.stopped = child.is_stopped
         for share in self._shares:
             share.ask()
-        self._enter(Phase.ASKING, now)
+        self._enter_phase(Phase.ASKING, now)
 
     def _tick_asking(self, now: float) -> None:
         """Send SIGUSR1 to the ranks that did not answer. The signal comes second, because
@@ -276,7 +276,7 @@ class World:
             for child in silent:
                 child.shaken = True
             self._signal(silent, signal.SIGUSR1)
-            self._enter(Phase.SHAKING, now)
+            self._enter_phase(Phase.SHAKING, now)
 
     def _heard_enough(self, waited_s: float) -> bool:
         """Return True if every rank has answered or will not (only faulthandler, if C holds the
@@ -294,7 +294,7 @@ class World:
             child.ended = self._phase is Phase.SHAKING
         self._signal(unreported, signal.SIGKILL)
         self._release_all()
-        self._enter(Phase.ENDING, self._now)
+        self._enter_phase(Phase.ENDING, self._now)
 
     def _conclude(self) -> None:
         if self.hung or all(root_cause.has_finished(child, hung=False) for child in self.children):
@@ -322,5 +322,5 @@ class World:
         for share in self._shares:
             share.release()
 
-    def _enter(self, phase: Phase, now: float) -> None:
+    def _enter_phase(self, phase: Phase, now: float) -> None:
         self._phase, self._phase_since = phase, now

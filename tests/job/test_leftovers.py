@@ -102,7 +102,7 @@ def test_what_a_shell_has_started_ends_with_the_job(tmp_path: Path) -> None:
     program = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
     shell = subprocess.Popen(["sh", "-c", program])
     wait_until(lambda: is_written(tmp_path / "pid"))
-    running._end(shell)
+    running._end_command(shell)
     below = int((tmp_path / "pid").read_text())
     assert is_gone(below)
 

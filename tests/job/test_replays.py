@@ -18,9 +18,9 @@ from distcheck.job.inside.batch_source import (
     ALL,
     BatchSource,
     NotTogetherError,
-    _fit,
+    _can_concatenate,
+    _concatenate,
     _pad_rows,
-    _together,
     padding_value,
 )
 from distcheck.job.inside.forks import Forks
@@ -140,14 +140,14 @@ def test_inputs_of_the_ranks_are_kept(job: JobRecording, monkeypatch: pytest.Mon
 
 def test_tensors_that_do_not_fit_are_padded_or_refused() -> None:
     short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[4, 5, 6], [7, 0, 0]])
-    assert not _fit([short, long])
-    assert _together([*_pad_rows([short, long], 0, longer=False)]).tolist() == [
+    assert not _can_concatenate([short, long])
+    assert _concatenate([*_pad_rows([short, long], 0, longer=False)]).tolist() == [
         [1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0],
     ]  # fmt: skip
     assert [part.shape[1] for part in _pad_rows([short, long], 0, longer=True)] == [4, 4]
     with pytest.raises(NotTogetherError):
         list(_pad_rows([torch.zeros(2, 3, 1), torch.zeros(2, 3, 2)], 0, longer=False))
-    assert _together([torch.tensor(3), torch.tensor(3)]).item() == 3
+    assert _concatenate([torch.tensor(3), torch.tensor(3)]).item() == 3
     assert padding_value(iter([short, long])) == 0
     assert padding_value(iter([torch.tensor([[1, -100], [2, -100]]), long])) == -100
     assert padding_value(iter([torch.tensor([[1, 5]])])) == 0  # no row ends as another one

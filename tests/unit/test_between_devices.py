@@ -30,7 +30,7 @@ from distcheck.records import Case
 def test_the_second_largest_of_every_window(about: tuple[Any, ...]) -> None:
     inputs = torch.randn(2, 2, 7, 9, generator=torch.Generator().manual_seed(0))
     _, places = torch.ops.aten.max_pool2d_with_indices(inputs, *about)
-    second, others = kinks._second((inputs, *about), places)
+    second, others = kinks._second_max((inputs, *about), places)
     for at in product(*map(range, places.shape)):
         left = inputs.clone().flatten(2)
         left[at[0], at[1], places[at]] = -math.inf

@@ -21,7 +21,7 @@ SIZE = 64 << 20
 
 
 def test_private_memory_of_no_file_is_what_a_fork_copies() -> None:
-    assert forks._anonymous(MAPS) == [
+    assert forks._anonymous_ranges(MAPS) == [
         (0x55D0CA000000, 0x55D0CA800000),
         (0x7F0000000000, 0x7F0000400000),
     ]

@@ -140,7 +140,7 @@ class _Episode:
         """Record the probe that ended the world; return an error if there was none."""
         verdict: VerdictName = "hangs" if hung else "crashes"
         if begun < 0:
-            return f"{verdict} before any probe: {_short(outcomes[0])}"
+            return f"{verdict} before any probe: {_one_line(outcomes[0])}"
         place = min(begun - self._first, len(self.cells))  # the probe that not all ranks completed
         if hung and place < len(self.cells):
             # All ranks had completed it; creating the next group failed.
@@ -150,7 +150,7 @@ class _Episode:
             return ""
         said = self._results.get(self._first + place, {})
         details = [f"rank {r}: {s.status}, {s.detail}" for r, s in said.items() if s.detail]
-        detail = "; ".join([_how(outcomes, said, hung=hung), *details])
+        detail = "; ".join([_how_it_failed(outcomes, said, hung=hung), *details])
         elements = sum(result.elements for result in said.values())
         probe = self._probes[self._first + place]
         self.cells[place:] = [probe.ended(verdict, detail, elements)]
@@ -186,17 +186,17 @@ def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
     return probe.ended(verdict, detail, elements)
 
 
-def _how(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:
+def _how_it_failed(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, hung: bool) -> str:
     if hung:
         silent = sorted(
             o.rank for o in outcomes if o.outcome == RankEnd.HUNG and o.rank not in said
         )
         names = ", ".join(map(str, silent))
         return f"rank{'s' * (len(silent) > 1)} {names} did not return" if silent else "hung"
-    return _short(outcomes[0])
+    return _one_line(outcomes[0])
 
 
-def _short(outcome: Outcome) -> str:
+def _one_line(outcome: Outcome) -> str:
     """Return an outcome in one line: the end of a rank, or its exception."""
     lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
     if outcome.outcome == RankEnd.RAISED:
@@ -231,7 +231,7 @@ def plan_probes(
         forms = (*forms, "transposed")
     probes = [
         probe
-        for probe in _everything()
+        for probe in _all_probes()
         if (not operations or probe.operation in operations)
         and (not dtypes or probe.dtype in (*dtypes, ""))
         and (not forms or probe.form in forms)
@@ -245,7 +245,7 @@ def plan_probes(
     return probes
 
 
-def _everything() -> Iterator[Probe]:
+def _all_probes() -> Iterator[Probe]:
     salt = 0
     for operation in OPERATIONS.values():
         for reduction in patterns.REDUCTIONS if operation.reduces else ("",):

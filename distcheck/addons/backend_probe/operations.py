@@ -145,7 +145,7 @@ def _lists(scene: ProbeScene, *, uneven: bool) -> Buffers:
     }
 
 
-def _single(scene: ProbeScene, *, uneven: bool) -> Buffers:
+def _single_buffers(scene: ProbeScene, *, uneven: bool) -> Buffers:
     return {name: [_concatenate(parts)] for name, parts in _lists(scene, uneven=uneven).items()}
 
 
@@ -279,14 +279,14 @@ _OPERATIONS = (
     ),
     Operation(
         name="all_to_all_single",
-        buffers=lambda scene: _single(scene, uneven=False),
+        buffers=lambda scene: _single_buffers(scene, uneven=False),
         perform=lambda dist, t, call: dist.all_to_all_single(
             t["output"][0], t["input"][0], **call.options
         ),
     ),
     Operation(
         name="all_to_all_single_uneven",
-        buffers=lambda scene: _single(scene, uneven=True),
+        buffers=lambda scene: _single_buffers(scene, uneven=True),
         perform=_call_uneven,
         forms=_UNEVEN_FORMS,
     ),

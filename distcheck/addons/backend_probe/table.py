@@ -127,7 +127,7 @@ def _lines_of(
         if "" in verdicts:  # the operation has no dtype: one verdict, in the first column
             verdicts = {dtypes[0]: verdicts[""]}
         words = [Text(*_SHOWN[verdicts[n]][:2]) if n in verdicts else Text() for n in dtypes]
-        same = next((forms for forms, other in found if _fits(words, other)), None)
+        same = next((forms for forms, other in found if _matches_line(words, other)), None)
         if same is None or verbose:
             found.append(([form], words))
         else:
@@ -135,7 +135,7 @@ def _lines_of(
     return found
 
 
-def _fits(words: Sequence[Text], others: Sequence[Text]) -> bool:
+def _matches_line(words: Sequence[Text], others: Sequence[Text]) -> bool:
     """Return True if a form has the verdicts of another line, in the dtypes that were tried."""
     pairs = zip(words, others, strict=True)
     return all(word.plain in ("", other.plain) for word, other in pairs)

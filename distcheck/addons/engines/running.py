@@ -108,7 +108,7 @@ def run_on(
     first = plan(None)
     number = len({case.siblings for case in first.every})
     planned = plan(f"1/{number}") if number > 1 else first
-    work = _work(planned, number)
+    work = _make_tasks(planned, number)
     started: EngineTasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(
         address, work
     )
@@ -126,7 +126,7 @@ def run_on(
     return int(ExitCode.INTERRUPTED) if interrupted else code
 
 
-def _work(planned: Planned, parts: int) -> list[MatrixTask]:
+def _make_tasks(planned: Planned, parts: int) -> list[MatrixTask]:
     typed = shlex.split(command_line())[2:]
     words = words_without(typed, _OF_THE_FRONT, flags=_FLAGS)
     own = {case.id: case for case in planned.every}

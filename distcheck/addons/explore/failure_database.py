@@ -90,7 +90,7 @@ def reproducing_program(case: Case) -> str:
         words["form"] = said.form
     for option, pairs in (("arguments", said.arguments), ("variables", said.variables)):
         if pairs:
-            words[option] = _Written(f"{{{', '.join(f'{n!r}: {_value(v)}' for n, v in pairs)}}}")
+            words[option] = _Written(f"{{{', '.join(f'{n!r}: {_literal(v)}' for n, v in pairs)}}}")
     methods = {"finish": said.finish, "reset": said.reset}
     words |= {option: method for option, method in methods.items() if method}
     if case.loss != "mean":
@@ -107,7 +107,7 @@ class _Written(str):
     """Text that is Python code already."""
 
 
-def _value(text: str) -> str:
+def _literal(text: str) -> str:
     """Return the Python code of an argument: a literal, or `@name` as a string."""
     return _quote(text) if text.startswith("@") else text
 

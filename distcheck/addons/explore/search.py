@@ -180,21 +180,21 @@ class Search:
                 cases = cases[1:]
                 if report.verdict == "fail":
                     break
-                self._enter(report)
+                self._add_report(report)
                 if self._used_up():
                     return False
             else:
                 return False
-            if self._enter(report).verdict == "fail":
+            if self._add_report(report).verdict == "fail":
                 return True
         return False
 
     def _examine(self, case: Case) -> CaseReport:
         """Return the cached report of a case, or run it."""
         known = self._verdicts.get(case.id)
-        return known if known is not None else self._enter(self.runner.run(case))
+        return known if known is not None else self._add_report(self.runner.run(case))
 
-    def _enter(self, report: CaseReport) -> CaseReport:
+    def _add_report(self, report: CaseReport) -> CaseReport:
         """Record a report; the first failure is confirmed before."""
         case = report.case
         if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:

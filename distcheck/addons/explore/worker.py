@@ -98,14 +98,14 @@ class _Recorder(TraceRecorder):
 
 def _layout(ingredients: Ingredients, model: ModelLayout) -> TraceLayout:
     case = ingredients.case
-    sizes = _sizes(case, ingredients)
+    sizes = _shard_sizes(case, ingredients)
     most = max(map(max, sizes))
     layout = TraceLayout(world=case.world, steps=case.steps, max_shard=most, model=model)
     assert layout.total_bytes <= TRACE_BYTES, "explored models are small"
     return layout
 
 
-def _sizes(case: Case, ingredients: Ingredients) -> list[list[int]]:
+def _shard_sizes(case: Case, ingredients: Ingredients) -> list[list[int]]:
     size = ingredients.samples.size(train=True)
     return shard_sizes(case.steps, size=size, batch=case.batch, world=case.world)
 
@@ -127,7 +127,7 @@ def _judge(judge_case: JudgeCase, fds: list[int]) -> bytes:
     ingredients = open_ingredients(case, b"", None)
     seeds.pin_default_dtype(case.dtype)
     facts = msgspec.structs.replace(inspect_workload(ingredients), contract=judge_case.contract)
-    sizes, layout = _sizes(case, ingredients), _layout(ingredients, facts.model)
+    sizes, layout = _shard_sizes(case, ingredients), _layout(ingredients, facts.model)
     planned = plan.plan_checks(
         case, facts, sizes=sizes, calibration_failure=judge_case.calibration_failure
     )

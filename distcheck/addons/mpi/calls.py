@@ -178,7 +178,7 @@ class MPIWork(PythonWork):
         with _one_at_a_time:
             if _under_way:
                 drive_mpi_progress()
-            if not self._look():
+            if not self._poll():
                 _under_way[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -193,10 +193,10 @@ class MPIWork(PythonWork):
 
     def is_completed(self) -> bool:
         """Return True if it is complete; otherwise let MPI progress it."""
-        return self._look()
+        return self._poll()
 
     def is_success(self) -> bool:
-        return self._look() and self._error is None
+        return self._poll() and self._error is None
 
     def exception(self) -> Any:
         return self._error
@@ -208,10 +208,10 @@ class MPIWork(PythonWork):
 
     def _wait_until_done(self, timeout_s: float) -> None:
         for _ in range(_LOOKS_AT_ONCE):
-            if self._look():
+            if self._poll():
                 return
         begun = time.perf_counter()
-        while not self._look():
+        while not self._poll():
             waited = time.perf_counter() - begun
             if waited < _YIELD_FOR_S:
                 os.sched_yield()
@@ -220,7 +220,7 @@ class MPIWork(PythonWork):
             else:
                 raise RuntimeError(f"{self._call.what} timed out after {timeout_s:g} s")
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Let MPI progress the operation, and finish it once."""
         if self._done:
             return True
@@ -250,7 +250,7 @@ class MPIWork(PythonWork):
 def drive_mpi_progress() -> None:
     with _one_at_a_time:
         for work in list(_under_way.values()):
-            work._look()
+            work._poll()
 
 
 class CombinedMPIWork(PythonWork):

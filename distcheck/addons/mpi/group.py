@@ -167,7 +167,7 @@ class MPIGroup(PythonGroup):
         request = self._collective.Iallgather(
             buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(gathered)
         )
-        return self._dealing("all_gather", request, gathered, output, data, inputs=inputs)
+        return self._scattered_work("all_gather", request, gathered, output, data, inputs=inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -193,7 +193,7 @@ class MPIGroup(PythonGroup):
         request = self._collective.Igather(
             buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(gathered), opts.rootRank
         )
-        return self._dealing("gather", request, gathered, output, data, inputs=inputs)
+        return self._scattered_work("gather", request, gathered, output, data, inputs=inputs)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         data = buffers.plain(tensor)
@@ -270,7 +270,7 @@ class MPIGroup(PythonGroup):
             buffers.buffer_with_counts(sent, [t.numel() for t in inputs]),
             buffers.buffer_with_counts(received, [t.numel() for t in outputs]),
         )
-        return self._dealing("all_to_all", request, received, outputs, sent, inputs=inputs)
+        return self._scattered_work("all_to_all", request, received, outputs, sent, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -360,7 +360,7 @@ class MPIGroup(PythonGroup):
 
         return self._work_of(what, [request], results, [room, *keep], finish, inputs=inputs)
 
-    def _dealing(
+    def _scattered_work(
         self,
         what: str,
         request: Any,

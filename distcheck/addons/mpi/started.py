@@ -122,12 +122,12 @@ class MPIJob:
                 self._take_over(connection, size)
             elif self._control in ready or self._keeper.poll() is not None:
                 raise CannotRunError(
-                    f"{launcher.path} could not start {size} processes{self._why()}"
+                    f"{launcher.path} could not start {size} processes{self._error_lines()}"
                 )
             elif time.monotonic() > deadline:
                 raise CannotRunError(
                     f"{launcher.path} has not started {size} processes within "
-                    f"{_START_DEADLINE_S:.0f} s{self._why()}"
+                    f"{_START_DEADLINE_S:.0f} s{self._error_lines()}"
                 )
 
     def _take_over(self, connection: socket.socket, size: int) -> None:
@@ -149,7 +149,7 @@ class MPIJob:
             if os.environ.get(name) != value and name not in _NOT_PASSED_ON
         }
 
-    def _why(self) -> str:
+    def _error_lines(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         words = [line.strip() for line in lines if line.strip(" -=")]

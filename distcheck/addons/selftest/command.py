@@ -127,11 +127,11 @@ def representative_mutants(mutants: Sequence[ListedMutant]) -> tuple[ListedMutan
     chosen: list[ListedMutant] = []
     for pair in sorted(having, key=lambda p: (len(having[p]), p)):
         if not any(pair in mutant.caught for mutant in chosen):
-            chosen.append(min(having[pair], key=_cost))
+            chosen.append(min(having[pair], key=_sort_key))
     return tuple(mutant for mutant in mutants if mutant in chosen)
 
 
-def _cost(mutant: ListedMutant) -> tuple[int, bool, int]:
+def _sort_key(mutant: ListedMutant) -> tuple[int, bool, int]:
     """Return a sort key: few checks first, and hangs last, because they take the deadline."""
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
@@ -229,7 +229,7 @@ def _run_mutant(
         return msgspec.structs.replace(row, verdict="left out", detail=str(error))
     except DistcheckError as error:
         return msgspec.structs.replace(row, detail=str(error))
-    _note(environment, report)
+    _keep_environment(environment, report)
     return judge_mutant(planted, report, seconds=time.monotonic() - begun)
 
 
@@ -249,7 +249,7 @@ def _run_correct(
         return [out] * plan.cases_each
     except DistcheckError as error:
         return [SelftestVerdict(kind="correct", name=strategy, file=strategy, detail=str(error))]
-    _note(environment, report)
+    _keep_environment(environment, report)
     each = round((time.monotonic() - begun) / len(report.cases), 3)
     rows = [judge_correct(case) for case in report.cases]
     timed = [msgspec.structs.replace(row, seconds=each) for row in rows]
@@ -259,7 +259,7 @@ def _run_correct(
     ]
 
 
-def _note(environment: dict[str, object], report: Report) -> None:
+def _keep_environment(environment: dict[str, object], report: Report) -> None:
     if not environment:
         environment.update(report.environment)
 

@@ -47,7 +47,7 @@ class SimulatedCall(PostedCall):
     def frames(self) -> list[dict[str, Any]]:
         """Its `stack` outside this folder, in the format of torch's flight recorder."""
         return [
-            {"filename": code.co_filename, "line": _line(code, at), "name": code.co_name}
+            {"filename": code.co_filename, "line": _line_at(code, at), "name": code.co_name}
             for code, at in self.stack
             if not code.co_filename.startswith(_HERE)
         ]
@@ -57,7 +57,7 @@ class SimulatedCall(PostedCall):
         """The line of the code under test that called it, as " at FILE:LINE"; empty if none."""
         for code, at in self.stack:
             if is_tested_code(code.co_filename):
-                return f" at {code.co_filename}:{_line(code, at)}"
+                return f" at {code.co_filename}:{_line_at(code, at)}"
         return ""
 
     @property
@@ -109,6 +109,6 @@ def calling_stack() -> list[tuple[CodeType, int]]:
     return found
 
 
-def _line(code: CodeType, at: int) -> int:
+def _line_at(code: CodeType, at: int) -> int:
     lines = (line for begin, end, line in code.co_lines() if begin <= at < end)
     return next(lines, None) or code.co_firstlineno

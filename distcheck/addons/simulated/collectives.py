@@ -142,7 +142,7 @@ def write_call_results(call: SimulatedCall) -> None:
     call.delivered, call.inputs, call.outputs, call.results = True, [], [], []
 
 
-def _whole(call: SimulatedCall) -> torch.Tensor:
+def _concatenate(call: SimulatedCall) -> torch.Tensor:
     parts = [
         tensor.data.reshape(-1) if call.by_index else consecutive_elements(tensor)
         for tensor in call.inputs
@@ -151,7 +151,7 @@ def _whole(call: SimulatedCall) -> torch.Tensor:
 
 
 def _reduce_calls(calls: Sequence[SimulatedCall], order: str, collective: str) -> torch.Tensor:
-    return _reduce_vectors([_whole(call) for call in calls], calls[0].op, order, collective)
+    return _reduce_vectors([_concatenate(call) for call in calls], calls[0].op, order, collective)
 
 
 def _reduce_vectors(
@@ -161,14 +161,14 @@ def _reduce_vectors(
     return total.div_(len(vectors)) if op == "AVG" else total
 
 
-def _cut(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _split_like(whole: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(whole.split([tensor.numel() for tensor in tensors])) if tensors else []
 
 
 def _all_reduce(calls: Sequence[SimulatedCall], order: str) -> None:
     total = _reduce_calls(calls, order, "all_reduce")
     for call in calls:
-        call.results = _cut(total, call.outputs)
+        call.results = _split_like(total, call.outputs)
 
 
 def _reduce(calls: Sequence[SimulatedCall], order: str) -> None:
@@ -188,7 +188,7 @@ def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
         return
     total = _reduce_calls(calls, order, "all_reduce")
     given = next((call.inputs for call in calls if len(call.inputs) == len(calls)), ())
-    parts = _cut(total, given) if given else list(total.chunk(len(calls)))
+    parts = _split_like(total, given) if given else list(total.chunk(len(calls)))
     for call, part in zip(calls, parts, strict=False):
         call.results = [part]
 
@@ -201,12 +201,12 @@ def _broadcast(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def _all_gather(calls: Sequence[SimulatedCall], order: str) -> None:
-    given = torch.cat([_whole(call) for call in calls])
+    given = torch.cat([_concatenate(call) for call in calls])
     cut: dict[int, list[torch.Tensor]] = {}  # by the number of outputs, which fixes their sizes
     for call in calls:
         count = len(call.outputs)
         if count not in cut:
-            cut[count] = _cut(given, call.outputs)
+            cut[count] = _split_like(given, call.outputs)
         call.results = cut[count]
 
 
@@ -217,10 +217,10 @@ def _scatter(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def _all_to_all(calls: Sequence[SimulatedCall], order: str) -> None:
-    sent = [_whole(call).split(list(call.in_splits)) for call in calls]
+    sent = [_concatenate(call).split(list(call.in_splits)) for call in calls]
     for place, call in enumerate(calls):
         received = torch.cat([parts[place] for parts in sent])
-        call.results = _cut(received, call.outputs)
+        call.results = _split_like(received, call.outputs)
 
 
 _COMPUTE: dict[str, Callable[[Sequence[SimulatedCall], str], None]] = {

@@ -235,7 +235,7 @@ class SimulatedGroup(PythonGroup):
             number=self._channel.number_for(rank, is_message=is_message),
             inputs=inputs,
             outputs=outputs,
-            counts=_counts(kind, counts),
+            counts=_element_counts(kind, counts),
             stack=calling_stack(),
             **about,
         )
@@ -273,7 +273,7 @@ class SimulatedGroup(PythonGroup):
             raise ValueError(f"{name}: tensors must be contiguous")
 
 
-def _counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _element_counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the numbers of elements that must be equal on all ranks. Equal parts of a
     reduce_scatter may be a list or one tensor, so they are summed.
     """

@@ -106,7 +106,7 @@ class SimulatedHost:
         # Import it before any state is per rank: all ranks run the same job.
         self._target: child.Target = getattr(importlib.import_module(module), name)
         ranks = range(len(asked.starts))
-        self._reporters = [RankReporter(reporter, rank, self._begins) for rank in ranks]
+        self._reporters = [RankReporter(reporter, rank, self._begin_step) for rank in ranks]
         self._streams: list[Any] = [RankStream(own) for own in self._reporters]
         environments = [
             shuffled_variables({**os.environ, **start.environment}, start.order_seed)
@@ -143,7 +143,7 @@ class SimulatedHost:
         self._world.scheduler.run(self._live)
         self._isolation.end()
 
-    def _begins(self, rank: int, step: int) -> None:
+    def _begin_step(self, rank: int, step: int) -> None:
         self._world.groups.steps[rank] = step
 
     def _switch(self, before: int, after: int) -> None:

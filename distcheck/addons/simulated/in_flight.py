@@ -117,14 +117,14 @@ class InFlight(compat.TorchDispatchMode):
             "its work had not been waited for"
         )  # fmt: skip
         size = "x".join(map(str, use.tensor.shape)) or "scalar"
-        where = "" if use.call is not None else self._place(operation)
+        where = "" if use.call is not None else self._where_used(operation)
         return (
             f"rank {self._rank} {does} a tensor of [{size}]{where} that {call.in_words()}"
             f"{call.where} still {does_itself}: {waited}"
         )
 
     @staticmethod
-    def _place(operation: str) -> str:
+    def _where_used(operation: str) -> str:
         place = place_of_caller()
         return f" by {operation} at {place}" if place else (
             f" by {operation}, after the code under test returned"

@@ -284,17 +284,17 @@ class Isolation:
 
     def begin(self, rank: int) -> None:
         """Give this process the state of the first rank that runs."""
-        self._enter(self._copy_for_rank[rank])
+        self._restore_state(self._copy_for_rank[rank])
 
     def switch(self, before: int, after: int) -> None:
-        self._leave(self._copy_for_rank[before])
-        self._enter(self._copy_for_rank[after])
+        self._save_state(self._copy_for_rank[before])
+        self._restore_state(self._copy_for_rank[after])
 
     def end(self) -> None:
         """Restore the state of this process before its first rank; call it after the last."""
         self._take_modules({})
         self._settings.take()
-        self._enter(self._before)
+        self._restore_state(self._before)
         self._patches.end()
 
     def _beginning(
@@ -316,7 +316,7 @@ class Isolation:
             attributes=attributes,
         )
 
-    def _leave(self, own: Own) -> None:
+    def _save_state(self, own: Own) -> None:
         self._generators.take(own.numbers)
         own.settings = self._settings.take()
         own.patches = self._patches.take()
@@ -326,7 +326,7 @@ class Isolation:
         if _folders.differ:
             own.folder = os.getcwd()
 
-    def _enter(self, own: Own) -> None:
+    def _restore_state(self, own: Own) -> None:
         self._generators.give(own.numbers)
         environ: Any = os.environ
         environ._data = own.environment

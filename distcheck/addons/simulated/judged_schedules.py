@@ -100,7 +100,7 @@ def _judge_nondeterminism(
         f"the schedule {other.schedule}, whose result varies from run to run"
     )  # fmt: skip
     evidence = (
-        f"two runs under {schedule}, with the same inputs, {_part(other)}"
+        f"two runs under {schedule}, with the same inputs, {_effect_of(other)}"
         f"{_where(usual, other, digests)}: the code depends on something that no schedule "
         "controls, such as the clock, system randomness or another thread"
     )
@@ -117,7 +117,7 @@ def _depends(
     differences += [_preemptions(len(other.preemptions))] if other.preemptions else []
     evidence = (
         f"with {' and '.join(differences) or 'the same interleaving'}, the same inputs "
-        f"{_part(other)}{_where(found.usual, other, digests)}"
+        f"{_effect_of(other)}{_where(found.usual, other, digests)}"
     )
     lines = "\n".join([evidence, found_by(found), *timelines(found.usual, other)])
     race = _race(found.usual, other)
@@ -150,7 +150,7 @@ def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
     return found
 
 
-def _part(other: ScheduleRun) -> str:
+def _effect_of(other: ScheduleRun) -> str:
     return (
         "yield different bits"
         if other.end == "finished"
@@ -190,9 +190,9 @@ def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
     for name, run in (("usual schedule", usual), ("this schedule", other)):
         yield f"{name}, from call {begins + 1}:"
         for place, turn in enumerate(run.turns[begins : begins + _MOST_LINES], start=begins):
-            yield f"  {'>' if place == apart else ' '} {_line(turn)}"
+            yield f"  {'>' if place == apart else ' '} {_format_turn(turn)}"
 
 
-def _line(turn: Turn) -> str:
+def _format_turn(turn: Turn) -> str:
     switched = "  (switched to this rank)" if turn.switched else ""
     return f"rank {turn.rank}: {turn.call}{turn.where}{switched}"

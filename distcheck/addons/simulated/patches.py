@@ -157,7 +157,7 @@ def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
     aliases = dict(_imported_names(nodes))
     for node in nodes:
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            words = [*_words(node.value, aliases), node.attr]
+            words = [*_dotted_name(node.value, aliases), node.attr]
         elif isinstance(node, ast.Call):
             words = _named_in_call(node, aliases)
         else:
@@ -169,7 +169,6 @@ def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
 
 
 def _imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield each name that a file imports, and its full name."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for one in node.names:
@@ -179,7 +178,7 @@ def _imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
                 yield one.asname or one.name, f"{node.module}.{one.name}"
 
 
-def _words(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
+def _dotted_name(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
     """Return the parts of the full name of an expression such as `a.b.c`; empty for any other."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -198,9 +197,9 @@ def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
     name = getattr(function, "attr", getattr(function, "id", ""))
     texts = [one.value if isinstance(one, ast.Constant) else None for one in given[:2]]
     if name in _BY_NAME and len(texts) == 2 and texts[1] is None:
-        return [*_words(given[0], aliases), ""]
+        return [*_dotted_name(given[0], aliases), ""]
     if name in _BY_NAME and len(texts) == 2 and isinstance(texts[1], str):
-        return [*_words(given[0], aliases), texts[1]]
+        return [*_dotted_name(given[0], aliases), texts[1]]
     if name in ("patch", "setattr") and texts and isinstance(texts[0], str):
         return texts[0].split(".")
     return [""]

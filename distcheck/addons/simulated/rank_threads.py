@@ -100,13 +100,13 @@ def _per_rank_places(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | No
     """Yield per-rank places of every test, each with a function that creates the initial value;
     None stands for the copies' memo.
     """
-    yield (_here(), "_memo"), None
+    yield (_this_module(), "_memo"), None
     yield (session, "_line"), lambda: None
     yield (item, "funcargs"), lambda: dict(item.funcargs)
     for owner, name, make in pytest_compat.own_state(item):
         yield (owner, name), make
     for name in ("filters", "showwarning", "_showwarnmsg_impl"):
-        yield (warnings, name), _same(warnings, name)
+        yield (warnings, name), _shallow_copy(warnings, name)
     logs = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
         yield (logs.caplog_handler, "records"), list
@@ -114,13 +114,13 @@ def _per_rank_places(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | No
             yield (handler, "stream"), type(handler.stream)
 
 
-def _here() -> types.ModuleType:
+def _this_module() -> types.ModuleType:
     import distcheck.addons.simulated.rank_threads as here
 
     return here
 
 
-def _same(owner: Any, name: str) -> Callable[[], Any]:
+def _shallow_copy(owner: Any, name: str) -> Callable[[], Any]:
     value = getattr(owner, name)
     return lambda: list(value) if isinstance(value, list) else value
 

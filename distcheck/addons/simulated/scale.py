@@ -42,8 +42,8 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
         raise UsageError("scale starts its own ranks; run it without a launcher")
     if not asked["strategies"]:
         raise UsageError("no strategy was given; pass --strategy NAME or --strategy FILE.py:OBJECT")
-    sizes = WORLDS if worlds is None else _sizes(worlds)
-    names = ORDERS if orders is None else _names(orders)
+    sizes = WORLDS if worlds is None else _parse_sizes(worlds)
+    names = ORDERS if orders is None else _parse_orders(orders)
     batch = max(_BATCH, *sizes) if asked["batch"] is None else asked["batch"]
     workload = asked["workload"] or WORKLOAD
     rest = {name: value for name, value in asked.items() if name not in ("batch", "workload")}
@@ -66,7 +66,7 @@ def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | No
     return with_unique_ids(cases)
 
 
-def _sizes(words: str) -> Sequence[int]:
+def _parse_sizes(words: str) -> Sequence[int]:
     found = []
     for word in words.split(","):
         if not (word.strip().isascii() and word.strip().isdecimal() and len(word) < 9):
@@ -82,7 +82,7 @@ def _sizes(words: str) -> Sequence[int]:
     return sorted(set(found))
 
 
-def _names(words: str) -> Sequence[str]:
+def _parse_orders(words: str) -> Sequence[str]:
     found = [word.strip() for word in words.split(",")]
     for word in found:
         if word not in ORDERS:

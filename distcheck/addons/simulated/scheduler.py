@@ -76,7 +76,7 @@ class Scheduler:
                 target=self._live, args=(runner, main), name=name, daemon=True
             )
             runner.thread.start()
-        first = self._next()
+        first = self._take_next()
         if first.rank:
             self._switch(0, first.rank)  # the process starts with the state of rank 0
         self.current = first.rank
@@ -154,7 +154,7 @@ class Scheduler:
             else:
                 self._pass_on(runner)
 
-    def _next(self, chosen: int | None = None) -> RankThread:
+    def _take_next(self, chosen: int | None = None) -> RankThread:
         """Remove and return the next runner: that of rank `chosen`, or the policy's choice."""
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
@@ -170,7 +170,7 @@ class Scheduler:
                 self._let_time_pass()
             else:
                 self._stuck()
-        following = self._next(chosen)
+        following = self._take_next(chosen)
         if following is not own:
             self._switch(own.rank, following.rank)
             self.current = following.rank

@@ -83,7 +83,9 @@ def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> Sch
         if found is not None:
             smallest, tried = minimize_preemptions(found, usual, run_all)
             for one in run_all([Schedule()] * _REPEATS):
-                if _differs(one, usual):  # nondeterministic, so the other result may be as well
+                if _ended_differently(
+                    one, usual
+                ):  # nondeterministic, so the other result may be as well
                     return ScheduleSearchResult(usual, one)
             repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
             return ScheduleSearchResult(
@@ -94,7 +96,7 @@ def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> Sch
                 drawn=found.schedule,
                 other=smallest,
                 shrinking=tried,
-                repeats=not any(_differs(one, smallest) for one in repeated),
+                repeats=not any(_ended_differently(one, smallest) for one in repeated),
             )
         if tree is not None:
             tree.enter(runs)
@@ -102,8 +104,7 @@ def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> Sch
     return ScheduleSearchResult(usual, again, ran, len(distinct), late=tuple(late), covered=covered)
 
 
-def _differs(one: ScheduleRun, other: ScheduleRun) -> bool:
-    """Return True if two runs ended differently because of the code."""
+def _ended_differently(one: ScheduleRun, other: ScheduleRun) -> bool:
     return one.came_to != other.came_to and one.end not in NOT_SEEN
 
 
@@ -189,7 +190,7 @@ class ScheduleForks:
         while waiting or running:
             while waiting and len(running) < cores():
                 place, part = waiting.pop(0)
-                fork = _Fork(place, part, self._begin(part), self._asked.deadline_s)
+                fork = _Fork(place, part, self._fork_run(part), self._asked.deadline_s)
                 running[fork.fd] = fork
             ready, _, _ = select.select(list(running), [], [], 0.1)
             for fork in [*running.values()]:
@@ -202,7 +203,7 @@ class ScheduleForks:
                     self._reporter.progress(self._ran, "schedules")
         return [found[place] for place in range(len(parts))]
 
-    def _begin(self, schedules: Sequence[Schedule]) -> tuple[int, int]:
+    def _fork_run(self, schedules: Sequence[Schedule]) -> tuple[int, int]:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -327,7 +328,7 @@ class _Collected(Reporter):
                     choices=() if chooser is None else tuple(chooser.choices),
                     cut=chooser is not None and chooser.cut,
                     imported=self._imported_modules(),
-                    turns=() if world is None else tuple(_turns(world.turns)),
+                    turns=() if world is None else tuple(_make_turns(world.turns)),
                 )
             ),
         )
@@ -340,7 +341,7 @@ def _import_once(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def _turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
+def _make_turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
     before = 0
     for call, preemptions in noted[:TURNS]:
         words = messages.printable(call.in_words())

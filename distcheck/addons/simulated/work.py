@@ -125,7 +125,7 @@ class WaitingFuture(torch.futures.Future[Any]):
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Return a future of the result of `callback`, which is called with this one."""
         chained = WaitingFuture(self._works)
-        chained._follow(self, lambda: callback(self))
+        chained._complete_after(self, lambda: callback(self))
         return chained
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -136,7 +136,7 @@ class WaitingFuture(torch.futures.Future[Any]):
         if not compat.is_in_backward():
             self.finish()
 
-    def _follow(self, future: Any, value: Callable[[], Any]) -> None:
+    def _complete_after(self, future: Any, value: Callable[[], Any]) -> None:
         """When `future` completes, take the result of `value()`, or the error that it raises."""
 
         def run(_: Any) -> None:
@@ -162,7 +162,7 @@ def finish_before_torch_waits() -> None:
             if not waiting:
                 return collected
             found = WaitingFuture([work for future in waiting for work in future._works])
-            found._follow(collected, collected.value)
+            found._complete_after(collected, collected.value)
             return found
 
         return collect_all

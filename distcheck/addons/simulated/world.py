@@ -165,7 +165,7 @@ class SimulatedWorld:
         self.scheduler = Scheduler(
             size,
             switch=switch,
-            stuck=self._stuck,
+            stuck=self._end_stuck_world,
             overslept=self._overslept,
             most_sleep_s=deadline_s,
             choose=None if self.chooser is None else self.chooser.choose,
@@ -301,7 +301,7 @@ class SimulatedWorld:
         """Record that a rank has raised or left, so that ranks blocked on it lose their peer."""
         self._lost.add(rank)
 
-    def _stuck(self) -> None:
+    def _end_stuck_world(self) -> None:
         matched = (channel.mismatch() for channel in self._channels.values())
         for said in (self.groups.mismatch(), *matched):
             if said:
@@ -312,7 +312,7 @@ class SimulatedWorld:
             return
         if self._time_out():
             return
-        self._ended(*why_stuck(self._waits(), self._over()))
+        self._ended(*why_stuck(self._waits(), self._finished_ranks()))
         self.scheduler.freeze()
 
     def _time_out(self) -> bool:
@@ -328,7 +328,7 @@ class SimulatedWorld:
         return True
 
     def _overslept(self, rank: int, seconds: float) -> None:
-        waiting = waiting_in_words(self._waits(), self._over())
+        waiting = waiting_in_words(self._waits(), self._finished_ranks())
         self._ended(
             "asleep",
             f"rank {rank} sleeps for {seconds:g} s, longer than the deadline of "
@@ -362,7 +362,7 @@ class SimulatedWorld:
                 found[runner.rank] = Wait(call, self._missing(on), words, ranks)
         return found
 
-    def _over(self) -> list[int]:
+    def _finished_ranks(self) -> list[int]:
         return [
             runner.rank for runner in self.scheduler.runners if runner.state is ThreadState.OVER
         ]

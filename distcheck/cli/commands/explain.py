@@ -12,7 +12,7 @@ from distcheck.cli.options import completing, json_option
 _SCHEMA = "distcheck.explain/1"
 
 
-def _names() -> list[str]:
+def _cause_names() -> list[str]:
     from distcheck.records.causes import causes
 
     return [*causes()]
@@ -24,7 +24,7 @@ def _names() -> list[str]:
     metavar="[CAUSE|FILE|WORDS...]",
     type=click.Path(),
     nargs=-1,
-    **completing(_names, files=True),
+    **completing(_cause_names, files=True),
 )
 @json_option("answer")
 def command(what: tuple[str, ...], json_file: str | None) -> int:

@@ -25,7 +25,7 @@ def command(json_file: str | None) -> int:
     distcheck open .distcheck/runs/20260131-120000-4711
     """  # fmt: skip
     names = ("folder", "date", "verdict", "command")
-    runs = [(str(folder), *_about(folder)) for folder in kept_runs()]
+    runs = [(str(folder), *_describe_run(folder)) for folder in kept_runs()]
     entries = [dict(zip(names, one, strict=True)) for one in runs]
     if write_answer(json_file, "distcheck.runs/1", runs=entries):
         return int(ExitCode.PASS)
@@ -38,7 +38,7 @@ def command(json_file: str | None) -> int:
     return int(ExitCode.PASS)
 
 
-def _about(folder: Path) -> tuple[str, str, str]:
+def _describe_run(folder: Path) -> tuple[str, str, str]:
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     file = folder / "report.json"
     if not file.is_file():

@@ -65,11 +65,11 @@ def merged_steps(job: JobRecording, reference: Reference) -> Iterator[MergedStep
         if not seen.folded or job.records[0, seen.step].skipped:
             continue
         found = reference.tensors(seen.step)
-        expected = _of(found, "folded/")
+        expected = _with_prefix(found, "folded/")
         # The gradient of the script's loss, of which every pass contributes a fraction.
         scale = most if seen.folded == "terms" else 1
         expected = {n: g * scale for n, g in expected.items()}
-        raw = {n: g for n, g in _of(found, "raw/").items() if n in expected}
+        raw = {n: g for n, g in _with_prefix(found, "raw/").items() if n in expected}
         fitted = fit(raw, expected)
         if fitted is None:
             continue
@@ -91,12 +91,12 @@ def merged_steps(job: JobRecording, reference: Reference) -> Iterator[MergedStep
 def _is_weighted(job: JobRecording, seen: ReplayedStep, factor: float) -> bool:
     passes = _passes(job, seen)
     return any(
-        _near(factor, wrong) and terms.may_be_intended_weight(job, 0, seen.step, wrong)
+        _is_close(factor, wrong) and terms.may_be_intended_weight(job, 0, seen.step, wrong)
         for wrong in (float(passes), 1 / passes)
     )
 
 
-def _of(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+def _with_prefix(found: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(kind): t for n, t in found.items() if n.startswith(kind)}
 
 
@@ -137,15 +137,15 @@ def expected_factor(one: MergedStep, common: MergedStep) -> float | None:
         return None
     judged = one.kind == "mean" and one.passes > 1 and one is common and not one.weighted
     for wrong in (float(one.passes), 1 / one.passes):
-        if judged and _near(one.factor, wrong):
+        if judged and _is_close(one.factor, wrong):
             return 1.0
     ratio = one.factor / common.factor
-    if one.passes != common.passes and _near(ratio, one.passes / common.passes):
+    if one.passes != common.passes and _is_close(ratio, one.passes / common.passes):
         return common.factor
     return None
 
 
-def _near(one: float, other: float) -> bool:
+def _is_close(one: float, other: float) -> bool:
     return abs(one - other) <= _SAME_SCALE * abs(other)
 
 
@@ -164,7 +164,7 @@ def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResul
             )
         elif wanted is not None:
             factor = wanted
-        elif one is common and one.kind == "mean" and not _near(factor, 1.0):
+        elif one is common and one.kind == "mean" and not _is_close(factor, 1.0):
             tally.remark(
                 f"gradients are {factor:.6g}x those of the mean loss, which is assumed to be a "
                 "loss weight in the script"

@@ -248,7 +248,7 @@ def scale_after_last_pass(job: JobRecording, step: int) -> float:
     """Return the factor by which a script scales gradients after the last pass: one over the number
     of passes if its losses are not scaled, else (or if unknown) 1.
     """
-    factors = _times(job, step)
+    factors = _loss_weights(job, step)
     passes = len(job.records[0, step].trained)
     if passes < 2 or factors is None:
         return 1.0
@@ -269,7 +269,7 @@ def scale_after_last_pass(job: JobRecording, step: int) -> float:
     return 1.0
 
 
-def _times(job: JobRecording, step: int) -> list[float] | None:
+def _loss_weights(job: JobRecording, step: int) -> list[float] | None:
     """Return, for each rank, the weight of the mean loss summed over the passes of a step; None if
     the loss has terms with different weights, or is unknown.
     """
@@ -301,7 +301,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
         return None
     tally = Tally("loss scale", NO_LAYER)
     for step in steps:
-        factors = _times(job, step)
+        factors = _loss_weights(job, step)
         if factors is None:
             _judge_terms(job, tally, step)
             continue

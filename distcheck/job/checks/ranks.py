@@ -16,7 +16,7 @@ from distcheck.records.layers import NO_LAYER
 def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[str, ...]) -> None:
     first = job.records[0, step].digests
     kept = averaged_parameters(job)
-    names = [n for n in first if n.startswith(prefixes) and _plain(n) not in kept]
+    names = [n for n in first if n.startswith(prefixes) and _bare(n) not in kept]
     for name in names if job.world > 1 else ():
         plain = name.partition("/")[2]
         tally.count(parameter=plain, rank=0, step=step, elements=0)  # other ranks' counterpart
@@ -43,7 +43,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
         for rank in replica:
             record = apart.records[rank, step]
             for name in (n for n in record.digests if n.startswith(kind)):
-                plain, part = _plain(name), record.parts.get(name)
+                plain, part = _bare(name), record.parts.get(name)
                 began = apart.records[rank, first].digests.get(f"before/{plain}", "")
                 place = (name, None if part is None else part.at, began if is_staged else "")
                 other = seen.setdefault(place, rank)
@@ -106,11 +106,11 @@ def averaged_parameters(job: JobRecording) -> list[str]:
                for b, e in zip(begin, end, strict=True) if name in b.digests)
     }  # fmt: skip
     moved -= {_module(name) for name in trained}
-    return [_plain(name) for name in names if _module(name) in moved]
+    return [_bare(name) for name in names if _module(name) in moved]
 
 
 def _module(name: str) -> str:
-    return _plain(name).partition(".")[0]
+    return _bare(name).partition(".")[0]
 
 
 def finite(job: JobRecording) -> Iterator[CheckResult]:
@@ -153,7 +153,7 @@ def first_different_start(job: JobRecording, step: int) -> str:
     """Return the first parameter that differs across ranks before a step, or ""."""
     for name in (n for n in job.records[0, step].digests if n.startswith("before/")):
         if len({record.digests.get(name) for record in job.at(step)}) > 1:
-            return _plain(name)
+            return _bare(name)
     return ""
 
 
@@ -162,10 +162,10 @@ def first_divergence_before(job: JobRecording, step: int) -> str:
     before = {n: d for n, d in job.records[0, step].digests.items() if n.startswith("before/")}
     for name in before:
         alike = {job.records[rank, step].digests.get(name) for rank in range(job.world)}
-        then = [one for one in job.steps if one < step and _plain(name) in job.parameters(one)]
-        last = {r.digests.get(f"after/{_plain(name)}") for r in job.at(then[-1])} if then else set()
+        then = [one for one in job.steps if one < step and _bare(name) in job.parameters(one)]
+        last = {r.digests.get(f"after/{_bare(name)}") for r in job.at(then[-1])} if then else set()
         if len(alike) > 1 and len(last) == 1:
-            return _plain(name)
+            return _bare(name)
     return ""
 
 
@@ -177,7 +177,7 @@ def first_rank_local_write(job: JobRecording, step: int) -> str:
     return ""
 
 
-def _plain(name: str) -> str:
+def _bare(name: str) -> str:
     return name.partition("/")[2]
 
 

@@ -66,9 +66,9 @@ def checks_with_reference(
         is_right = is_right and (was_right or _clipping_matches(job, seen, found, bounds))
         if is_right and updated.verdict == "pass":
             agreed.add(seen.step)
-        _add(raw, at_step if is_right and not was_right else at_end, seen.step)
+        _add_results(raw, at_step if is_right and not was_right else at_end, seen.step)
         if clips or seen.changes or (was_right and not is_right):
-            _add(given, at_step, seen.step)
+            _add_results(given, at_step, seen.step)
     of_step = given.result()
     others = [of_step] if of_step.compared.elements or of_step.verdict != "pass" else []
     results = [*losses(job, reference, agreed), *contents(reference), raw.result(), *others]
@@ -115,7 +115,7 @@ def _compare_step(
     return results
 
 
-def _add(tally: Tally, compared: Results, step: int) -> None:
+def _add_results(tally: Tally, compared: Results, step: int) -> None:
     for name, rank, one in compared:
         tally.add(one, parameter=name, rank=rank, step=step)
 

@@ -43,7 +43,7 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
         return _judge_undivided(terms, len(passes))
     if all(divisions):
         return _judge_divided(terms, divisions, numbers, len(passes))
-    return _partly(terms, divisions)
+    return _judge_partly(terms, divisions)
 
 
 def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
@@ -120,7 +120,7 @@ def _judge_divided(
     )
 
 
-def _partly(terms: Sequence[Term], divisions: Sequence[int]) -> LossWeight:
+def _judge_partly(terms: Sequence[Term], divisions: Sequence[int]) -> LossWeight:
     """Judge a loss with some terms divided by the number of passes."""
     alone = [term for term, count in zip(terms, divisions, strict=True) if not count]
     others = tuple(term.name for term, count in zip(terms, divisions, strict=True) if count)

@@ -74,7 +74,7 @@ class LeafGradients:
         self.copies, self.start = _shard_offset(parameter) if self.is_divided else (0, 0)
         self.unit = unit_roundoff(parameter.dtype)
         self.whole = None if self.is_divided else parameter  # receives backward's gradients
-        self._hook = None if self.whole is None else LeafHook(self.whole, self._give)
+        self._hook = None if self.whole is None else LeafHook(self.whole, self._accept_gradient)
         self._holds: Callable[[], bool] = lambda: False
 
     def arm(self, wholes: Mapping[int, "UnshardedTensor"]) -> None:
@@ -86,7 +86,7 @@ class LeafGradients:
             if found.tensor is not self.whole:
                 self.whole = found.tensor
                 self.unit = max(self.unit, found.unit, unit_roundoff(self.whole.dtype))
-                self._hook = LeafHook(self.whole, self._give)
+                self._hook = LeafHook(self.whole, self._accept_gradient)
         if self._hook is not None:
             self._hook.put_back()
 
@@ -99,7 +99,7 @@ class LeafGradients:
             return math.nan
         return float(self._audit.projected(grad, self)[0])
 
-    def _give(self, gradient: torch.Tensor) -> None:
+    def _accept_gradient(self, gradient: torch.Tensor) -> None:
         if not self._audit.armed:
             return
         if not self._is_held():
@@ -180,8 +180,8 @@ class Audit:
         flat = gradient.detach().reshape(-1)
         total = leaf.parameter.numel()  # for a DTensor, of the unsharded tensor
         begin, end = 0, total
-        if (part := _part(self.roundoff(leaf))) < total:
-            begin = _number(self._step, leaf.number) % (total - part + 1)
+        if (part := _sampled_elements(self.roundoff(leaf))) < total:
+            begin = _seed_of(self._step, leaf.number) % (total - part + 1)
             end = begin + part
         start = leaf.start if flat.numel() < total else 0
         low, high = max(start, begin), min(start + flat.numel(), end)
@@ -190,7 +190,7 @@ class Audit:
         while low < high:
             chunk, at = divmod(low - begin, _CHUNK)
             exact = flat[low - start : min(high, low - at + _CHUNK) - start].double()
-            sign = 1 if _number(leaf.number, chunk) % 2 else -1
+            sign = 1 if _seed_of(leaf.number, chunk) % 2 else -1
             signed = exact @ signs[at : at + len(exact)]
             found += torch.stack([sign * signed, exact.abs().sum()])
             low += len(exact)
@@ -255,12 +255,12 @@ def sum_projections(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[
     return found
 
 
-def _part(roundoff: float) -> int:
+def _sampled_elements(roundoff: float) -> int:
     """Return the number of elements at which a factor is still visible in the mean of two ranks."""
     return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * roundoff) ** -2))
 
 
-def _number(*about: int) -> int:
+def _seed_of(*about: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:6], "big")
 
 

@@ -184,7 +184,7 @@ class Guard:
             self.check()
         if not self.is_closed and self._suspected is not None:
             last = msgspec.structs.replace(self._suspected, when=records.LAST)
-            self._together(lambda: self._act((last,), (), 0))
+            self._together(lambda: self._report_difference((last,), (), 0))
 
     def __enter__(self) -> "Guard":
         return self
@@ -301,7 +301,7 @@ class Guard:
             before = msgspec.structs.replace(
                 before, when=records.ONCE if found is None else records.AGAIN
             )
-            return self._act((before,), (), 0, step=self.steps - 1)
+            return self._report_difference((before,), (), 0, step=self.steps - 1)
         self._suspected = found
         return None
 
@@ -346,7 +346,7 @@ class Guard:
             return None
         names = () if self._is_state_divided else own.state
         of_state = sum(" of " in n and n[:5] != "step " for n in names)
-        return self._act(findings, sums, of_state)
+        return self._report_difference(findings, sums, of_state)
 
     def _note_what_is_not_compared(self, own: ReplicaState) -> None:
         if not own.compared:
@@ -436,7 +436,7 @@ class Guard:
             if all(name in one for one in of_ranks) and len({one[name][0] for one in of_ranks}) == 1
         )
 
-    def _act(
+    def _report_difference(
         self,
         findings: tuple[ReplicaFinding, ...],
         sums: tuple[TensorProjections, ...],
@@ -481,7 +481,6 @@ class Guard:
         return msgspec.structs.replace(difference, file=name.decode(errors="replace"))
 
     def _report_lost_ranks(self, error: Exception) -> None:
-        """Report a check that not all ranks reached, and end the guard."""
         arrivals = self._peers.arrivals
         missing = {} if arrivals is None else arrivals.missing(self.steps)
         self.close()

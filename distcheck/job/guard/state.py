@@ -54,14 +54,14 @@ def take(optimizer: torch.optim.Optimizer, watched: WatchedModel | None) -> Repl
     named += [(n, p) for n, p in places_in(optimizer) if id(p) not in known]
     names = {id(p): name for name, p in named} if is_whole else {}
     if is_whole:
-        _put(found, "parameters", named)
+        _add_digests(found, "parameters", named)
     of_state = [
         (f"{key} of {names[id(p)]}", value)
         for _, p in places_in(optimizer)
         if id(p) in names
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
     ]
-    _put(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
+    _add_digests(found, "state", [(n, v) for n, v in of_state if isinstance(v, torch.Tensor)])
     found.left_out += sum(id(p) not in names for _, p in places_in(optimizer))
     for number, group in enumerate(optimizer.param_groups):
         found.settings |= {f"{k} of group {number}": v for k, v in numeric_settings(group).items()}
@@ -83,7 +83,7 @@ def initial(optimizer: torch.optim.Optimizer) -> int:
     return combined(digests(held))
 
 
-def _put(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
+def _add_digests(found: ReplicaState, kind: str, named: list[tuple[str, torch.Tensor]]) -> None:
     """Add digests of tensors under their kind; sharded ones under `divided`."""
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, torch.Tensor] = {}

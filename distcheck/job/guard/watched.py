@@ -111,12 +111,12 @@ class _Hook:
         return _nothing_hook, ()
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """Do nothing."""
 
 
 def _nothing_hook() -> Callable[..., None]:
-    return _nothing
+    return _do_nothing
 
 
 def _inside_of(model: torch.nn.Module) -> torch.nn.Module:

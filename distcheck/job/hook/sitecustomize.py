@@ -25,7 +25,7 @@ def _run_the_one_behind() -> None:
             sys.modules.setdefault("sitecustomize", own)
 
 
-def _begin() -> None:
+def _start_recording() -> None:
     settings = os.environ.get("DISTCHECK_JOB")
     if not settings:
         return
@@ -41,5 +41,5 @@ def _begin() -> None:
     start.begin(settings)
 
 
-_begin()
+_start_recording()
 _run_the_one_behind()

@@ -100,7 +100,7 @@ class BatchInjector:
         known = [(rank, there) for rank, there in places if there is not None]
         leaves = self._together(self.batch_source.batch, known, longer=longer)
         if leaves is not None and len(known) == len(places):
-            self._put("a batch", tensors.leaves(batch), leaves)
+            self._overwrite("a batch", tensors.leaves(batch), leaves)
             self._injects = True
         self.set_random_streams(origin=True)
 
@@ -127,7 +127,7 @@ class BatchInjector:
             self.has_own_order = self._injects and any(
                 g is not None and _are_permuted(t, g) for t, g in pairs
             )
-            self._put("the model", own, found)
+            self._overwrite("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
         """Overwrite the target of a loss with the recorded one if it fits the prediction."""
@@ -160,7 +160,7 @@ class BatchInjector:
         except NotTogetherError as error:
             self._fails(f"step {self.step}: {error}")
 
-    def _put(
+    def _overwrite(
         self, what: str, own: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
     ) -> None:
         """Overwrite the script's tensors with recorded ones; end the replay on a mismatch."""
@@ -170,7 +170,7 @@ class BatchInjector:
                 "a single process"
             )
         for tensor, recorded in zip(own, given, strict=True):
-            if recorded is None or _counts(recorded, tensor):
+            if recorded is None or _is_a_count(recorded, tensor):
                 continue
             if not (self.has_own_order and _are_permuted(tensor, recorded)):
                 tensors.replace_data(tensor, recorded)
@@ -202,7 +202,7 @@ def _are_permuted(own: torch.Tensor, recorded: torch.Tensor) -> bool:
     return next(rows) == next(rows)
 
 
-def _counts(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _is_a_count(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True for a whole number next to a batch: it counts samples or targets, for which one
     process has its own number. Hugging Face's Trainer hands the model num_items_in_batch.
     """
@@ -211,7 +211,7 @@ def _counts(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _is_of(parts: Sequence[torch.Tensor | None], tensor: torch.Tensor) -> bool:
     known = [part for part in parts if part is not None]
-    return not known or _counts(known[0], tensor) or _are_of(known, tensor)
+    return not known or _is_a_count(known[0], tensor) or _are_of(known, tensor)
 
 
 def _are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:

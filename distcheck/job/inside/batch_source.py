@@ -77,11 +77,11 @@ class BatchSource:
         loader = places[0][1][0]
         together = []
         for number, parts in enumerate(zip(*found, strict=True)):
-            if not _fit(parts) or (longer and self._varies(loader, number)):
+            if not _can_concatenate(parts) or (longer and self._varies(loader, number)):
                 if not self.pads:
                     raise NotTogetherError("batches have different shapes")
                 parts = tuple(_pad_rows(parts, self._padding_of(loader, number), longer=longer))
-            together.append(_together(parts))
+            together.append(_concatenate(parts))
         return together
 
     def place(self, loader: int, step: int, pair: tuple[int, int]) -> Place | None:
@@ -139,9 +139,9 @@ class BatchSource:
         return self._or_fail(parts)
 
     def _or_fail(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if not _fit(parts):
+        if not _can_concatenate(parts):
             raise NotTogetherError("the ranks' batches cannot be concatenated")
-        return _together(parts)
+        return _concatenate(parts)
 
     def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
         """Return the RNG states before a forward pass, or (`origin`) when its batch was loaded."""
@@ -190,11 +190,11 @@ def padding_value(batches: Iterator[torch.Tensor]) -> float:
     return value if count > 1 else 0.0
 
 
-def _fit(parts: Sequence[torch.Tensor]) -> bool:
+def _can_concatenate(parts: Sequence[torch.Tensor]) -> bool:
     return len({part.shape[1:] for part in parts}) == 1 and len({p.dim() for p in parts}) == 1
 
 
-def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 or parts[0].dim() == 0 else torch.cat(list(parts))
 
 

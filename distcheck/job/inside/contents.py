@@ -42,7 +42,7 @@ def read_with_equal_rng(loaders: Mapping[int, Any]) -> Iterator[Sample]:
     with contextlib.suppress(Exception):  # code of the script
         for number, loader in loaders.items():
             for index in range(min(_LEAST_ROWS, len(loader.dataset))):
-                once, again = (_parts(_fetcher(loader), index) for _ in range(2))
+                once, again = (_parts(_make_fetcher(loader), index) for _ in range(2))
                 if once == again and once:
                     yield Sample(loader=number, index=index, parts=once)
                 if time.monotonic() > until:
@@ -57,7 +57,7 @@ def _parts(fetcher: MapFetcher, index: int) -> tuple[str, ...]:
     return tuple(tensors.digest_of(tensors.unsharded_on_cpu(one)) for one in found)
 
 
-def _fetcher(loader: Any) -> MapFetcher:
+def _make_fetcher(loader: Any) -> MapFetcher:
     collates = getattr(loader, "batch_sampler", True) is not None
     return MapFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
 
@@ -65,7 +65,7 @@ def _fetcher(loader: Any) -> MapFetcher:
 def _compare_rank(
     job: JobRecording, rank: int, number: int, loader: Any
 ) -> SampleComparison | None:
-    fetcher = _fetcher(loader)
+    fetcher = _make_fetcher(loader)
     parts: list[list[tuple[str, ...]]] = []
     sizes: list[int] = []
     rows = 0

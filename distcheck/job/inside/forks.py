@@ -65,7 +65,7 @@ class Forks:
             for child in list(running):
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
-                    self._note(running.pop(child), status)
+                    self._note_failure(running.pop(child), status)
                 elif time.monotonic() - begun[child] > _PATIENCE_S:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
@@ -107,7 +107,7 @@ class Forks:
     def _reasons(self, task: ReplayTask) -> Path:
         return self._file(task).with_suffix(".raised")
 
-    def _note(self, task: ReplayTask, status: int) -> None:
+    def _note_failure(self, task: ReplayTask, status: int) -> None:
         """Record why a copy failed: its exception, or its exit status."""
         self.why.pop(task, None)
         code = os.waitstatus_to_exitcode(status)

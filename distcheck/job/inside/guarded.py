@@ -42,33 +42,33 @@ class GuardedOptimizers:
         self._entries: dict[int, _Entry] = {}
         self._outermost: int | None = None
         self._has_failed = False
-        self._finder = Finder(_trains, several=True)
+        self._finder = Finder(_is_trainable, several=True)
 
     def install(self) -> None:
         """Install the hooks, once per process."""
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._note_all)
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     def _forget(self) -> None:
         self._has_failed = True
         self._entries.clear()
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost not in (None, id(optimizer)):
             return
         self._outermost = id(optimizer)
         if self._outermost in self._entries or self._has_failed:
             return
         try:
-            self._begin(optimizer)
+            self._start_guard(optimizer)
         except Exception:
             self._has_failed = True
             with contextlib.suppress(OSError):
                 private.write(self._folder / "defect", masked(traceback.format_exc()))
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def _start_guard(self, optimizer: torch.optim.Optimizer) -> None:
         watched = next((w for w in self._finder.found if _is_of(w, optimizer)), None)
         guard = guarding.start(
             optimizer, every=self._settings.every,
@@ -79,7 +79,7 @@ class GuardedOptimizers:
         )  # fmt: skip
         self._entries[id(optimizer)] = _Entry(guard, optimizer, len(self._entries))
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) != self._outermost:
             return
         self._outermost = None
@@ -118,7 +118,7 @@ def write_guard_progress(guard: Guard, number: int, optimizer: str, folder: Path
         private.write(file, msgspec.json.encode(checked))
 
 
-def _trains(module: torch.nn.Module) -> bool:
+def _is_trainable(module: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 

@@ -237,7 +237,7 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         target = args[1] if len(args) > 1 else kwargs.get("target")
         emit("target", computed, target)
         with _listening("the loss"):
-            value = _once(name, original, *args, **kwargs)
+            value = _call_outermost(name, original, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
         emit("losses", name, str(kwargs.get("reduction", "mean")), target, ignored, value)
         return value
@@ -245,7 +245,7 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def _once(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_outermost(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function that may call itself by its public name."""
     _running.add(name)
     try:
@@ -271,7 +271,7 @@ def _hook_backward() -> None:
             first = next((t for t in given[:1] if isinstance(t, torch.Tensor)), torch.empty(0))
             emit("backward", first)  # a pipeline stage passes a graph edge, which has no loss
             with _listening("backward"):
-                _once("backward", original, given, *args, **kwargs)
+                _call_outermost("backward", original, given, *args, **kwargs)
         finally:
             _depth -= 1
             set_watched_modules(watching)

@@ -60,12 +60,12 @@ class StatusResponder:
             try:
                 with (self._folder / f"ask-{name}").open("rb") as asked:
                     asked.read()
-                data = msgspec.json.encode(self._about())
+                data = msgspec.json.encode(self._current_position())
                 private.write(self._folder / f"answer-{name}", data)
             except OSError:
                 return
 
-    def _about(self) -> RankPosition:
+    def _current_position(self) -> RankPosition:
         frame = sys._current_frames().get(self._main)
         own = str(Path(__file__).parents[1])
         stack = [line for line in traceback.format_stack(frame) if own not in line]

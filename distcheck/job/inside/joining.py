@@ -45,10 +45,10 @@ def _is_joinable(record: StepRecord) -> bool:
 
 
 def _with_one_pass(record: StepRecord) -> StepRecord:
-    return _replace(record, passes=(_of(record.trained),), backwards=1)
+    return _replace(record, passes=(_join(record.trained),), backwards=1)
 
 
-def _of(passes: list[Pass]) -> Pass:
+def _join(passes: list[Pass]) -> Pass:
     inputs = zip(*(one.inputs for one in passes), strict=True)
     calls = zip(*(one.losses for one in passes), strict=True)
     return _replace(

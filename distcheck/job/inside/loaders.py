@@ -75,7 +75,9 @@ class Loaders:
     def samples_from(self, iterator: Any) -> None:
         """Record the sampler's indices from now on; workers prefetch."""
         self._given[iterator] = deque(maxlen=_MOST_AHEAD)
-        wrap_index_iterator(iterator, lambda indices: _noting(indices, self._given[iterator]))
+        wrap_index_iterator(
+            iterator, lambda indices: _record_samples(indices, self._given[iterator])
+        )
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
         """Record a pass; return the numbers of its loader and of the pass. Unused batches of an
@@ -149,7 +151,7 @@ class Loaders:
         """Return the batches of a forward pass: those that contain its inputs or, if the script
         computed the inputs, the first unused batch of each loader.
         """
-        found = self._with(inputs)
+        found = self._find(inputs)
         for is_used in (False, True):
             own = [o for o in self._handed if o.is_used is is_used and not o.is_evaluated]
             found = found or list({o.batch.loader: o for o in reversed(own)}.values())
@@ -159,10 +161,10 @@ class Loaders:
 
     def evaluated(self, inputs: Sequence[torch.Tensor]) -> None:
         """Mark the batches of inputs to a model that is not in training."""
-        for one in self._with(inputs) if self._handed else ():
+        for one in self._find(inputs) if self._handed else ():
             one.is_evaluated = True
 
-    def _with(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
+    def _find(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
         """Return the batches that contain the inputs. Different batches may share rows (masks): a
         batch counts only if it has rows that batches with more common rows lack.
         """
@@ -216,7 +218,7 @@ class LoaderWorkerListener(NullListener):
         self._before = {}
 
 
-def _noting(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
+def _record_samples(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
     for one in samples:
         given.append(one)
         yield one

@@ -130,13 +130,13 @@ class MergedBatch:
             _, reduction, value, _ = self._heard[0]
             own = _gradients(value, trained)
             if _parallel(whole, own):
-                return {**own, "kind": _code("mean" if reduction == "mean" else "sum")}
+                return {**own, "kind": _encode_kind("mean" if reduction == "mean" else "sum")}
         elif not self._heard and (factor := factor_from_mean_to_loss(loss)):
-            return {**{name: g / factor for name, g in whole.items()}, "kind": _code("mean")}
+            return {**{name: g / factor for name, g in whole.items()}, "kind": _encode_kind("mean")}
         ends, _ = terms.ends_of(loss, self._heard)
         if not ends:
-            return {**whole, "kind": _code("")}
-        out = {**whole, "kind": _code("terms")}
+            return {**whole, "kind": _encode_kind("")}
+        out = {**whole, "kind": _encode_kind("terms")}
         out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
         if task in self._probes:
             for number, (_, end) in enumerate(ends):
@@ -176,7 +176,7 @@ class MergedBatch:
             return {}
         self.kind = kind
         out = {}
-        for name, gradient in _plain(plain).items():
+        for name, gradient in _only_gradients(plain).items():
             there = [one[name] for one in perturbed if one is not None]
             out[f"folded/{name}"] = gradient
             spread = state.distance_from_farthest(gradient, there, name, self._moves)
@@ -232,7 +232,7 @@ def weight_of_mean_loss(record: StepRecord, number: int, call: int = 0) -> int:
     return one.losses[call].counted if one.losses and call >= 0 else len(one.rows)
 
 
-def _plain(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _only_gradients(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: g
         for name, g in found.items()
@@ -253,7 +253,7 @@ def _proportional(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - by * other).abs() <= 1e-6 * one.abs()).all())
 
 
-def _code(kind: Kind) -> torch.Tensor:
+def _encode_kind(kind: Kind) -> torch.Tensor:
     return torch.tensor(float(_KINDS.index(kind)))
 
 

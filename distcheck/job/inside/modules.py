@@ -172,9 +172,9 @@ class Modules:
 
     def _places(self, of: str, value: Any) -> list[tuple[int, ...]]:
         found = tensors.leaves(value)[:MOST_TENSORS]
-        return [self._place(f"{of} {number}", one) for number, one in enumerate(found)]
+        return [self._table_index(f"{of} {number}", one) for number, one in enumerate(found)]
 
-    def _place(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _table_index(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the index of a tensor in each pair's table; unmodified tensors are stored once."""
         version = version_of(tensor)
         held, then, places = self._known.get(id(tensor), (None, 0, ()))

@@ -26,7 +26,7 @@ class PerturbingRecorder(Recorder):
         if self._active:
             self._dtype = self._compute_dtype()
             self._unmoved = {} if self._unmoved is None else self._unmoved
-            self._move()
+            self._perturb()
 
     def autocasts(self, context: Any) -> None:
         """Perturb again by autocast's ULP if autocast starts within the model."""
@@ -34,13 +34,13 @@ class PerturbingRecorder(Recorder):
         if self._unmoved is not None and self._dtype != self._compute_dtype():
             self._put_back()
             self._unmoved, self._dtype = {}, self._compute_dtype()
-            self._move()
+            self._perturb()
 
     def _compute_dtype(self) -> torch.dtype | None:
         name = self._held.about.get("computed")
         return None if name is None else getattr(torch, name)  # type: ignore[no-any-return]
 
-    def _move(self) -> None:
+    def _perturb(self) -> None:
         assert self._unmoved is not None
         with torch.no_grad():
             for name, parameter in self.parameters.by_name.items():

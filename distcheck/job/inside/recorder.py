@@ -143,9 +143,9 @@ class Recorder(NullListener):
         self._of_step: dict[int, int] = {}  # by optimizer: last backward pass before its last step
         self._origin: torch.Tensor | None = None
         self._last: dict[str, ParameterAfterStep] = {}  # parameters after the last step
-        self._begin()
+        self._begin_step()
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         self._file: StepFile | None = None
         self._passes: list[Pass] = []
         self._roots: list[torch.nn.Module] = []  # the models of these passes
@@ -356,7 +356,9 @@ class Recorder(NullListener):
         if not self._active:
             return
         names = self._names_of(optimizer)
-        if self._file is None and not self._added.backwards_of(names, self._since(optimizer)):
+        if self._file is None and not self._added.backwards_of(
+            names, self._last_step_pass(optimizer)
+        ):
             return  # a step without gradients, as before a schedule starts
         file = self._open_step([])
         self._lines.note("step")
@@ -400,7 +402,7 @@ class Recorder(NullListener):
         file.add_gradients("raw", raw, by)
         file.add_gradients("step", given, 1.0)
         number = self.parameters.number_of(optimizer)
-        backwards = self._added.backwards_of(names, self._since(optimizer))
+        backwards = self._added.backwards_of(names, self._last_step_pass(optimizer))
         live = {key for one in backwards for key in self._reached.get(one, ())}
         for place in range(len(self._passes)):
             self._change_pass(place, live=(self.steps_over, place) in live)
@@ -443,7 +445,7 @@ class Recorder(NullListener):
             of_step = (self._folder, self._rank, self._world, self.steps_over)
             if rank.all_independent(*of_step, apart=self._apart):
                 self._ends = (self._ends[0], self.steps_over)
-        self._begin()
+        self._begin_step()
         self._origin = tensors.random_state()
         self._end_if_over()
 
@@ -489,7 +491,7 @@ class Recorder(NullListener):
             self._open_step(new)
         return self.parameters.of_optimizer(optimizer)
 
-    def _since(self, optimizer: torch.optim.Optimizer) -> int:
+    def _last_step_pass(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number of the last backward pass before the optimizer's last step."""
         return self._of_step.get(self.parameters.number_of(optimizer), -1)
 

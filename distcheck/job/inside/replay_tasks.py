@@ -99,8 +99,8 @@ class Processes:
             if key not in self._copies:
                 name = f"copy-{mode.replace(' ', '-')}-{key[0].rank}-{key[0].draw}"
                 self._copies[key] = _Copy(self._folder / name)
-        begun, most = time.monotonic(), self._most
-        while missing := [key for key in keys if not self._has(key, step)]:
+        begun, most = time.monotonic(), self._most_copies
+        while missing := [key for key in keys if not self._has_result(key, step)]:
             running = sum(copy.runs for copy in self._copies.values())
             for key in missing:
                 copy = self._copies[key]
@@ -113,7 +113,7 @@ class Processes:
         return {task: self._read(key, step) for task, key in zip(tasks, keys, strict=True)}
 
     @cached_property
-    def _most(self) -> int:
+    def _most_copies(self) -> int:
         """The maximum number of copies at once, measured with the model but no copy on the GPU."""
         return devices.count_of_further_processes(self._gpu_bytes)
 
@@ -129,7 +129,7 @@ class Processes:
     def read(self, tasks: Sequence[ReplayTask]) -> Written:
         return {}
 
-    def _has(self, key: Key, step: int) -> bool:
+    def _has_result(self, key: Key, step: int) -> bool:
         copy = self._copies[key]
         return copy.is_over or copy.result(step).exists()
 
@@ -210,10 +210,10 @@ class ReplayTasks:
             self._hands.mode = self.choice.mode
             if self.choice.failure:
                 self._fails(self.choice.failure)
-        for one in (step,) if self._apart else (step, *self._ahead(step)):
+        for one in (step,) if self._apart else (step, *self._later_steps(step)):
             is_whole = one in (first, *self._trained_on_earlier)
             draws = range(PERTURBED_RUNS + 1) if is_whole or self._apart else (0,)
-            tasks = self._roles(one, draws)
+            tasks = self._gradient_tasks(one, draws)
             tasks += (
                 self.merged_batch.tasks(one, PERTURBED_RUNS if one == first else 0)
                 if one == step
@@ -234,15 +234,13 @@ class ReplayTasks:
         """
         return frozenset(s for s in self._job.steps if any(r.earlier for r in self._job.at(s)))
 
-    def _ahead(self, step: int) -> list[int]:
-        """Return the later steps that depend on computations in this one."""
+    def _later_steps(self, step: int) -> list[int]:
         by_rank = self.choice.mode == BY_RANK
         later = [one for one in self._job.steps if one > step]
         later = [one for one in later if by_rank or one in self._trained_on_earlier]
         return [one for one in later if self._hands.batch_source.begins_at(one) <= step]
 
-    def _roles(self, step: int, draws: "range | tuple[int, ...]") -> list[ReplayTask]:
-        """Return the pending copies that compute the gradients of a step."""
+    def _gradient_tasks(self, step: int, draws: "range | tuple[int, ...]") -> list[ReplayTask]:
         if self.choice.mode == BY_RANK:  # this process computes the gradients of rank 0
             several = [(rank, draw) for rank in range(self._job.world) for draw in draws]
             tasks = [ReplayTask(rank, step, draw) for rank, draw in several if rank or draw]
@@ -253,7 +251,7 @@ class ReplayTasks:
     def _pending_copies(self, step: int) -> list[ReplayTask]:
         """Return the pending copies that measure the tolerance of a step after the first."""
         tasks = [
-            *self._roles(step, range(1, PERTURBED_RUNS + 1)),
+            *self._gradient_tasks(step, range(1, PERTURBED_RUNS + 1)),
             *self.merged_batch.tasks(step, PERTURBED_RUNS),
         ]
         return [task for task in tasks if task not in self._found.get(step, {})]

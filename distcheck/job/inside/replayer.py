@@ -275,7 +275,7 @@ class Replayer(NullListener):
         if self._backwards != expected:
             return
         if self._copy is not None and self._mode:
-            self._leave()
+            self._exit_copy()
         elif self._copy is None:
             self._take()
 
@@ -287,8 +287,7 @@ class Replayer(NullListener):
             left = state.distance(found, self._candidate, factor) if factor else 1.0
             self._own = factor if left < 1e-6 else 0.0
 
-    def _leave(self) -> None:
-        """Write the results of a copy and exit it."""
+    def _exit_copy(self) -> None:
         if not self._is_target or self._copy is None or self._is_ready:
             return
         self._is_ready = True  # a separate process continues
@@ -379,7 +378,7 @@ class Replayer(NullListener):
         if not self._candidate and self._hands.passes:
             self._candidate = state.gradients(self._parameters.by_name)  # not from a backward pass
         if self._copy is not None and self._is_target and self._candidate:
-            self._leave()
+            self._exit_copy()
         if self._copy is None and self._hands.passes and not self._is_ready:
             self._take()
         if not self._raw and self._copy is None:
@@ -387,7 +386,7 @@ class Replayer(NullListener):
         names = self._parameters.of_optimizer(optimizer)
         own = {name: self._parameters.by_name[name] for name in names}
         given = state.gradients(own)
-        self._changes = any(not _same(self._left.get(n), given.get(n)) for n in own)
+        self._changes = any(not _are_equal(self._left.get(n), given.get(n)) for n in own)
         self._out |= {f"step/{n}": g for n, g in given.items()}
         self._groups = tuple(numeric_settings(group) for group in optimizer.param_groups)
         recorded = self._job.records[0, self._step].groups
@@ -456,5 +455,5 @@ def _recorded(key: str, value: Any, then: dict[str, float]) -> Any:
     return then.get(key, value)
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))

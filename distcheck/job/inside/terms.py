@@ -99,14 +99,14 @@ def ends_of(
 ) -> tuple[list[tuple[Term, NodeOutput]], str]:
     """Return the terms with their places in the graph, or the reason why there are none."""
     try:
-        return _ends(loss, heard), ""
+        return _terms_in_graph(loss, heard), ""
     except _UnreadableError as error:
         return [], str(error)
     except (AttributeError, RuntimeError) as error:  # an unknown or freed node
         return [], f"its graph cannot be read ({error})"
 
 
-def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOutput]]:
+def _terms_in_graph(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOutput]]:
     ends = {
         value.grad_fn: number
         for number, (_, _, value, _) in enumerate(heard)
@@ -129,7 +129,7 @@ def _ends(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOu
             term = Term(name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own)
             found.append((term, NodeOutput(node, output)))
         else:
-            parts = _parts(node, output)
+            parts = _summands(node, output)
             outer = outer and len(parts) == 1
             for part, place, factor in reversed(parts):
                 if factor is not None and factor[0] == 0:
@@ -150,7 +150,7 @@ def _inside(node: Node) -> Iterator[By]:
     part = node.next_functions[0][0]
     while part is not None and _kind(part) in ("Mul", "Div", "Neg", *_SAME):
         try:
-            ((part, _, factor),) = _parts(part, 0)
+            ((part, _, factor),) = _summands(part, 0)
         except _UnreadableError:  # multiplied by a tensor, such as a mask
             return
         if factor is not None:
@@ -160,8 +160,7 @@ def _inside(node: Node) -> Iterator[By]:
 Part = tuple[Node, int, By | None]  # a node, its output, its factor
 
 
-def _parts(node: Node, output: int) -> list[Part]:
-    """Return the summands of a node with their factors."""
+def _summands(node: Node, output: int) -> list[Part]:
     if node is None:
         raise _UnreadableError("it has no graph")
     name = _kind(node)

@@ -45,16 +45,18 @@ class ModulesOfCopies:
         """Return the recorded modules of each rank and their spreads, for the reference's file."""
         out: Tensors = {}
         for rank in range(self._world):
-            seen = own.get(rank) or self._of(rank, step, 0).get(rank)
+            seen = own.get(rank) or self._get(rank, step, 0).get(rank)
             if seen is None:
                 continue
-            perturbed = [self._of(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)]
+            perturbed = [
+                self._get(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)
+            ]
             spread = distances_from_farthest(seen, [one for one in perturbed if one is not None])
             out |= {**packed(seen, prefix_of_rank(rank)), f"{prefix_of_rank(rank)}spread": spread}
         self._found = {task: one for task, one in self._found.items() if task.step != step}
         return out
 
-    def _of(self, rank: int, step: int, draw: int) -> dict[int, WatchedStep]:
+    def _get(self, rank: int, step: int, draw: int) -> dict[int, WatchedStep]:
         found = self._found
         return (
             found.get(ReplayTask(rank, step, draw)) or found.get(ReplayTask(ALL, step, draw)) or {}

@@ -86,7 +86,7 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
         actual.numel(),
         worst=_place(actual, expected, zero, int(error.argmax())),
         first=_place(actual, expected, zero, int(differs.int().argmax())),
-        places=_places(actual, expected, zero, error, differs),
+        places=_worst_elements(actual, expected, zero, error, differs),
         ulps=ulp_bins(actual, expected),
     )
 
@@ -133,7 +133,7 @@ def within(
         actual.numel(),
         worst=_place(actual, expected, bound, int(share.argmax())),
         first=first,
-        places=() if ok else _places(actual, expected, bound, share, fails),
+        places=() if ok else _worst_elements(actual, expected, bound, share, fails),
         ulps=ulp_bins(actual, expected),
     )
 
@@ -256,7 +256,7 @@ def _distance(
     return torch.where(distance.isnan(), torch.where(same, 0.0, math.inf), distance)
 
 
-def _places(
+def _worst_elements(
     actual: torch.Tensor,
     expected: torch.Tensor,
     bound: torch.Tensor,

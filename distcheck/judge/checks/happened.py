@@ -80,8 +80,7 @@ def _is_on(on: str, holds: Sequence[bool]) -> bool:
     }[on]
 
 
-def _counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
-    """Describe the number of ranks at each step with a property."""
+def _describe_counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> str:
     if not found:
         return "seen: no such parameter"
     shown = ", ".join(f"{sum(holds)} of {len(holds)} at step {step}" for step, holds in found)
@@ -96,7 +95,7 @@ def no_gradient(event: events.NoGradient, run: RunOfEvents) -> str:
         if had and _is_on(event.on, absent):
             return ""
         had = had or not any(absent)
-    return _counts(found, f"no gradient of {event.parameter}")
+    return _describe_counts(found, f"no gradient of {event.parameter}")
 
 
 def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
@@ -106,7 +105,7 @@ def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
     ]
     if any(_is_on(event.on, zero) for _, zero in found):
         return ""
-    return _counts(found, f"a zero gradient of {event.parameter}")
+    return _describe_counts(found, f"a zero gradient of {event.parameter}")
 
 
 def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:

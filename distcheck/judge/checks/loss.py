@@ -29,7 +29,7 @@ def _compare_ranks(
     for rank, header, form in zip(
         evidence.with_data, expectation.headers, losses.forms, strict=True
     ):
-        _add(tally, [rank], expectation.step, header.loss, form)
+        _compare_loss(tally, [rank], expectation.step, header.loss, form)
     _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=losses.bound)
 
 
@@ -43,7 +43,7 @@ def _compare_mean(
         return
     mean = _mean(expectation, [header.loss for header in expectation.headers])
     _sum_up(expectation, tally, expected=expected.expected, bound=expected.bound)
-    _add(tally, evidence.with_data, expectation.step, mean, expected.form)
+    _compare_loss(tally, evidence.with_data, expectation.step, mean, expected.form)
 
 
 def _compare_in_mesh(
@@ -58,7 +58,7 @@ def _compare_in_mesh(
         if not all(map(has_loss, losses)):
             continue
         mean = _mean(expectation, losses)
-        _add(tally, ranks, step, mean, expected.form)
+        _compare_loss(tally, ranks, step, mean, expected.form)
         if not shown:
             tally.sums.add_losses(
                 step, losses, mean=mean, expected=expected.expected, bound=expected.bound
@@ -71,7 +71,7 @@ def _compare_in_mesh(
         )
 
 
-def _add(tally: Tally, ranks: Sequence[int], step: int, loss: float, form: Form) -> None:
+def _compare_loss(tally: Tally, ranks: Sequence[int], step: int, loss: float, form: Form) -> None:
     compare_with = comparison_with(form, tally)
     assert compare_with is not None, "there is a form"
     comparison = compare_with(number(loss))

@@ -81,13 +81,13 @@ def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
         nan = form.nan_is_expected
         return partial(within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
     if isinstance(form, Near):
-        return partial(_near, form)
+        return partial(_compare_norm, form)
     if isinstance(form, Projection):
         return lambda actual: comparison_of(actual, form, fit_to_projection(actual, form))
-    return partial(_either, form, tally)
+    return partial(_compare_either, form, tally)
 
 
-def _near(form: Near, actual: torch.Tensor) -> Comparison:
+def _compare_norm(form: Near, actual: torch.Tensor) -> Comparison:
     found = by_norm(actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected)
     assert found.worst is not None, "a comparison by norm has one place"
     may_be_rounding = not found.ok and found.worst.error <= form.rounding
@@ -108,8 +108,7 @@ def comparison_of(actual: torch.Tensor, form: Projection, found: ProjectionFit) 
     return Comparison(not found.why, actual.numel(), place, place if found.why else None)
 
 
-def _either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Comparison:
-    """Compare with the first form, and if that fails, with the second."""
+def _compare_either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Comparison:
     first, second = (comparison_with(one, tally) for one in (form.first, form.second))
     assert first is not None
     assert second is not None

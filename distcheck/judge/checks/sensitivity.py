@@ -60,22 +60,22 @@ def shown_by(
     ranks' numbers in the report.
     """
     stride = max(1, -(-elements // _SAMPLE))
-    found = _try(parts_at(stride), stride, ranks, before, others)
+    found = _apply_mistake(parts_at(stride), stride, ranks, before, others)
     if stride > 1 and not is_complete(found, ranks):
-        return _try(parts_at(1), 1, ranks, before, others)
+        return _apply_mistake(parts_at(1), 1, ranks, before, others)
     return found
 
 
 def is_complete(found: Shown, ranks: Sequence[int]) -> bool:
     """Return True if every possible mistake of every rank would be revealed."""
-    return all(len(found.shown[m]) >= _most(m, ranks) for m in found.shown)
+    return all(len(found.shown[m]) >= _most_variants(m, ranks) for m in found.shown)
 
 
-def _most(mistake: str, ranks: Sequence[int]) -> int:
+def _most_variants(mistake: str, ranks: Sequence[int]) -> int:
     return len(ranks) if MISTAKES[mistake].of_ranks else 1
 
 
-def _try(
+def _apply_mistake(
     parts: MeanSummands,
     stride: int,
     ranks: Sequence[int],
@@ -271,7 +271,7 @@ class _Look:
             parts_at,
             elements=real_parts(present).numel(),
             ranks=self._ranks,
-            before=self._before(index),
+            before=self._previous_gradient(index),
             others=self._same_shape_gradients(index),
         )
         there = [g is not None and bool(g.any()) for g in seen]
@@ -279,7 +279,7 @@ class _Look:
             found,
             absent_on_some=any(g is None for g in seen),
             zero_on_some=any(there) and not all(there),
-            sizes=self._sizes(index),
+            sizes=self._range_of(index),
         )
 
     def _local_gradients(self, index: int) -> list[torch.Tensor | None]:
@@ -290,7 +290,7 @@ class _Look:
             return seen
         return [gradients[index] for gradients in self._forms.computed]
 
-    def _sizes(self, index: int) -> tuple[float, ...]:
+    def _range_of(self, index: int) -> tuple[float, ...]:
         result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
         if result is None or not result.numel():
             return ()
@@ -300,7 +300,7 @@ class _Look:
         largest = max(-float(least), float(most))
         return (largest, largest) if largest else ()
 
-    def _before(self, index: int) -> torch.Tensor | None:
+    def _previous_gradient(self, index: int) -> torch.Tensor | None:
         step = self._step
         return self._trace.tensor(0, Kind.GRADIENT, step - 1, index) if step else None
 
@@ -343,7 +343,7 @@ class _Look:
             "times-world": (0,) if fails(keep(mean) * world) else (),
             "divided-by-world": (0,) if fails(keep(mean) / world) else (),
         }
-        before = self._before(index)
+        before = self._previous_gradient(index)
         if before is not None:
             shown["stale"] = (0,) if fails(before) else ()
         counts = any(shown[name] for name in shown if MISTAKES[name].of_exchange)

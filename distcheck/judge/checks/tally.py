@@ -30,7 +30,7 @@ class Sums:
             self._in_bits = False
         share = 0.0 if worst is None and comparison.ok else _share(worst)
         wrong = not comparison.ok and share <= 1  # bits that differ while numbers are equal
-        self._note(parameter, step, math.inf if wrong else share)
+        self._keep_worst(parameter, step, math.inf if wrong else share)
         for place, count in comparison.ulps.items():
             self._ulps[place] = self._ulps.get(place, 0) + count
         for place_of in comparison.places:
@@ -43,7 +43,7 @@ class Sums:
 
     def fail(self, *, parameter: str, step: int) -> None:
         """Add a tensor that is missing or misplaced."""
-        self._note(parameter, step, math.inf)
+        self._keep_worst(parameter, step, math.inf)
 
     def add_losses(
         self, step: int, ranks: Iterable[float], *, mean: float, expected: float, bound: float
@@ -71,7 +71,7 @@ class Sums:
             digests=self._digests,
         )
 
-    def _note(self, parameter: str, step: int, share: float) -> None:
+    def _keep_worst(self, parameter: str, step: int, share: float) -> None:
         row = self._shares.setdefault(parameter, {})
         row[step] = max(row.get(step, 0.0), share)
 
@@ -173,7 +173,7 @@ class Tally:
         self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)
         self.sums.add(comparison, parameter=parameter, rank=rank, step=step)
         if comparison.worst is not None:
-            self._note(_difference(comparison.worst, parameter, rank, step))
+            self._keep_worst(_difference(comparison.worst, parameter, rank, step))
         if not comparison.ok:
             self._failed = True
             place = comparison.first or comparison.worst
@@ -215,9 +215,9 @@ class Tally:
         )
         if self._first is None:
             self._first = difference
-        self._note(difference)
+        self._keep_worst(difference)
 
-    def _note(self, difference: Difference) -> None:
+    def _keep_worst(self, difference: Difference) -> None:
         if self._worst is None or share_of_bound(difference) > share_of_bound(self._worst):
             self._worst = difference
 

@@ -177,14 +177,14 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
     by_parameter = zip(*(shard.gradients for shard in expectation.shards), strict=True)
     used = [i for i, own in enumerate(by_parameter) if all(g is not None for g in own)]
     columns = [
-        _flat([gradients[index] for index in used], stride)
+        _flatten([gradients[index] for index in used], stride)
         for passes in parts
         for gradients in passes
     ]
     weights = []
     for rank in ranks:
         held = [trace.tensor(rank, Kind.GRADIENT, step, index) for index in used]
-        found = fit([(_flat(held, stride), *columns)])
+        found = fit([(_flatten(held, stride), *columns)])
         if found is None or found.apart < _LEAST_SINGULAR or not found.share <= _RESIDUAL:
             return None
         starts = range(0, len(columns), count)
@@ -192,5 +192,5 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
     return PassFacts(step=step, passes=count, weights=tuple(weights))
 
 
-def _flat(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
+def _flatten(tensors: list[torch.Tensor | None], stride: int) -> torch.Tensor:
     return torch.cat([as_float64(t).reshape(-1)[::stride] for t in tensors if t is not None])

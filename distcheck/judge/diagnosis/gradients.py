@@ -30,16 +30,16 @@ FAMILIES: tuple[ModuleType, ...] = (weights, parts)
 
 def explain(facts: Measurements) -> list[Diagnosis]:
     """Return the causes of wrong gradients; empty if none explains them."""
-    return [_among(one, facts) for one in _explain(facts)]
+    return [_add_ranks_with_data(one, facts) for one in _explain(facts)]
 
 
 def explain_local_gradients(facts: Measurements) -> list[Diagnosis]:
     """Return the causes of wrong local gradients if everything derived from them is right."""
     found = next((before_synchronization(step) for step in facts.steps if step.left), [])
-    return [_among(one, facts) for one in found]
+    return [_add_ranks_with_data(one, facts) for one in found]
 
 
-def _among(found: Diagnosis, facts: Measurements) -> Diagnosis:
+def _add_ranks_with_data(found: Diagnosis, facts: Measurements) -> Diagnosis:
     """Add the ranks with data to the evidence if some have none: lists by rank omit those."""
     ranks = facts.steps[0].ranks
     if len(ranks) in (0, facts.world):

@@ -149,18 +149,18 @@ class GradientVersions:
             distance=max(float((one - expected).norm() / expected.norm()) for one in held),
         )
 
-    def _near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def _is_close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         return float((one - other).norm()) <= max(self._allowed, _LEFT_OVER * float(other.norm()))
 
     def _all_near(self, held: Sequence[torch.Tensor], other: torch.Tensor) -> bool:
-        return bool(other.any()) and all(self._near(one, other) for one in held)
+        return bool(other.any()) and all(self._is_close(one, other) for one in held)
 
     def _common_factor(self, held: Sequence[torch.Tensor], expected: torch.Tensor) -> float | None:
         factors = [_factor(one, expected) for one in held]
         if max(factors) - min(factors) > _LEFT_OVER * max(map(abs, factors), default=0.0):
             return None
         factor = factors[0]
-        fits = all(self._near(one, factor * expected) for one in held)
+        fits = all(self._is_close(one, factor * expected) for one in held)
         return factor if fits and abs(factor) > _LEFT_OVER else None
 
     def _axis_of_shares(self, expected: torch.Tensor) -> str:
@@ -175,8 +175,8 @@ class GradientVersions:
                 continue
             sums = [torch.stack([t for t in group if t is not None]).sum(0) for group in groups]
             even = expected / max(1, len(groups[0]) if groups else 1)
-            apart = any(not self._near(t, even) for t in groups[0] if t is not None)
-            if apart and all(self._near(total, expected) for total in sums):
+            apart = any(not self._is_close(t, even) for t in groups[0] if t is not None)
+            if apart and all(self._is_close(total, expected) for total in sums):
                 return axis
         return ""
 
@@ -221,7 +221,7 @@ class _Measuring(GradientVersions):
     def _with_relations(
         self, found: LayoutParameter, held: Sequence[torch.Tensor], expected: torch.Tensor
     ) -> LayoutParameter:
-        earlier = self._earlier()
+        earlier = self._previous_gradient()
         return msgspec.structs.replace(
             super()._with_relations(found, held, expected),
             shard=self._is_own_shard(),
@@ -238,7 +238,7 @@ class _Measuring(GradientVersions):
             return False
         for rank, held in enumerate(self._held):
             own = self._at.shards[self._mesh.coordinate(rank, "data")].gradients[self._index]
-            if held is None or own is None or not self._near(held, as_float64(own)):
+            if held is None or own is None or not self._is_close(held, as_float64(own)):
                 return False
         return True
 
@@ -250,7 +250,7 @@ class _Measuring(GradientVersions):
         return all(
             held is not None
             and own[self._index] is not None
-            and self._near(held, as_float64(alone))
+            and self._is_close(held, as_float64(alone))
             for held, own in pairs
             if (alone := own[self._index]) is not None
         )
@@ -276,7 +276,7 @@ class _Measuring(GradientVersions):
                 return (number,)
         return ()
 
-    def _earlier(self) -> torch.Tensor | None:
+    def _previous_gradient(self) -> torch.Tensor | None:
         if self._at.step == 0:
             return None
         before = self._at.references.at(self._at.step - 1).full_batch.gradients[self._index]

@@ -189,15 +189,15 @@ def _products(facts: LayoutFacts, ratio: float) -> Iterator[str]:
         for chosen in combinations(axes, count):
             size = prod(size for _, size in chosen)
             names = " x ".join(name for name, _ in chosen)
-            if _same(ratio, size):
+            if _is_close(ratio, size):
                 yield f"the size of {names}"
-            elif _same(ratio, 1 / size):
+            elif _is_close(ratio, 1 / size):
                 yield f"1 / the size of {names}"
-    if facts.micro_batches > 1 and _same(ratio, facts.micro_batches):
+    if facts.micro_batches > 1 and _is_close(ratio, facts.micro_batches):
         yield "the number of micro-batches"
 
 
-def _same(one: float, other: float) -> bool:
+def _is_close(one: float, other: float) -> bool:
     return isclose(one, other, rel_tol=SAME_FACTOR)
 
 

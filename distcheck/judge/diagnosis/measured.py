@@ -260,7 +260,7 @@ class Measured:
         return [weight / self.world / factor for weight, factor in pairs]
 
     def left(self, rank: int) -> torch.Tensor:
-        return self._keep("left", rank, lambda: self._left(rank))
+        return self._keep("left", rank, lambda: self._local_gradient(rank))
 
     def shard(self, rank: int) -> torch.Tensor:
         """Return the gradient of a rank's mean loss, without loss scaling."""
@@ -285,7 +285,7 @@ class Measured:
         assert found is not None
         return found
 
-    def _left(self, rank: int) -> torch.Tensor:
+    def _local_gradient(self, rank: int) -> torch.Tensor:
         return as_float64(self._left_on(rank))
 
     def _left_on(self, rank: int) -> torch.Tensor:

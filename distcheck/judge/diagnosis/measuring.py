@@ -551,10 +551,10 @@ class StepMeasuring:
             on_grid=tuple(one.on_grid for one in by_rank),
             of_terms=tuple(one.of_terms for one in by_rank),
             kinds=elements_by_kind(measured, unit),
-            coarse=self._coarse(count),
+            coarse=self._quantum_bounds(count),
         )
 
-    def _coarse(self, elements: int) -> tuple[float, ...]:
+    def _quantum_bounds(self, elements: int) -> tuple[float, ...]:
         """Return the quantization bound of the ranks' gradients; all may use the widest grid."""
         widest = max(self._view.half_quanta, default=0.0) * sqrt(elements)
         factors = self._view.unscaled

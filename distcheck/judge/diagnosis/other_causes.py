@@ -50,13 +50,13 @@ def causes_of_unequal_passes(facts: Measurements) -> list[Diagnosis]:
     if found is None or not facts.steps or facts.steps[0].step != found.step:
         return []
     shares = facts.steps[0].shares
-    rows = _counts(found, shares)
+    rows = _relative_weights(found, shares)
     # Heuristic: far above the roundings of a least-squares fit, far below a lost pass.
     if all(abs(c - row[0][0]) <= 1e-3 for row in rows for counts in row for c in counts):
         return []  # all equal: a factor with its own name
     text = "; ".join(
         f"rank {facts.steps[0].number(rank)} holds "
-        + ", ".join(_times(counts) for counts in rows[rank])
+        + ", ".join(_format_weights(counts) for counts in rows[rank])
         for rank in range(min(len(rows), _SHOWN))
     )
     return [
@@ -69,14 +69,14 @@ def causes_of_unequal_passes(facts: Measurements) -> list[Diagnosis]:
     ]
 
 
-def _counts(found: PassFacts, shares: tuple[float, ...]) -> list[list[list[float]]]:
+def _relative_weights(found: PassFacts, shares: tuple[float, ...]) -> list[list[list[float]]]:
     return [
         [[weight / share for weight in of_rank] for of_rank, share in zip(row, shares, strict=True)]
         for row in found.weights
     ]
 
 
-def _times(counts: list[float]) -> str:
+def _format_weights(counts: list[float]) -> str:
     # Heuristic: printed as 0; far below a meaningful weight.
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 

@@ -23,7 +23,7 @@ _LEAST_OF_A_KIND = 4  # elements over all ranks; fewer may match by chance
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     found = _partial(step, parameters)
     found = found or _other_kinds(step, parameters)
-    found += [*_order(step, parameters), *_earlier(step, parameters)]
+    found += [*_order(step, parameters), *_earlier_step_causes(step, parameters)]
     return found + _rounding(step, parameters)
 
 
@@ -153,7 +153,7 @@ _LEFT = {
 }
 
 
-def _earlier(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
+def _earlier_step_causes(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Name remains of earlier steps: a stale or accumulated gradient."""
     where = f"step {step.step}, {parameters_text(step, parameters)}"
 

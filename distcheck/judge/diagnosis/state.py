@@ -15,7 +15,7 @@ from distcheck.records.odd_ranks import ranks_in_words
 def explain(failed: Failures, facts: Measurements) -> list[Diagnosis]:
     """Return every such cause that failed checks and measurements support."""
     found = _initial(failed, facts)
-    if data := _of("data", failed):
+    if data := _result_of("data", failed):
         found += _data(facts) or _repeated_samples_cause(data)
     found += _buffers(failed, facts)
     found += _optimizer(failed, facts)
@@ -42,7 +42,7 @@ def causes_of_nondeterminism(
     """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if
     process state determines the result.
     """
-    result = _of("rerun", failed)
+    result = _result_of("rerun", failed)
     if result is None:
         return []
     if separation is not None and separation.depends:
@@ -110,7 +110,7 @@ def gradients_raced(failed: Failures) -> bool:
     """Return True if failed gradients differed in the second run by more than rounding: the first
     run's values are then one of several possible results.
     """
-    rerun, wrong = _of("rerun", failed), failed.get(("gradients", ROUNDING))
+    rerun, wrong = _result_of("rerun", failed), failed.get(("gradients", ROUNDING))
     if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
         return False
     there = rerun.first
@@ -150,12 +150,12 @@ def warn_of_shared_rng(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
             yield name_cause("shared-rng-seed", result.reason)
 
 
-def _of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
+def _result_of(check: str, failed: Mapping[tuple[str, str], CheckResult]) -> CheckResult | None:
     return next((result for (name, _), result in failed.items() if name == check), None)
 
 
 def _initial(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    result = _of("initial state", failed)
+    result = _result_of("initial state", failed)
     if result is None:
         return []
     where = place_of_divergence(result)
@@ -194,7 +194,7 @@ def _data(facts: Measurements) -> list[Diagnosis]:
 
 
 def _buffers(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    result = _of("buffers", failed)
+    result = _result_of("buffers", failed)
     if result is None or {"gradients", "initial state"} & {check for check, _ in failed}:
         return []
     if facts.forward_twice:
@@ -217,7 +217,7 @@ def _buffers(failed: Failures, facts: Measurements) -> list[Diagnosis]:
 
 
 def _optimizer(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    if _of("parameters", failed) is None:
+    if _result_of("parameters", failed) is None:
         return []
     step = next((step for step in facts.steps if step.unchanged), None)
     if step is None or any(one.not_finite and one.step <= step.step for one in facts.steps):

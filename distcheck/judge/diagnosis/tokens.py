@@ -87,7 +87,7 @@ def causes_of_token_factor(step: StepFacts, factor: float, evidence: str) -> lis
         return []
     tokens, positions, world = sum(step.tokens), sum(step.positions), len(step.shares)
     found = []
-    if 0 < tokens < positions and _is(factor, tokens / positions):
+    if 0 < tokens < positions and _is_close(factor, tokens / positions):
         found.append(
             name_cause(
                 "padding-counted",
@@ -95,14 +95,14 @@ def causes_of_token_factor(step: StepFacts, factor: float, evidence: str) -> lis
                 "is included in the divisor",
             )
         )
-    if not step.summed or _is(factor, world) or _is(factor, 1 / world):
+    if not step.summed or _is_close(factor, world) or _is_close(factor, 1 / world):
         return found
-    if _is(factor, tokens):
+    if _is_close(factor, tokens):
         text = f"{evidence}, the number of tokens of all ranks: the sum was not divided"
         return [*found, name_cause("missing-division", text, "tokens-of-all")]
     divisors = {"ranks": world, "samples": sum(step.samples)}
     for what, number in divisors.items():
-        if number != tokens and _is(factor, tokens / number):
+        if number != tokens and _is_close(factor, tokens / number):
             text = (
                 f"{evidence}, as if the sum were divided by the number of {what} ({number:,}) "
                 f"and not by the number of tokens ({tokens:,})"
@@ -111,7 +111,7 @@ def causes_of_token_factor(step: StepFacts, factor: float, evidence: str) -> lis
     return found
 
 
-def _is(factor: float, other: float) -> bool:
+def _is_close(factor: float, other: float) -> bool:
     return isclose(factor, other, rel_tol=_EXACTLY)
 
 

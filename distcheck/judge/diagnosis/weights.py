@@ -355,7 +355,6 @@ def _mixed_causes(
 def _integer_weights(
     step: StepFacts, ways: Sequence[Sequence[Reading]], where: str
 ) -> list[Diagnosis]:
-    """Name integer weights that differ from rank to rank."""
     chosen = [next((w for w in way if w.kind in ("counted", "single")), None) for way in ways]
     counts: dict[tuple[int, ...], list[int]] = {}
     for rank, (way, found) in enumerate(zip(ways, chosen, strict=True)):

@@ -142,12 +142,12 @@ class Side(JobRecording):
         settings, loss = self._settings(step), loss_of(self, rank, at)
         if not self.as_one:
             return found._replace(optimizer=settings, loss=loss)
-        every = [super(Side, self).header(one, step) for one in self._everyone(at)]
-        losses = [loss_of(self, one, at) for one in self._everyone(at)]
+        every = [super(Side, self).header(one, step) for one in self._ranks_at(at)]
+        losses = [loss_of(self, one, at) for one in self._ranks_at(at)]
         rows = sorted(chain(*(one.ids for one in every)))
         return JobHeader(tuple(rows), sum(losses) / len(losses), b"", settings)
 
-    def _everyone(self, at: int) -> list[int]:
+    def _ranks_at(self, at: int) -> list[int]:
         return [rank for rank, step in self.records if step == at]
 
     def _settings(self, step: int) -> str:
@@ -170,7 +170,7 @@ def comparable_recordings(then: JobRecording, now: JobRecording) -> tuple[Side, 
     for kind in Kind:
         several = [one.names(kind) for one in (then, now)]
         known = dict.fromkeys(chain(*several))
-        is_known = all(several) and all(_has(one, kind) for one in (then, now))
+        is_known = all(several) and all(_has_tensors(one, kind) for one in (then, now))
         names[kind] = [*known] if is_known else []
     if as_one:
         names[Kind.LOCAL_GRADIENT] = []
@@ -179,7 +179,7 @@ def comparable_recordings(then: JobRecording, now: JobRecording) -> tuple[Side, 
     return one, two
 
 
-def _has(job: JobRecording, kind: Kind) -> bool:
+def _has_tensors(job: JobRecording, kind: Kind) -> bool:
     """Return True if a recording has tensors of a kind: FSDP2 leaves no local gradients."""
     stem = f"{STEM_OF.get(kind, kind.label)}/"
     records = job.at(job.steps[0])

@@ -144,7 +144,7 @@ class StepInBothRuns:
                 continue
             users = [call for call, _ in self._pairs if place in call.inputs]
             right = [call for call in users if place not in call.outputs and self._ends_right(call)]
-            last = [call for call, _ in self._pairs if call.number == self._number(place)][-1]
+            last = [call for call, _ in self._pairs if call.number == self._call_number(place)][-1]
             of = _OF_MODEL if place in last.outputs else _name(self._names[place])
             return WrongModule(
                 right[0] if right else None, "gradient", self._gradients[place][1], of
@@ -166,7 +166,7 @@ class StepInBothRuns:
             return _Is.UNSEEN, 0.0, 0.0
         if mine.digest == other.digest:
             return _Is.SAME, 0.0, 0.0
-        return self._far(one, two, 0, 1.0)
+        return self._distance(one, two, 0, 1.0)
 
     def _gradient(self, one: int, two: int, factors: dict[int, float]) -> tuple[_Is, float, float]:
         mine, other = self.own.watched.tensors[one], self.other.watched.tensors[two]
@@ -176,12 +176,12 @@ class StepInBothRuns:
             if mine.gradient == other.gradient:
                 return _Is.UNSEEN, 0.0, 0.0
             return _Is.FAR, math.inf, 0.0
-        factor = factors.get(self._number(one), 1.0)
+        factor = factors.get(self._call_number(one), 1.0)
         if mine.gradient == other.gradient and factor == 1.0:
             return _Is.SAME, 0.0, 0.0
-        return self._far(one, two, 1, factor)
+        return self._distance(one, two, 1, factor)
 
-    def _far(self, one: int, two: int, kind: int, factor: float) -> tuple[_Is, float, float]:
+    def _distance(self, one: int, two: int, kind: int, factor: float) -> tuple[_Is, float, float]:
         mine, other = self.own.sums[one, kind], self.other.sums[two, kind] * factor
         if mine.isnan().all() and other.isnan().all():
             return _Is.OTHER, 0.0, 0.0
@@ -199,7 +199,7 @@ class StepInBothRuns:
         share = (error / norm, bound / norm)
         return _Is.NEAR if error <= bound else _Is.FAR, *share
 
-    def _number(self, place: int) -> int:
+    def _call_number(self, place: int) -> int:
         return int(self._names[place].partition("/")[0]) if place in self._names else 0
 
     def _factors(self) -> dict[int, float]:
@@ -207,12 +207,12 @@ class StepInBothRuns:
         found: dict[int, float] = {}
         for one in self.own.watched.backward if self.fits else ():
             two = self._beside.get(one)
-            if two is None or self._number(one) in found:
+            if two is None or self._call_number(one) in found:
                 continue
             mine, other = self.own.sums[one, 1], self.other.sums[two, 1]
             square = float((other * other).sum())
             if square > 0 and math.isfinite(square):
-                found[self._number(one)] = float((mine * other).sum()) / square
+                found[self._call_number(one)] = float((mine * other).sum()) / square
         return found
 
     # -- for a report ----------------------------------------------------------------------------

@@ -217,14 +217,14 @@ class FullBatchReference(StepReference):
         """
         batch, shards = self._prepare(step)
         if moved is not None:
-            self._move(moved)
+            self._perturb(moved)
         stretches = self._stretches(shards) if ghost else [GhostSegment(sum(shards), 0)]
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
         outer = within or contextlib.nullcontext()
         watching = calls_of(self._model, sum(shards)) if self._trace.layout.outputs else None
         watched = watching or contextlib.nullcontext()
-        with outer, under, self._ghost(step, stretches) as layers, counting, watched as calls:
+        with outer, under, self._ghost_of(step, stretches) as layers, counting, watched as calls:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
@@ -243,7 +243,7 @@ class FullBatchReference(StepReference):
         batch, shards = self._prepare(step)
         loss_of, terms = self._ingredients.loaded.workload.loss, []
         under = seeds.under(self._trace.header(0, step).settings)
-        with under, self._ghost(step, self._stretches(shards), keep_outputs=True) as layers:
+        with under, self._ghost_of(step, self._stretches(shards), keep_outputs=True) as layers:
             loss_of(self._model, batch)
             for sample in range(sum(shards)):
                 layers.alone(sample)
@@ -267,7 +267,7 @@ class FullBatchReference(StepReference):
         self._ingredients.prepare(self._model, step)
         return self._ingredients.batch(ids, len(ids)), [len(shard) for shard in shards]
 
-    def _move(self, seed: int) -> None:
+    def _perturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for _, parameter in trainable(self._model):
@@ -276,7 +276,7 @@ class FullBatchReference(StepReference):
                 to = torch.where(up, math.inf, -math.inf).to(parts)
                 parts.copy_(torch.nextafter(parts, to))
 
-    def _ghost(
+    def _ghost_of(
         self, step: int, stretches: Sequence[GhostSegment], *, keep_outputs: bool = False
     ) -> GhostBatch:
         trace, of_rank_0 = self._trace, self._contract.buffers == "rank 0"
@@ -300,9 +300,9 @@ class FullBatchReference(StepReference):
         """Return the relative L2 distance, over all parameters, of a ghost batch's gradient from
         that of the full batch with a single normalization.
         """
-        true, seen = self._flat(self.run(step, ghost=False)), self._flat(ghost)
+        true, seen = self._flatten(self.run(step, ghost=False)), self._flatten(ghost)
         return float((seen - true).norm() / true.norm())
 
     @staticmethod
-    def _flat(result: FullBatch) -> torch.Tensor:
+    def _flatten(result: FullBatch) -> torch.Tensor:
         return torch.cat([g.double().flatten() for g in result.gradients if g is not None])

@@ -127,7 +127,6 @@ def gradients(at: AtStep) -> FullBatchBound:
 
 
 def _local_gradients(at: AtStep) -> tuple[Gradients, ...]:
-    """Return each rank's local gradients, if it has any of its own."""
     if at.exchanges_itself:
         return at.unexchanged
     return at.computed_where_unseen if at.references.mesh is None else ()

@@ -73,7 +73,7 @@ class GhostBatch:
             del layer.forward
             if own is not None:  # an instance may have had one of its own
                 layer.forward = own  # type: ignore[method-assign]
-            _put(layer, buffers)
+            _set_buffers(layer, buffers)
         self._patched.clear()
 
     def alone(self, sample: int) -> None:
@@ -100,7 +100,7 @@ class GhostBatch:
                 if stretch.rank not in held:
                     held[stretch.rank] = self._recorded_buffers(name, layer, stretch.rank)
                 # Other tensors, not other values: backward needs those of every stretch.
-                _put(layer, held[stretch.rank])
+                _set_buffers(layer, held[stretch.rank])
                 parts.append(own(part))
                 held[stretch.rank] = _buffers_of(layer)
             together = torch.cat(parts)
@@ -139,6 +139,6 @@ def _buffers_of(layer: nn.Module) -> Buffers:
     return dict(layer.named_buffers(recurse=False, remove_duplicate=False))
 
 
-def _put(layer: nn.Module, buffers: Buffers) -> None:
+def _set_buffers(layer: nn.Module, buffers: Buffers) -> None:
     for name, buffer in buffers.items():
         setattr(layer, name, buffer)

@@ -79,7 +79,7 @@ def why_not_exact(
             return (
                 f"{contract.micro_batches} micro-batches of a shard have shares that are not exact"
             )
-        largest = sum(_odd(n) * n for n in sizes) * _LARGEST_CONTRIBUTION
+        largest = sum(_odd_factor(n) * n for n in sizes) * _LARGEST_CONTRIBUTION
         grown += largest
         if max(largest * world, grown) >= 2 ** _SIGNIFICAND_BITS[dtype]:
             return f"sums over {total} samples in {world} shards may be too large for {dtype}"
@@ -95,7 +95,10 @@ def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]])
     """
     if contract.wire != "float16":  # the others have float32's range
         return ""
-    most = max(len(s) * sum(_odd(n) * n for n in s) for s in shard_sizes) * _LARGEST_CONTRIBUTION
+    most = (
+        max(len(s) * sum(_odd_factor(n) * n for n in s) for s in shard_sizes)
+        * _LARGEST_CONTRIBUTION
+    )
     if most <= _LARGEST_FLOAT16:
         return ""
     return f"its gradients may reach {most} and float16 carries {_LARGEST_FLOAT16}"
@@ -142,7 +145,7 @@ class IntegerOracle:
         """
         world, total = len(shards), sum(map(len, shards))
         sums = [_Contributions(self._weights, ids) for ids in shards]
-        odds = [_odd(len(ids)) for ids in shards]
+        odds = [_odd_factor(len(ids)) for ids in shards]
         self._check(sums, odds, world, total)
         synced: dict[str, Vector] = {}
         for name in self._weights:
@@ -160,12 +163,12 @@ class IntegerOracle:
         seen = [scale * factor for scale, factor in zip(scales, factors, strict=True)]
         return IntegerStep(
             local=[
-                {name: _each(part, factor.__mul__) for name, part in c.total.items()}
+                {name: _map(part, factor.__mul__) for name, part in c.total.items()}
                 for factor, c in zip(seen, sums, strict=True)
             ],
-            synced={name: _each(part, Fraction) for name, part in synced.items()},
+            synced={name: _map(part, Fraction) for name, part in synced.items()},
             after={
-                name: _each(part, lambda w: Fraction(w, _UNIT))
+                name: _map(part, lambda w: Fraction(w, _UNIT))
                 for name, part in self._weights.items()
             },
             losses=[scale * c.loss for scale, c in zip(scales, sums, strict=True)],
@@ -190,12 +193,12 @@ class IntegerOracle:
         """
         for c, scale, factor in zip(sums, scales, factors, strict=True):
             digits = abs((scale * factor).numerator)
-            if digits and _odd(digits) * c.largest >= self._limit:
+            if digits and _odd_factor(digits) * c.largest >= self._limit:
                 raise HeadroomError(f"a loss times {float(factor)} has more digits than are exact")
 
     def _check(self, sums: "list[_Contributions]", odds: list[int], world: int, total: int) -> None:
         weighted = [odd * world * c.largest for odd, c in zip(odds, sums, strict=True)]
-        local = max(_odd(total) * c.largest for c in sums)
+        local = max(_odd_factor(total) * c.largest for c in sums)
         activation = max(c.largest_activation for c in sums)
         weight = max(abs(w) for part in self._weights.values() for w in part)
         for what, value in (
@@ -303,13 +306,13 @@ def _initial(position: int, count: int) -> Vector:
     return [integer_value(element, position, 3) for element in range(count)]
 
 
-def _each(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
+def _map(values: Vector, made: Callable[[int], Fraction]) -> list[Fraction]:
     """Apply a function to each value, once for equal ones, since fractions are slow."""
     known = {value: made(value) for value in set(values)}
     return [known[value] for value in values]
 
 
-def _odd(n: int) -> int:
+def _odd_factor(n: int) -> int:
     """Return the largest odd factor of a number of samples. Raises ValueError for none."""
     if n < 1:
         raise ValueError(f"{n} samples have no odd factor")

@@ -152,7 +152,7 @@ class UnitsOnOtherSides(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func is _MAXIMUM:
             largest, places = found
-            second, others = _second(args, places, **(kwargs or {}))
+            second, others = _second_max(args, places, **(kwargs or {}))
             near = self._choose_units(largest - second <= _nearness(largest))
             return torch.where(near, second, largest), torch.where(near, others, places)
         name = func.__name__.partition(".")[0].rstrip("_")
@@ -176,7 +176,7 @@ def _nearness(values: torch.Tensor) -> float:
     return _NEAR * _LARGEST * float(sizes.median())
 
 
-def _second(
+def _second_max(
     args: tuple[Any, ...], places: torch.Tensor, **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the second largest value of every pooling window, like `max_pool2d_with_indices`,
@@ -185,9 +185,13 @@ def _second(
     inputs, size, *rest = args
     names = ("stride", "padding", "dilation", "ceil_mode")
     given = {**dict(zip(names, rest, strict=False)), **more}
-    sizes = _pair(size)
-    strides, gaps = _pair(given.get("stride") or size), _pair(given.get("dilation", 1))
-    before, outputs, lengths = _pair(given.get("padding", 0)), places.shape[-2:], inputs.shape[-2:]
+    sizes = _to_pair(size)
+    strides, gaps = _to_pair(given.get("stride") or size), _to_pair(given.get("dilation", 1))
+    before, outputs, lengths = (
+        _to_pair(given.get("padding", 0)),
+        places.shape[-2:],
+        inputs.shape[-2:],
+    )
     reach = [(n - 1) * s + g * (k - 1) + 1
              for n, s, g, k in zip(outputs, strides, gaps, sizes, strict=True)]  # fmt: skip
     after = [max(0, r - n - b) for r, n, b in zip(reach, lengths, before, strict=True)]
@@ -208,7 +212,7 @@ def _second(
     return second, torch.stack(numbers).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
-def _pair(number: Any) -> tuple[int, int]:
+def _to_pair(number: Any) -> tuple[int, int]:
     several = [number] if isinstance(number, int) else list(number)
     return (several[0], several[-1])
 

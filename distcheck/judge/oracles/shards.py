@@ -86,7 +86,7 @@ class _Stretch(NamedTuple):
     begins_piece: bool
 
 
-def _cut(shard: Batch, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
+def _split(shard: Batch, accumulate: int, micro_batches: int) -> Iterator[_Stretch]:
     """Yield the loop's pieces of a shard, split into micro-batches by the strategy's backward."""
     for piece in shard.split(accumulate):
         for number, part in enumerate(piece.split(micro_batches)):
@@ -223,7 +223,7 @@ class ShardReference(StepReference):
         under = seeds.under(header.settings)
         short = _autocast(self._model, autocast)
         with under, short, _measuring(self._model, passes=accumulate) as sums:
-            for cut in _cut(batch, accumulate, self._contract.micro_batches):
+            for cut in _split(batch, accumulate, self._contract.micro_batches):
                 loss = self._ingredients.loaded.workload.loss(self._model, cut.batch)
                 for share in cut.shares:
                     loss = loss * share if share != 1.0 else loss

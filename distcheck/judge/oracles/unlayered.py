@@ -58,7 +58,6 @@ def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
 
 
 def _prepared_model(at: AtStep) -> nn.Module:
-    """Return a new model, prepared for every step up to this one."""
     model = at.ingredients.model()
     for step in range(at.step + 1):
         at.ingredients.prepare(model, step)

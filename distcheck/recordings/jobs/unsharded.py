@@ -242,7 +242,7 @@ class _Replica:
                 return None
             boxes.append((its.at, value))
         # A recording may be damaged: check that shards fit before allocating the declared size.
-        if not boxes or not all(_fits(at, value, part.shape) for at, value in boxes) or (
+        if not boxes or not all(_lies_within(at, value, part.shape) for at, value in boxes) or (
             sum(value.numel() for _, value in boxes) != math.prod(part.shape)
         ):  # fmt: skip
             raise UsageError(
@@ -320,8 +320,7 @@ class _Replica:
             yield _merge_passes(one, several) if cut else one
 
 
-def _fits(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Return True if a shard at this offset lies within the shape."""
+def _lies_within(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -> bool:
     if not len(at) == value.dim() == len(shape):
         return False
     return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))

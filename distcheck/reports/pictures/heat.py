@@ -35,7 +35,7 @@ def draw_bound(name: str, check: CheckEntry) -> Picture:
         for x, share in enumerate(row):
             if share is None:
                 continue
-            level = _level(share)
+            level = _level_of(share)
             paths[level].append(grid.cell(x, y))
             if level == len(_LEVELS):
                 over += 1
@@ -134,7 +134,7 @@ def layer_of(check: CheckEntry) -> str:
     return f", {name}" if name else ""
 
 
-def _level(share: float) -> int:
+def _level_of(share: float) -> int:
     for level, end in enumerate(_LEVELS):
         if share <= end:
             return level

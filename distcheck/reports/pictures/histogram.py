@@ -27,7 +27,7 @@ def draw(name: str, check: CheckEntry) -> Picture:
     most = math.log10(max(bins.values(), default=1)) or 1.0
     bars, equal = [], ""
     for place, number in sorted(bins.items()):
-        height = _height(number, most)
+        height = _bar_height(number, most)
         x = _LEFT + width * (place + reach)
         bar = cell(x, _TOP + _HEIGHT - height, max(1.0, width - 1), height)
         if place == 0:
@@ -35,7 +35,7 @@ def draw(name: str, check: CheckEntry) -> Picture:
         else:
             bars.append(bar)
     for power in ticks(int(most) + 1, 7):
-        y = _TOP + _HEIGHT - _height(10**power, most)
+        y = _TOP + _HEIGHT - _bar_height(10**power, most)
         drawing.path("axis", f"M{_LEFT} {y:.1f}H{drawing.width - _LEFT}")
         drawing.text(_LEFT - 6, y + 4, count(10**power), kind="faint", end="end")
     drawing.path("bar", "".join(bars))
@@ -71,8 +71,7 @@ def draw(name: str, check: CheckEntry) -> Picture:
     return Picture(title, says, svg, table, remark)
 
 
-def _height(number: int, most: float) -> float:
-    """Return the height of a bar, nonzero for a single element."""
+def _bar_height(number: int, most: float) -> float:
     return _HEIGHT * (0.04 + 0.96 * math.log10(max(number, 1)) / most)
 
 

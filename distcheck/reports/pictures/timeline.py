@@ -48,7 +48,7 @@ def draw(name: str, outcomes: Ends) -> Picture | None:
             if state in ("missing", "differs", "not finished"):
                 rows.append([str(rank), str(key[2]), _name(calls[rank].get(key)), state])
     strips.draw()
-    _number(drawing, keys, width)
+    _draw_numbers(drawing, keys, width)
     bottom = _legend(drawing, _TOP + _ROW * len(calls) + 8)
     says = _describe_deviations(outcomes, named)
     title = "Collectives of every rank, at the end"
@@ -82,11 +82,11 @@ class _Strips:
             self._drawing.text(x, y, "…", end="middle")
 
 
-def _number(drawing: Drawing, keys: list[Key], width: float) -> None:
+def _draw_numbers(drawing: Drawing, keys: list[Key], width: float) -> None:
     for column in ticks(len(keys), 14):
         x = _LABEL + width * (column + 0.5)
         drawing.text(x, _TOP - 8, str(keys[column][2]), kind="faint", end="middle")
-    lanes = _lanes(keys)
+    lanes = _group_labels(keys)
     for column, words in lanes.items() if len(lanes) > 1 else ():
         drawing.text(_LABEL + width * column, 9, words, kind="faint")
     drawing.text(0, _TOP - 8, "rank, call number", kind="faint")
@@ -101,7 +101,7 @@ def _columns(keys: set[Key]) -> list[Key]:
     return [key for of_group in groups.values() for key in of_group[-room:]]
 
 
-def _lanes(keys: list[Key]) -> dict[int, str]:
+def _group_labels(keys: list[Key]) -> dict[int, str]:
     """Return the first column of each group's calls, and its label."""
     found: dict[int, str] = {}
     for column, key in enumerate(keys):

@@ -33,7 +33,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     worlds = config.getoption("distcheck_world") or _WORLDS
     workloads = config.getoption("distcheck_workload") or _WORKLOADS
     cells = [
-        pytest.param(s, w, workload, id=f"{s}-world{w}-{workload}", marks=_together(s, w, workload))
+        pytest.param(
+            s, w, workload, id=f"{s}-world{w}-{workload}", marks=_xdist_group(s, w, workload)
+        )
         for s in strategies
         for w in worlds
         for workload in workloads
@@ -76,5 +78,5 @@ def _describe(result: CheckResult) -> str:
     return f"{result.check}{layer} {result.verdict}{place}{reason}"
 
 
-def _together(strategy: str, world: int, workload: str) -> list[pytest.MarkDecorator]:
+def _xdist_group(strategy: str, world: int, workload: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.xdist_group(f"{strategy}-{world}-{workload}")]

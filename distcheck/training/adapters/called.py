@@ -49,13 +49,13 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
         return target.loaded(note, sync=_call_with_tensors(form, target, scene))
     call = _call_of(form, target, scene)
     if once:
-        return target.loaded(note, wrap=_once(call))
+        return target.loaded(note, wrap=_call_in_wrap(call))
     if around:
-        scale_loss, sync = _around(target, call)
+        scale_loss, sync = _enter_and_leave(target, call)
         return target.loaded(note, scale_loss=scale_loss, sync=sync)
     if form.called == "for the optimizer's step":
         return target.loaded(note, sync=lambda model, step: wait_for(call()), update="sync")
-    sync = _after(form, target, scene, call)
+    sync = _call_after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
     if _unwraps(target) or _is_of_an_owner(target):
@@ -168,7 +168,7 @@ def call_of_method(scene: Scene, made: list[Any], name: str | None, what: str) -
     return call
 
 
-def _once(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
+def _call_in_wrap(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: nn.Module) -> nn.Module:
         answer = call()
         return answer if isinstance(answer, nn.Module) else model
@@ -176,7 +176,7 @@ def _once(call: Callable[[], Any]) -> Callable[[nn.Module], nn.Module]:
     return wrap
 
 
-def _around(
+def _enter_and_leave(
     target: Target, call: Callable[[], Any]
 ) -> tuple[Callable[[torch.Tensor, Step], torch.Tensor], Sync]:
     """Return functions that enter the context at a step's first backward, and leave it."""
@@ -201,7 +201,7 @@ def _around(
     return enter, leave
 
 
-def _after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) -> Sync:
+def _call_after(form: Form, target: Target, scene: Scene, call: Callable[[], Any]) -> Sync:
     after = AfterBackward(scene, repr(target.spec))
 
     def sync(model: nn.Module, step: Step) -> None:

@@ -64,10 +64,9 @@ class FreeNames:
                 f"strategy {target.spec!r} uses {name}, which its module does not define; pass "
                 f"{options('--set', [name], None)}"
             )
-            self._put(name, stand_in(name, sentence) if value is None else value)
+            self._set_name(name, stand_in(name, sentence) if value is None else value)
 
-    def _put(self, name: str, value: Any) -> None:
-        """Set a name in the module that the module does not define."""
+    def _set_name(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
         vars(self._module).setdefault(_FILLED, {})[name] = value
 
@@ -79,7 +78,7 @@ class FreeNames:
             return
         for name, meaning in self.filled.items():
             if self._is_due(name, meaning):
-                self._put(name, self._scene.value(meaning))
+                self._set_name(name, self._scene.value(meaning))
         for name, text in self._variables.items():
             meaning = names.meaning_of(text[1:]) if text.startswith("@") else ""
             if self._is_due(name, meaning):

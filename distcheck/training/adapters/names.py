@@ -3,37 +3,37 @@ resolves a meaning; several names share one.
 """
 
 
-def _names(text: str) -> frozenset[str]:
+def _split(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MODELS = _names(
+MODELS = _split(
     "model net network module policy actor critic actor_critic ac nn_model ddp_model my_model "
     "policy_net policy_network q_network qnet encoder classifier local_model nnet wrapped "
     "base_model student m mlp"
 )
 # Objects that hold a model, an optimizer and more.
-OWNERS = _names("trainer agent runner learner worker solver algo algorithm experiment ctx context")
-OPTIMIZERS = _names("optimizer optim opt base_optimizer inner_optimizer optimiser")
-LISTED_PARAMETERS = _names("param_list parameter_list")
-PARAMETERS = _names("params parameters model_params weights") | LISTED_PARAMETERS
-GRADIENTS = _names(
+OWNERS = _split("trainer agent runner learner worker solver algo algorithm experiment ctx context")
+OPTIMIZERS = _split("optimizer optim opt base_optimizer inner_optimizer optimiser")
+LISTED_PARAMETERS = _split("param_list parameter_list")
+PARAMETERS = _split("params parameters model_params weights") | LISTED_PARAMETERS
+GRADIENTS = _split(
     "grads gradients grad_list gradient_list grads_list tensors tensor_list local_grads"
 )
 # Of a function with two lists: each rank's gradients, and the output for their mean.
-GRADIENTS_IN = _names("grad_in grads_in gradients_in")
-GRADIENTS_OUT = _names("grad_out grads_out gradients_out")
+GRADIENTS_IN = _split("grad_in grads_in gradients_in")
+GRADIENTS_OUT = _split("grad_out grads_out gradients_out")
 # Residuals of a compressed all-reduce, kept for the next step.
-MEMORIES = _names("memory_out memory memories residuals error_memory")
-SENT = _names(
+MEMORIES = _split("memory_out memory memories residuals error_memory")
+SENT = _split(
     "send sendbuf send_buf send_buff send_buffer send_tensor src src_tensor src_array inp input "
     "input_tensor local in_tensor source"
 )
-RECEIVED = _names(
+RECEIVED = _split(
     "recv recvbuf recv_buf recv_buff recv_buffer recv_tensor dst dest dest_array dst_tensor "
     "dest_tensor out output output_tensor result out_tensor"
 )
-TENSORS = SENT | _names(
+TENSORS = SENT | _split(
     "tensor t x grad gradient g data buf buffer arr array vec vector value values local_grad "
     "param_grad flat_grad flat tensor_in"
 )
@@ -92,9 +92,9 @@ SUBJECTS = MODELS | OPTIMIZERS | PARAMETERS | GRADIENTS | GRADIENTS_IN | TENSORS
 SUBJECTS |= {name for name, meaning in MEANINGS.items() if meaning.endswith("named_parameters")}
 # Defaults that describe a single process, by meaning, and names that may mean something else.
 OF_ONE_PROCESS = {"world_size": 1, "rank": 0, "local_rank": 0}
-AMBIGUOUS = _names("size world gpu gpu_id device_id worker_id")
+AMBIGUOUS = _split("size world gpu gpu_id device_id worker_id")
 
-BEFORE_TRAINING = _names(
+BEFORE_TRAINING = _split(
     "model rank local_rank world_size group communicator device backend arguments parameters "
     "named_parameters listed_parameters distributed root"
 )

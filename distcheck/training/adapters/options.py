@@ -22,8 +22,8 @@ def adaptation_of(
     """Parse options (`name=value`) or a mapping from Python. Raises UsageError."""
     return Adaptation(
         form=form,
-        arguments=_pairs("--arg", arguments),
-        variables=_pairs("--set", variables),
+        arguments=_parse("--arg", arguments),
+        variables=_parse("--set", variables),
         finish=finish,
         reset=reset,
         without_data=tuple(without_data),
@@ -72,7 +72,7 @@ def check_adaptation(adaptation: Adaptation, loss: str) -> None:
         )
 
 
-def _pairs(option: str, values: Iterable[str] | Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _parse(option: str, values: Iterable[str] | Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     if isinstance(values, Mapping):
         return tuple((str(name), _text_of(option, name, value)) for name, value in values.items())
     pairs = []

@@ -193,7 +193,7 @@ class Scene:
         for all calls, because the code may keep state in it.
         """
         if self._namespace is not None:
-            self._renew(self._namespace)
+            self._update(self._namespace)
             return self._namespace
         rank, size = self.value("rank"), self.value("world_size")
         facts = {"rank": rank, "local_rank": self.value("local_rank"), "gpu": rank}
@@ -210,7 +210,7 @@ class Scene:
         self._namespace = _Arguments(self._reads, facts)
         return self._namespace
 
-    def _renew(self, namespace: SimpleNamespace) -> None:
+    def _update(self, namespace: SimpleNamespace) -> None:
         """Update the values that change in every step."""
         for name, text in self.adaptation.arguments:
             head, dot, rest = name.partition(".")
@@ -286,7 +286,7 @@ class Filling:
             text = scene.object_for(parameter, function)
             scene.assumed += [f"{parameter.name}={text}"] * bool(text)
             return "assigned" * bool(text), text
-        meaning = self._exactly(meaning, parameter)
+        meaning = self._refine_meaning(meaning, parameter)
         if meaning.startswith("bucket_"):
             scene.assumed.append(f"{parameter.name}={scene.value(meaning)}")
         if meaning == "arguments":
@@ -294,8 +294,7 @@ class Filling:
             scene.reads_of(parameter.name, function)
         return "meaning", meaning
 
-    def _exactly(self, meaning: str, parameter: inspect.Parameter) -> str:
-        """Return the meaning refined by the parameter's annotation and use."""
+    def _refine_meaning(self, meaning: str, parameter: inspect.Parameter) -> str:
         if meaning == "step" and is_annotated_number(parameter):
             return "index"
         if meaning in ("parameters", "named_parameters"):

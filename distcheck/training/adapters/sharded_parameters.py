@@ -59,16 +59,16 @@ class ShardedParameters:
 
     def train(self, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return the wrapped copy of the model. Raises UsageError if its shards differ from those
-        of the numbered copies, and the errors of `_learn`.
+        of the numbered copies, and the errors of `_measure_layout`.
         """
-        self._learn(wrap)
+        self._measure_layout(wrap)
         self.trained = copy.deepcopy(self.whole)
         wrapped = wrap(self.trained)
         self.held = list(wrapped.parameters())
         self._check([p.detach() for p in self.held])
         return wrapped
 
-    def _learn(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def _measure_layout(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         """Wrap numbered copies and read the places from them; a collective.
 
         Raises UsageError if the numbers are changed, or if all of them are on every rank, and

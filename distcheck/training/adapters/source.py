@@ -371,7 +371,7 @@ class ReachedCode:
             self.sources.append(Source(reached))
             bases = reached.__bases__ if inspect.isclass(reached) else ()
             waiting += [base for base in bases if base.__module__ == module.__name__]
-            for code in _codes(reached, known):
+            for code in _code_objects(reached, known):
                 if id(code) in seen:
                     continue
                 seen.add(id(code))
@@ -394,7 +394,7 @@ def own_globals(function: Callable[..., Any]) -> frozenset[str]:
     return _globals_of(function.__code__)[1]
 
 
-def _codes(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
+def _code_objects(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
     """Yield the code objects of a function and its nested functions, or of a class's methods; only
     those whose globals are `known`.
     """

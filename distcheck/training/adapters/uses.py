@@ -141,23 +141,23 @@ class _Look:
 
     def _limits(self, sides: Sequence[ast.expr]) -> Iterator[tuple[str, int]]:
         """Yield integers compared with a count of steps, or of elements or bytes."""
-        words = {word for side in sides for word in _words(side)}
+        words = {word for side in sides for word in _names_in(side)}
         for number in filter(None, map(self._number, sides)):
-            if 0 < number < _MOST_STEP and _has(words, _COUNTERS):
+            if 0 < number < _MOST_STEP and _contains_any(words, _COUNTERS):
                 yield "late", number
-            if number >= _LEAST_SIZE and _has(words, _SIZES):
+            if number >= _LEAST_SIZE and _contains_any(words, _SIZES):
                 yield "size", number
 
     def _uses_of_arithmetic(self, node: ast.BinOp) -> Iterator[tuple[str, int]]:
         """Yield features of arithmetic: with ranks, which is valid for some world sizes only
         (pairs, powers of two, nodes), and with steps, for an action every n steps.
         """
-        words = {*_words(node.left), *_words(node.right)}
+        words = {*_names_in(node.left), *_names_in(node.right)}
         number = self._number(node.right)
         odd = isinstance(node.op, ast.BitXor | ast.BitAnd | ast.FloorDiv | ast.LShift | ast.RShift)
-        if (odd or (isinstance(node.op, ast.Mod) and number)) and _has(words, _WORLDS):
+        if (odd or (isinstance(node.op, ast.Mod) and number)) and _contains_any(words, _WORLDS):
             yield "world", 0
-        if isinstance(node.op, ast.Mod) and number and _has(words, _COUNTERS):
+        if isinstance(node.op, ast.Mod) and number and _contains_any(words, _COUNTERS):
             yield "late", number
 
     def _number(self, node: ast.AST) -> int | None:
@@ -181,7 +181,7 @@ def _keeps_those_with_gradients(node: ast.Assign) -> bool:
     """Return True if an attribute is assigned the parameters that have a gradient at that time."""
     kept = any(isinstance(target, ast.Attribute) for target in node.targets)
     chosen = isinstance(node.value, ast.ListComp | ast.SetComp | ast.DictComp)
-    return kept and chosen and "grad" in _words(node.value)
+    return kept and chosen and "grad" in _names_in(node.value)
 
 
 def _takes_default_dtype(call: ast.Call) -> bool:
@@ -199,12 +199,11 @@ def _name_of(node: ast.AST) -> str:
     return ""
 
 
-def _has(words: set[str], parts: Sequence[str]) -> bool:
+def _contains_any(words: set[str], parts: Sequence[str]) -> bool:
     return any(part in word.lower() for word in words for part in parts)
 
 
-def _words(node: ast.AST) -> Iterator[str]:
-    """Yield the names in an expression, and its string constants."""
+def _names_in(node: ast.AST) -> Iterator[str]:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
             yield inner.value

@@ -77,9 +77,9 @@ def prepare(name: str, data_dir: str, *, download: bool, fd: int) -> bytes:
     dataset: FileDataset = importlib.import_module(dataset_names()[name]).files
     _require_torchvision(name)
     where = Path(data_dir).expanduser()
-    if download and _find(dataset, where) is None:
+    if download and _find_files(dataset, where) is None:
         _download(dataset, where)
-    found = _find(dataset, where)
+    found = _find_files(dataset, where)
     if found is None:
         tried = ", ".join(str(path) for path in dataset.candidates(where))
         raise CannotRunError(
@@ -136,7 +136,7 @@ def _check_splits(name: str, found: Path, train: Split, test: Split) -> None:
             )
 
 
-def _find(dataset: FileDataset, where: Path) -> Path | None:
+def _find_files(dataset: FileDataset, where: Path) -> Path | None:
     for candidate in dataset.candidates(where):
         found = dataset.locate(candidate)
         if found is not None:

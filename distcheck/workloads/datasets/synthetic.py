@@ -31,15 +31,15 @@ def hash24(keys: torch.Tensor) -> torch.Tensor:
     """Return the top 24 bits of SplitMix64's output function for int64 `keys` of any shape."""
     z = keys * _GOLDEN
     shifted = torch.empty_like(z)
-    z ^= _shift(z, 30, out=shifted)
+    z ^= _shift_right(z, 30, out=shifted)
     z *= _FIRST
-    z ^= _shift(z, 27, out=shifted)
+    z ^= _shift_right(z, 27, out=shifted)
     z *= _SECOND
-    z ^= _shift(z, 31, out=shifted)
-    return _shift(z, 40, out=shifted)
+    z ^= _shift_right(z, 31, out=shifted)
+    return _shift_right(z, 40, out=shifted)
 
 
-def _shift(value: torch.Tensor, bits: int, *, out: torch.Tensor) -> torch.Tensor:
+def _shift_right(value: torch.Tensor, bits: int, *, out: torch.Tensor) -> torch.Tensor:
     """Return a logical right shift; torch's own is arithmetic."""
     torch.bitwise_right_shift(value, bits, out=out)
     return out.bitwise_and_((1 << (64 - bits)) - 1)

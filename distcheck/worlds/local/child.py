@@ -44,7 +44,7 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
     code = 0
     inherited = len(sys.modules)
     try:
-        _settle(request, fds)
+        _set_up(request, fds)
         look = RankInspector(reporter)
         asked = (fds[DUMP], reporter, look)
         threading.Thread(
@@ -119,7 +119,7 @@ def is_shared(module: str) -> bool:
     return is_own(module) or module == late_compiler.NAME
 
 
-def _settle(request: messages.Spawn, fds: list[int]) -> None:
+def _set_up(request: messages.Spawn, fds: list[int]) -> None:
     """Set up the process's environment, folder, streams, signals and Python RNG."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)

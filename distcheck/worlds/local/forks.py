@@ -40,14 +40,14 @@ def move_to_huge_pages() -> None:
     """Ask the kernel to move the memory that this process has written into large pages."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start, end in _anonymous(Path("/proc/self/maps").read_text()):
+    for start, end in _anonymous_ranges(Path("/proc/self/maps").read_text()):
         first = -(-start // _LARGE_BYTES) * _LARGE_BYTES
         last = end // _LARGE_BYTES * _LARGE_BYTES
         if first < last:
             madvise(first, last - first, _COLLAPSE)  # older kernels refuse, with no effect
 
 
-def _anonymous(maps: str) -> list[tuple[int, int]]:
+def _anonymous_ranges(maps: str) -> list[tuple[int, int]]:
     """Return the address ranges of private memory without a file (proc_pid_maps(5))."""
     found = (_MAPPING.match(line + " ") for line in maps.splitlines())
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]

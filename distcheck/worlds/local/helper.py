@@ -187,7 +187,7 @@ def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[st
     helper = Helper(socket.socket(fileno=control_fd), front_pid, HugePagesForForks(first=64))
     try:
         if variant:
-            _differ(variant)
+            _vary_layout(variant)
         version = _preload(imports)
     except Exception as error:
         helper.say(messages.Ready("", f"{type(error).__name__}: {error}"))
@@ -217,7 +217,7 @@ def _ignore_signals() -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
-def _differ(variant: int) -> None:
+def _vary_layout(variant: int) -> None:
     """Change the layout of memory and the order of `sys.modules`, as `variant` determines."""
     surroundings.allocate(variant)
     modules = list(_HARMLESS)

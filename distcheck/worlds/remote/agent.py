@@ -179,7 +179,7 @@ class Agent:
     def _meet(self, *, error: str, patience_s: float) -> None:
         own_secret = secret.shared_secret()
         connection = bootstrap.connect(
-            self._finder(patience_s, own_secret), own_secret, deadline_s=patience_s
+            self._make_finder(patience_s, own_secret), own_secret, deadline_s=patience_s
         )
         self._line = protocol.Connection(connection, protocol.FromFront, patience_s=patience_s)
         self.send(
@@ -193,7 +193,7 @@ class Agent:
         )
         self._pool.watch(self._line, self._on_readable)
 
-    def _finder(self, patience_s: float, own_secret: bytes) -> bootstrap.Finder:
+    def _make_finder(self, patience_s: float, own_secret: bytes) -> bootstrap.Finder:
         scheme, _, name = self._launch.meeting.partition("://")
         if scheme == "unix":
             private = secret.private_name(name, own_secret)

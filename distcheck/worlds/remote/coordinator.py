@@ -443,9 +443,9 @@ class Coordinator(Pool):
                 )
             self.pump(0)
             for line, words in handshakes.come(0.1):
-                self._greet(line, words)
+                self._accept_agent(line, words)
 
-    def _greet(self, line: protocol.Connection, words: list[Any]) -> None:
+    def _accept_agent(self, line: protocol.Connection, words: list[Any]) -> None:
         coming: protocol.Joining = words[0]
         line.be_patient(max(self._deadline_s, LEAST_SILENCE_S))
         link = Link(line, coming, self._on_lost)

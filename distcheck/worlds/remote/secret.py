@@ -133,13 +133,13 @@ def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> None
     OSError if it has not sent its part within `timeout_s` seconds.
     """
     until = time.monotonic() + timeout_s
-    sent = _exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
+    sent = _receive_exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
     if not sent.startswith(GREETING):
         raise ConnectionError("the peer there is not this version of distcheck")
     own = secrets.token_bytes(CHALLENGE_BYTES)
     theirs = sent[len(GREETING) :]
     connection.sendall(own + _proof(b"host", theirs, own, secret))
-    proof = _exactly(connection, PROOF_BYTES, until)
+    proof = _receive_exactly(connection, PROOF_BYTES, until)
     if not hmac.compare_digest(proof, _proof(b"front", theirs, own, secret)):
         raise ConnectionError(f"the peer there does not have this run's secret: {ADVICE}")
 
@@ -148,7 +148,7 @@ def _proof(role: bytes, of_front: bytes, of_host: bytes, secret: bytes) -> bytes
     return hmac.new(secret, role + of_front + of_host, hashlib.sha256).digest()
 
 
-def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
     data = b""
     while len(data) < count:
         left = until - time.monotonic()  # of the whole handshake: its bytes may come one by one

@@ -181,7 +181,6 @@ class EngineOptimizer(OptimizerProxy):
 def _deepspeed_accessor(
     accessor: str, engine: Any, model: nn.Module, built: torch.optim.Optimizer
 ) -> Callable[[], Tensors]:
-    """Return DeepSpeed's accessor for the tensors that its ZeRO optimizers shard."""
     from deepspeed.utils import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
         safe_get_full_fp32_param,
         safe_get_full_grad,

@@ -133,7 +133,7 @@ class WatchedOptimizer(OptimizerProxy):
 def _adapt_by_base(
     target: Target, scene: Scene, base: type[torch.optim.Optimizer], *, is_divided: bool
 ) -> LoadedStrategy:
-    filling = _filling(target, scene)
+    filling = _make_filling(target, scene)
     watched: list[WatchedOptimizer] = []
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
@@ -183,7 +183,7 @@ def _adapt_by_update(target: Target, scene: Scene) -> LoadedStrategy:
             "so gradients cannot be derived from its step",
         )
     scene.rate = RATE
-    filling = _filling(target, scene, rate)
+    filling = _make_filling(target, scene, rate)
     made: list[Any] = []
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
@@ -206,7 +206,7 @@ def _adapt_by_update(target: Target, scene: Scene) -> LoadedStrategy:
     )
 
 
-def _filling(target: Target, scene: Scene, *also: str) -> Filling:
+def _make_filling(target: Target, scene: Scene, *also: str) -> Filling:
     return Filling(
         scene,
         target.value,

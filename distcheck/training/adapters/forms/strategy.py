@@ -82,11 +82,11 @@ def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
     except (TypeError, ValueError):
         return scale
     second = [p for p in signature.parameters.values() if p.kind in _BY_PLACE][1:2]
-    takes_step = _takes(signature, 2) and any(
+    takes_step = _accepts_arguments(signature, 2) and any(
         p.default is p.empty or p.name == "step" for p in second
     )
     other = takes_step and meaning_of(second[0].name) not in ("", "step")
-    if other or not (takes_step or _takes(signature, 1)):
+    if other or not (takes_step or _accepts_arguments(signature, 1)):
         raise UsageError(
             f"strategy {spec!r} has the method scale_loss{signature}; expected scale_loss(loss) "
             "or scale_loss(loss, step)"
@@ -104,8 +104,7 @@ def adapt_scale_loss(spec: str, scale: Callable[..., Any]) -> ScaleLoss:
     return scaled
 
 
-def _takes(signature: inspect.Signature, count: int) -> bool:
-    """Return True if a call with so many arguments fits."""
+def _accepts_arguments(signature: inspect.Signature, count: int) -> bool:
     try:
         signature.bind(*range(count))
     except TypeError:

@@ -133,7 +133,6 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 
 
 def _takes_loss(build: Any) -> bool:
-    """Return True if its objects run backward, given a loss."""
     if (
         not inspect.isclass(build)
         or "backward" not in own_names(build)
