@@ -38,7 +38,7 @@ def test_gradients_that_were_others_in_the_second_run_raced() -> None:
     raced = differing("w (gradient)", 1.0, 0.5)
     first, second = found(raced)
     assert [first.cause, second.cause] == ["nondeterministic", "missing-division"]
-    assert "asynchronous collective that is not waited for" in first.suggestion
+    assert "asynchronous collective that is not waited on" in first.suggestion
     assert "modified after the all-reduce returned" not in first.evidence
     assert "in the first run; the gradients of the second run differ there" in second.evidence
     first = found(raced, failed("parameters", "bitwise"))[0]
@@ -105,7 +105,7 @@ def test_a_race_is_no_process_state() -> None:
     (cause,) = diagnose(ENDS, [rerun], None, late)
     assert cause.cause == "nondeterministic"
     assert "ranks delayed by some milliseconds" in cause.evidence
-    assert "asynchronous collective that is not waited for" in cause.suggestion
+    assert "asynchronous collective that is not waited on" in cause.suggestion
 
 
 def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway() -> None:
