@@ -422,7 +422,7 @@ def _reference_causes(
         yield name_cause(
             "wrong-update",
             f"step {_step_of(updated)}: given the same gradients, settings and parameters, the "
-            "optimizer of a single process computes other parameters",
+            "optimizer of a single process computes different parameters",
             "job",
         )
 
@@ -495,7 +495,7 @@ def _micro_batch_causes(job: JobRecording, steps: list[MergedStep], at: int) -> 
     return name_cause(
         "unexplained",
         f"step {at}: in a single process, over {one.passes} backward passes, gradients differ "
-        f"from those of one batch by more than a factor (a residual of {one.left:.2g} of their "
+        f"from those of one batch not only by a factor (a residual of {one.left:.2g} of their "
         "norm)",
         "job-passes",
     )
@@ -542,7 +542,7 @@ def _factor_causes(job: JobRecording, reference: Reference, step: int) -> Diagno
         or name_cause(
             "unexplained",
             f"step {step}: gradients are the mean of the ranks' gradients, but differ from the "
-            "single-process reference by more than a factor (a residual of "
+            "single-process reference, not only by a factor (a residual of "
             f"{fitted[1]:.2g} of their norm)",
             "job-weights",
         )

@@ -300,7 +300,7 @@ def _unknown_if_ranks_divide_samples(reference: Reference, result: CheckResult) 
     """Ranks that read the same samples may each give their model another part of them."""
     if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
         return result
-    said = "ranks read the same samples, and each gives its model other parts of them"
+    said = "ranks read the same samples, and each gives its model a different part of them"
     return _with_verdict(result, "pass", said)
 
 

@@ -126,7 +126,7 @@ def _environment_line(report: Report) -> str:
     threads = "1 thread" if about.get("threads") in (1, None) else f"{about['threads']} threads"
     return (
         f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
-        f"{about.get('backend')} on {about.get('device')}, {threads} a rank, "
+        f"{about.get('backend')} on {about.get('device')}, {threads} per rank, "
         f"{about.get('cpu')}{', under ' + about['launcher'] if 'launcher' in about else ''}"
     )
 

@@ -70,7 +70,7 @@ def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
     how = f"{case.strategy}, {case.world} ranks" if case.strategy else "one process"
     text = (
         f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
-        f"{case.dtype}, 1 thread a rank, torch {torch}"
+        f"{case.dtype}, 1 thread per rank, torch {torch}"
     )
     yield from hanging(one_line(text), width, first="train", indent=VERDICT)
 

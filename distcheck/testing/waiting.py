@@ -184,7 +184,7 @@ def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
     """Return every rank's stack and last collective, identical ones once."""
     alike: dict[tuple[bool, str], list[int]] = {}
     for rank, child in enumerate(children):
-        waits, text = False, " did not answer"
+        waits, text = False, " did not respond"
         if rank in ended:
             text = " had ended"
         elif child.stacks is not None:

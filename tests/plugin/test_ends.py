@@ -159,7 +159,7 @@ def test_an_answer_to_an_interrupt_is_shown_once_for_ranks_alike() -> None:
         child.stacks = messages.Stacks("there\n", call)
     children[2].stacks = messages.Stacks("elsewhere\n", None)
     assert describe_ranks(children, {4}).splitlines() == [
-        "rank 2 of 5", "elsewhere", "rank 3 of 5 did not answer", "rank 4 of 5 had ended",
+        "rank 2 of 5", "elsewhere", "rank 3 of 5 did not respond", "rank 4 of 5 had ended",
         "ranks 0, 1 of 5, last collective: barrier of [], number 1, not finished at x.py:3",
         "there",
     ]  # fmt: skip

@@ -156,7 +156,7 @@ def test_who_did_not_answer_was_not_killed_by_somebody(monkeypatch: pytest.Monke
         assert "did not respond to a request for its stack" in told[2].detail
         assert "out-of-memory" not in told[2].detail
     (found,) = of_outcomes([told[2]])
-    assert found.evidence == "no progress until the deadline: rank 2 did not answer"
+    assert found.evidence == "no progress until the deadline: rank 2 did not respond"
     assert found.suggestion == "check whether something stopped rank 2, or blocks it in the kernel"
 
 

@@ -1,6 +1,6 @@
-"""Results of a probe: a table for the terminal, with operations as rows and dtypes as columns, and
-findings below; and JSON of the schema `distcheck.backends/1`, written and read
-(docs/capabilities.md explains every key).
+"""Results of a probe: a table for the terminal (operations as rows, dtypes as columns, then
+findings), and JSON of the schema `distcheck.backends/1`, written and read (docs/capabilities.md
+explains every key).
 """
 
 import io

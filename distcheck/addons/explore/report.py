@@ -162,8 +162,8 @@ def _headline(story: ExploreResult) -> Text:
     if search.finding is not None:
         causes = dict.fromkeys(one.cause for one in search.finding.report.diagnosis)
         what = ", ".join([*causes][:3])
-        said = f"{what}{', ' * bool(what)}found in {cases}, {search.shrunk_in} of them to shrink it"
-        said += f"; {spent}"
+        said = f"{what}{', ' * bool(what)}found after {cases}, including {search.shrunk_in} to "
+        said += f"minimize it; {spent}"
     elif search.once:
         said = f"a failure that was not reproducible, in {cases}; {spent}"
     elif not count:
@@ -202,7 +202,7 @@ def _lines(story: ExploreResult) -> Iterator[tuple[str, str]]:
     if search.runner.distrusts_kept:
         yield "note", search.runner.distrusts_kept
     if story.earlier:
-        yield "kept", f"{story.earlier} found earlier; run first"
+        yield "kept", f"{story.earlier} from an earlier run, tried first"
     for text in story.unreadable:
         yield "kept", f"excluded: {text}"
 

@@ -57,7 +57,7 @@ def render(found: SelftestResults, console: Console, *, verbose: bool = False) -
     console.print(
         Text(
             f"distcheck {about.get('distcheck')}, torch {about.get('torch')}, "
-            f"{found.backend} on {found.device}, {about.get('threads')} thread a rank, "
+            f"{found.backend} on {found.device}, {about.get('threads')} thread per rank, "
             f"{about.get('gpu') or about.get('cpu')}"
         ),
         style="dim",

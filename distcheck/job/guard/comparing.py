@@ -1,4 +1,4 @@
-"""Compares the ranks' replica states; pure functions, so that all ranks conclude the same."""
+"""Compares the ranks' replica states. Pure functions, so all ranks reach the same conclusion."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations

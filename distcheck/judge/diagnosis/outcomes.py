@@ -134,7 +134,7 @@ def _hang_cause(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         kept = ", and did not yield" if without_turn else ""
         parts.append(f"{ranks_in_words(elsewhere)} in no collective{place}{kept}")
     parts += [f"{ranks_in_words(without_turn)} waited for the scheduler"] if without_turn else []
-    parts += [f"{ranks_in_words(silent)} did not answer"] if silent else []
+    parts += [f"{ranks_in_words(silent)} did not respond"] if silent else []
     parts += [f"{ranks_in_words(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
     if stopped:

@@ -72,7 +72,7 @@ so are their sums, so two ways of computing their mean differ by at most
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2): 1e-6 is 17 u for
 full batch float32, 1e-13 is 900 u for full batch float64. If all losses have one sign, this is
 relative to the mean itself. Losses of both signs (policy gradients, critics) may cancel. Only then
-are the l_i computed one by one: they are the batch's own terms, so the bound is no wider than the
+are the l_i computed one by one: they are the batch's own terms, so the bound does not exceed the
 rounding of their sum.
 
 A loss that is itself a long sum (token by token, in a loop) may round by more, in the ranks and in
