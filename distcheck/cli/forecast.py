@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from distcheck.errors.shown_text import print_displayable
-from distcheck.plan.costs import INTERPRETERS_S, START_S, cell_of, recorded_s, rough_s
+from distcheck.plan.costs import INTERPRETERS_S, START_S, cost_key, recorded_s, rough_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import ThoroughSearch
 from distcheck.records import Case
@@ -74,7 +74,7 @@ def plan_command(planned: Planned, *, json_file: str | None) -> int:
 
 
 def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
-    seconds = recorded.get(cell_of(case))
+    seconds = recorded.get(cost_key(case))
     return Estimate(case, rough_s(case) if seconds is None else seconds, seconds is not None)
 
 

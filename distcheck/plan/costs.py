@@ -50,7 +50,7 @@ _ALIKE = (
 )  # fmt: skip
 
 
-def cell_of(case: Case) -> tuple[Any, ...]:
+def cost_key(case: Case) -> tuple[Any, ...]:
     """Return the values that must be equal for two cases to cost the same."""
     return (*(getattr(case, name) for name in _ALIKE), case.rerun)
 

@@ -167,14 +167,14 @@ def read_replay(given: str) -> Replay:
     )
 
 
-class _Named(msgspec.Struct):
+class _CaseId(msgspec.Struct):
     id: str
 
 
 class _Order(msgspec.Struct):
     """The fields of a report that give the order of its cases."""
 
-    cases: list[_Named]
+    cases: list[_CaseId]
 
 
 def _order_of(report: Path) -> dict[str, int]:

@@ -34,13 +34,13 @@ def tensors_and_numbers(
         state = optimizer.state.get(parameter, {})
         for key, value in sorted(state.items(), key=_by_key):
             if isinstance(value, torch.Tensor):
-                tensors[f"{name}/{key}"] = _count(value) if key == "step" else value
+                tensors[f"{name}/{key}"] = _step_count(value) if key == "step" else value
             elif (number := _as_tensor(value)) is not None:
                 numbers[f"{name}/{key}"] = number
     return tensors, numbers
 
 
-def _count(steps: torch.Tensor) -> torch.Tensor:
+def _step_count(steps: torch.Tensor) -> torch.Tensor:
     """Return a step count in the dtype of torch's non-fused implementations: with a default dtype
     of float64 that is float64, but float32 in fused ones.
     """

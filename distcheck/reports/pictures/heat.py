@@ -118,12 +118,12 @@ class _Grid:
         self.drawing.text(self._left - 6, self.bottom + 13, "step", kind="faint", end="end")
 
     def cell(self, x: int, y: int) -> str:
-        return cell(*self._place(x, y))
+        return cell(*self._cell_box(x, y))
 
     def cross(self, x: int, y: int) -> str:
-        return cross(*self._place(x, y))
+        return cross(*self._cell_box(x, y))
 
-    def _place(self, x: int, y: int) -> tuple[float, float, float, float]:
+    def _cell_box(self, x: int, y: int) -> tuple[float, float, float, float]:
         left = self._left + self._width * x
         return left, _TOP + self._row * y, self._width - self._gap, self._row - 1
 

@@ -58,7 +58,7 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     sync = _call_after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
-    if _unwraps(target) or _is_of_an_owner(target):
+    if _unwraps(target) or _holds_the_model(target):
         note += ", with an object that holds the model"
     elif form.handed == "model" and _needs_no_remark(target):
         note = ""
@@ -108,7 +108,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
 
-    is_wrapped, owner = _unwraps(target), _Owner(scene) if _is_of_an_owner(target) else None
+    is_wrapped, owner = _unwraps(target), _Owner(scene) if _holds_the_model(target) else None
 
     def call() -> Any:
         model = scene.live_model
@@ -131,9 +131,9 @@ def _unwraps(target: Target) -> bool:
     return "module" in target.source.attributes_of(target.first) and not looks
 
 
-def _is_of_an_owner(target: Target) -> bool:
-    """Whether its first parameter is an object that holds the only model that it works on, by its
-    name and its attributes. Anything else may be the model, with parts of such names.
+def _holds_the_model(target: Target) -> bool:
+    """Return True if its first parameter is an object that holds the only model, by its name and
+    its attributes. Anything else may be the model itself, with parts of such names.
     """
     asked = [meaning_of(name) for name in target.source.attributes_of(target.first)]
     return target.first in names.OWNERS and not target.kind_of_first and asked.count("model") == 1
