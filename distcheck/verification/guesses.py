@@ -137,13 +137,13 @@ def trial_of(run: CaseRun) -> Trial:
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
         explained=explained,
-        broken=has_reduced and not any(map(_is_meant, ends)),
+        broken=has_reduced and not any(map(_is_about_the_call, ends)),
         seen=f"it raises {raised}" if raised else f"it ends with {', '.join(causes)}",
     )
 
 
-def _is_meant(end: Outcome) -> bool:
-    """Whether an error may say that the code is called in a wrong way."""
+def _is_about_the_call(end: Outcome) -> bool:
+    """Return True if an error may show that the code is called in a wrong way."""
     file, _, line = end.place.rpartition(":")
     text = linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
     raises = text.startswith(("raise", "assert")) and "NotImplementedError" not in text

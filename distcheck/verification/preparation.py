@@ -117,7 +117,7 @@ class Data:
 
     @property
     def fds(self) -> dict[str, int]:
-        """What a process that reads it receives."""
+        """The file descriptors for a process that reads it."""
         return {} if self.fd is None else {"data": self.fd}
 
 

@@ -1,4 +1,4 @@
-"""How each rank of a world ended, with root causes before secondary failures."""
+"""The exit status of each rank of a world, with root causes before secondary failures."""
 
 import os
 import re

@@ -58,7 +58,7 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     sync = _call_after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
-    if _unwraps(target) or _holds_the_model(target):
+    if _reads_module(target) or _holds_the_model(target):
         note += ", with an object that holds the model"
     elif form.handed == "model" and _needs_no_remark(target):
         note = ""
@@ -108,7 +108,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
 
-    is_wrapped, owner = _unwraps(target), _Owner(scene) if _holds_the_model(target) else None
+    is_wrapped, owner = _reads_module(target), _Owner(scene) if _holds_the_model(target) else None
 
     def call() -> Any:
         model = scene.live_model
@@ -125,8 +125,8 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     return call
 
 
-def _unwraps(target: Target) -> bool:
-    """Whether it reads `model.module`, without a look at whether there is one."""
+def _reads_module(target: Target) -> bool:
+    """Return True if it reads `model.module` without checking that it exists."""
     looks = target.source.words & {"hasattr", "getattr", "isinstance"}
     return "module" in target.source.attributes_of(target.first) and not looks
 

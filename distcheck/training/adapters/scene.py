@@ -277,8 +277,8 @@ class Filling:
         scene.used.update(self._more)
 
     def _source_of_value(self, parameter: inspect.Parameter) -> tuple[str, str]:
-        """Where the value of a parameter comes from: what its name or use means, or an object of
-        the class that it asks for; empty texts if nothing is known of it.
+        """The source of a parameter's value: the meaning of its name or use, or an object of the
+        class that it asks for; empty texts if nothing is known of it.
         """
         scene, function = self._scene, self._function
         meaning = Source(function).meaning_of(parameter.name)
