@@ -75,7 +75,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         os.close(found)
         raise msgspec.DecodeError("it is a device, not a file")
-    # Another user's pipe may be held open for ever.
+    # Another user's pipe may be held open forever.
     os.set_blocking(found, stat.S_ISFIFO(mode) and about.st_uid in (os.geteuid(), 0))
     return found
 

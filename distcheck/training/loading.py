@@ -368,7 +368,7 @@ def _raised_on_import(what: str, place: str, error: BaseException) -> str:
 
 @cache
 def _import_own() -> None:
-    """Import what distcheck itself may import later, before a folder of a person's comes first in
+    """Import what distcheck itself may import later, before a folder of the user comes first in
     `sys.path`: a module of the same name there would take its place.
     """
     for name in ("xxhash", *sources_only.OWN_PACKAGES):

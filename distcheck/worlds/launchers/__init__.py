@@ -89,7 +89,7 @@ _MAY_START = {("slurm", "torchrun"), ("slurm", "mpirun")}  # (outer, inner)
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that started this process; None if a person started it.
+    """Return the launch that started this process; None if the user started it directly.
 
     Raises CannotRunError if two launchers match or a variable required for the rendezvous is
     missing.

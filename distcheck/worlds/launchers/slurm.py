@@ -14,7 +14,7 @@ _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 def detect(environ: Mapping[str, str]) -> Launch | None:
     """Return the launch that srun's variables describe; None if it did not start this process.
 
-    A batch script is a step of one task, in which a person starts commands by hand.
+    A batch script is a step of one task, in which the user starts commands by hand.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environ or not step.isdigit():
