@@ -20,14 +20,16 @@ ROOT = Path(__file__).parents[2]
 OF_GUARD = [ROOT / "distcheck/job/guard/explaining.py"]
 OF_ENDS = ROOT / "distcheck/judge/diagnosis/outcomes.py"
 OF_LAYOUTS = ROOT / "distcheck/judge/diagnosis/layouts.py"
+OF_MODULES = ROOT / "distcheck/judge/divergence/modules.py"  # of two recordings of jobs
 OF_GRADIENTS = [
     ROOT / f"distcheck/judge/diagnosis/{name}.py"
     for name in ("gradients", "weights", "parts", "tokens")
 ]
-OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, *OF_GRADIENTS]
-OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py")]
+OF_JOB = [*(ROOT / "distcheck/job").glob("*.py"), OF_ENDS, OF_LAYOUTS, OF_MODULES, *OF_GRADIENTS]
+OF_COMPARE = [*(ROOT / "distcheck/compare").glob("*.py"), OF_MODULES]
 OF_VERIFY = [
-    *(ROOT / "distcheck/judge").rglob("*.py"), ROOT / "distcheck/records/exit_status.py",
+    *({*(ROOT / "distcheck/judge").rglob("*.py")} - {OF_MODULES}),
+    ROOT / "distcheck/records/exit_status.py",
     ROOT / "distcheck/verification/contents.py",
     *(ROOT / "distcheck/addons/simulated").glob("judged_schedules.py"),
 ]  # fmt: skip
