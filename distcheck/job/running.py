@@ -359,7 +359,7 @@ def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> 
     if (note := folder / SHARED_RANK).exists():
         raise DistcheckError(
             f"several processes of the command train as {note.read_text()}, so distcheck cannot "
-            "tell their gradients apart, and nothing is judged: a process without a process group "
+            "distinguish their gradients, and nothing is judged: a process without a process group "
             "and without RANK is rank 0, such as a parameter server of torch.distributed.rpc, or "
             "the second of two trainings"
         )
