@@ -20,7 +20,7 @@ OF_MODULE = packages_distributions()
 # Where the sentence stands that names the extra with a library.
 SENTENCES = {
     "hypothesis": ("explore", "distcheck/addons/explore/command.py"),
-    "mpi4py": ("mpi", "distcheck/addons/mpi/__init__.py"),
+    "mpi4py": ("mpi", "distcheck/addons/mpi/library.py"),
     "ray": ("ray", "distcheck/addons/engines/running.py"),
     "submitit": ("slurm", "distcheck/addons/engines/running.py"),
     "watchfiles": ("watch", "distcheck/cli/watching.py"),
