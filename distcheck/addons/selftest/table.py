@@ -60,8 +60,8 @@ def render(found: SelftestResults, console: Console, *, verbose: bool = False) -
             f"{found.backend} on {found.device}, {about.get('threads')} thread per rank, "
             f"{about.get('gpu') or about.get('cpu')}"
         ),
-        style="dim",
-    )
+        style="dim", soft_wrap=True,
+    )  # fmt: skip
     mutants = [row for row in found.rows if row.kind == "mutant"]
     correct = [row for row in found.rows if row.kind == "correct"]
     if mutants:

@@ -178,7 +178,7 @@ class Shared(ScheduleForks):
         self._together, self._warm, self._one = True, True, one
         self.worlds: list[int] = []  # of each process
 
-    def _in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
+    def _run_in_forks(self, parts: Sequence[Sequence[Schedule]]) -> list[list[ScheduleRun]]:
         self.worlds += map(len, parts)
         return [[self._one(one, before) for before, one in enumerate(part)] for part in parts]
 
