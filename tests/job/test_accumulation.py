@@ -29,8 +29,10 @@ def passes_of(count: Callable[[int], int], **about: Any) -> Callable[[Facts], No
     """So many backward passes at each step, of a loss that torch did not compute."""
 
     def change(facts: Facts) -> None:
-        given = {"losses": (), **about}
-        facts.passes = [facts.a_pass(i, **given) for i in range(count(facts.step))]
+        facts.passes = [
+            facts.a_pass(i, **{"losses": (), "rows": (*facts.rows, f"micro-batch {i}"), **about})
+            for i in range(count(facts.step))
+        ]
 
     return change
 
@@ -236,6 +238,7 @@ def test_a_loaded_batch_stays(merged_batch: MergedBatch, monkeypatch: pytest.Mon
         ({"draws": True}, "the forward pass draws random numbers"),
         ({"autocast": "torch.bfloat16"}, "the rounding of autocast depends on the batch shape"),
         ({"rows": ()}, "no samples were seen"),
+        ({"rows": ("a", "b")}, "several passes of a step use the same samples"),
     ],
 )
 def test_reasons_against_one_pass(tmp_path: Path, about: dict[str, Any], why: str) -> None:
@@ -243,6 +246,17 @@ def test_reasons_against_one_pass(tmp_path: Path, about: dict[str, Any], why: st
     merged_batch = MergedBatch(job, BatchSource(job))
     assert merged_batch.tasks(0, 2) == []
     assert merged_batch.why == why
+
+
+def test_passes_of_several_losses_are_no_micro_batches(tmp_path: Path) -> None:
+    def tasks_learned_in_turn(facts: Facts) -> None:
+        passes_of(lambda s: 2)(facts)
+        facts.passes[0] = msgspec.structs.replace(facts.passes[0], losses=facts.a_pass(0).losses)
+
+    job = make(tmp_path, tasks_learned_in_turn)
+    merged_batch = MergedBatch(job, BatchSource(job))
+    assert merged_batch.tasks(0, 2) == []
+    assert merged_batch.why == "the passes of a step compute different losses"
 
 
 def test_a_job_that_does_not_accumulate_pays_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,7 +284,12 @@ def test_direction_with_terms(folded: Any, verdict: str, named: list[str], tmp_p
 
 
 def folding_of(found: tuple[Term, ...], folder: Path) -> MergedBatch:
-    job = make(folder, passes_with(*found, count=2))
+    def micro_batches(facts: Facts) -> None:
+        passes_with(*found, count=2)(facts)
+        last = msgspec.structs.replace(facts.passes[1], rows=(*facts.rows[1:], "of the last"))
+        facts.passes[1] = last
+
+    job = make(folder, micro_batches)
     return MergedBatch(job, BatchSource(job))
 
 

@@ -99,6 +99,10 @@ class MergedBatch:
             return "gradients of some passes are dropped, or kept for a later step"
         if any(one.loss is None for one in passes):
             return "a backward pass covers several forward passes"
+        if passes[0].rows and any(len({p.rows for p in r.passes}) < len(r.passes) for r in records):
+            return "several passes of a step use the same samples"
+        if len({tuple(call.name for call in one.losses) for one in passes}) > 1:
+            return "the passes of a step compute different losses"
         counts = sorted({len(one.rows) for one in passes})
         if len(counts) > 1:
             several = ", ".join(map(str, counts[:8]))
