@@ -1,11 +1,10 @@
-"""`distcheck compare`: reports whether an upgrade or a change of the code changed bits, and by how
-much.
+"""`distcheck compare`: reports if an upgrade or a change of the code changed bits, and by how much.
 
 1  read     the saved cases of both runs, and their verdicts
 2  run      without a second run, the cases of the first run here and now
-3  pair     cases are paired by id; their other fields must be equal
+3  pair     cases by id; all other fields of a pair must be equal
 4  compare  traces, in a process with torch
-5  judge    identical bits pass; changed ones must be within bounds, and both runs correct
+5  judge    identical bits pass; changed bits must be within bounds, and both runs correct
 """
 
 import os
@@ -51,7 +50,7 @@ _MAY_DIFFER = ("id", "deadline_s", "data_dir", "rerun", "separate", "initial")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Contents of a run directory: traces of its cases, if any, and all verdicts, by case id."""
+    """Contents of a run directory: traces of its cases, if any, and all verdicts by case id."""
 
     folder: Path
     cases: dict[str, SavedTrace]
@@ -67,7 +66,7 @@ def compare_command(
     trusted: bool,
     quiet: bool,
 ) -> int:
-    """Compare, show and write; return the exit code."""
+    """Compare two runs, print the result and write files; return the exit code."""
     check_outputs(files)
     origin = origin_here()
     if _is_job(then) or (now is not None and _is_job(now)):
@@ -185,7 +184,9 @@ def _initial_state(trace: Path) -> str:
 
 
 def saved_run(folder: Path) -> SavedRun:
-    """Return the contents of a run directory, without tensors. Raises UsageError if it is none."""
+    """Return the contents of a run directory, without tensors. Raises UsageError if it is not
+    one.
+    """
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; pass a folder that distcheck record, verify --save or "

@@ -30,8 +30,8 @@ _OF_GRADIENTS = ("loss", "local gradients", "reduced gradients", "gradients")
 
 
 def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, KnownCase]:
-    """Compare two recordings; return the comparison and the later job's case. Raises UsageError for
-    a damaged folder, and for recordings of different models.
+    """Compare two recordings. Return the comparison, and the case of the later job. Raises
+    UsageError for a damaged folder, and for recordings of different models.
     """
     earlier, later = (read_kept(folder) for folder in (then, now))
     floors = [(noise_floor.read(folder), 0) for folder in (then, now)]

@@ -26,8 +26,8 @@ COMPARE = Job(
 
 
 class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over one case; for two jobs, with the first module that differs, and a text on
-    the first operator.
+    """The verdict over one case. For two jobs, it also has the first module that differs and a text
+    on the first operator that differs.
     """
 
     id: str
@@ -42,8 +42,8 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict over all cases of two runs; `saved_to` is the folder of a second run that was
-    made for the comparison.
+    """The verdict over all cases of two runs. `saved_to` is the folder of the second run, if the
+    comparison made one.
     """
 
     then: str
@@ -65,8 +65,8 @@ def verdict_on_changes(
     bits: bool,
     needs_bound: bool = False,
 ) -> tuple[VerdictName, str]:
-    """Return the verdict and its reason. With `needs_bound`, changed bits pass only within a bound:
-    the two need not be one computation.
+    """Return the verdict and its reason. With `needs_bound`, changed bits pass only within a bound,
+    because the two jobs need not perform the same computation.
     """
     then, now = said
     if found.why_not:
@@ -114,7 +114,7 @@ def compared_case(
     needs_bound: bool = False,
     remark: str = "",
 ) -> CaseComparison:
-    """Return the verdict over one case, with a `remark` appended to its reason."""
+    """Return the verdict over one case, with `remark` appended to its reason."""
     verdict, reason = verdict_on_changes(found, changed, said, bits=bits, needs_bound=needs_bound)
     same = "same" if found.first is None else "changed"
     return CaseComparison(

@@ -1,4 +1,4 @@
-"""Formats a comparison for the screen, as a page with old and new values in columns, and as a
+"""Formats a comparison for the screen, as an HTML page with old and new values in columns, and as a
 report with one check per case, `compare`.
 """
 
@@ -30,8 +30,8 @@ from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
-    """Print the number of changed cases and the changes of their environment; then every case,
-    changed ones first, in full if bits differ.
+    """Print the number of changed cases and the changes of their environment, then every case.
+    Changed cases come first, with all details.
     """
     comparison = displayable(comparison)
     common = common_changes(comparison)
@@ -120,7 +120,9 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
-    """Return further lines on two jobs: first module and operator, noise floor, and causes."""
+    """Return further lines on two jobs: first module and operator that differ, noise floor, and
+    causes.
+    """
     lines = [("module", sentence_on_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
     if case.found.noise_floor:
@@ -147,7 +149,7 @@ def old_and_new(place: Difference) -> tuple[str, str]:
 
 
 def render_page(comparison: RunsComparison, *, command: str) -> str:
-    """Return the HTML page; `command` repeats the comparison."""
+    """Return the HTML page; `command` is the command line that repeats the comparison."""
     comparison = displayable(comparison)
     common = common_changes(comparison)
     made = comparison.made
@@ -195,7 +197,7 @@ def _row(case: CaseComparison) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KnownCase:
-    """Fields of a case that its report needs, other than the comparison."""
+    """Fields of a case that its report needs in addition to the comparison."""
 
     case: Case
     environment: dict[str, Any]
@@ -206,8 +208,8 @@ class KnownCase:
 def comparison_document(
     comparison: RunsComparison, cases: Mapping[str, KnownCase], *, made: Origin, command: str
 ) -> dict[str, Any]:
-    """Return the document for JUnit and GitHub; `cases` are those of either run, `command` repeats
-    the comparison.
+    """Return the document for JUnit and GitHub. `cases` are the cases of both runs, and `command`
+    is the command line that repeats the comparison.
     """
     environment = next((saved.environment for saved in cases.values()), {})
     reports = tuple(

@@ -1,6 +1,6 @@
-"""Compares two traces of one case, in the order of their computation.
+"""Compares two traces of one case, in execution order.
 
-Only the first step that differs has bounds (`StepBounds`): later ones start from different states.
+Only the first step that differs has bounds (`StepBounds`). Later steps start from different states.
 """
 
 import math
@@ -28,7 +28,7 @@ _LAYERS = {"float32": IN_FLOAT32, "float64": IN_FLOAT64}
 
 
 class StepBounds:
-    """Bounds for the difference of two correct results at one step, the first that differs."""
+    """Bounds for the difference of two correct results at the first step that differs."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, step: int) -> None:
         self._case, self._contracts, self._step = job.case, job.contracts, step
@@ -49,12 +49,12 @@ class StepBounds:
         return 2 * loss_tolerance(self._layer, header.loss)
 
     def has_local(self, rank: int) -> bool:
-        """Return True if `local` has a bound; needs no tensors."""
+        """Return True if `local` has a bound. Needs no tensors."""
         return bool(self._layer) and rank in self._case.with_data
 
     def has_synced(self, index: int, *, same_inputs: bool) -> bool:
-        """Return True if `synced` has a bound; needs no tensors. Also True if only the values of
-        the tensors could show that rounding is not bounded.
+        """Return True if `synced` may have a bound. Needs no tensors; only `synced` can find that
+        the values of the tensors do not permit one.
         """
         entries = [
             self._trace.entry(rank, Kind.LOCAL_GRADIENT, self._step, index)
@@ -65,7 +65,7 @@ class StepBounds:
         return self._bounds_exchange() and (same_inputs or bool(self._layer))
 
     def local(self, rank: int, index: int) -> float | None:
-        """Return the bound for a rank's gradient before communication, as an L2 norm."""
+        """Return the bound for a rank's local gradient, as an L2 norm."""
         if not self.has_local(rank):
             return None
         position = self._case.with_data.index(rank)
@@ -73,8 +73,8 @@ class StepBounds:
         return 2 * self._scale(recorded, index, self._sizes[position])
 
     def synced(self, index: int, *, same_inputs: bool) -> torch.Tensor | float | None:
-        """Return the bound for the gradient after synchronization: elementwise if inputs were
-        bitwise equal, otherwise as an L2 norm; None if none is known.
+        """Return the bound for the reduced gradient: elementwise if inputs were bitwise equal,
+        otherwise as an L2 norm; None if no bound is known.
         """
         shards = [
             self._trace.tensor(rank, Kind.LOCAL_GRADIENT, self._step, index)
@@ -138,7 +138,7 @@ class StepBounds:
 
 
 class LockstepTraces(LockstepComparison):
-    """Compares both traces; the first step that differs is compared with its bounds."""
+    """Compares both traces step by step, and the first step that differs with its bounds."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
         super().__init__(then, now, tensors=job.tensors, drifts_on=job.case.with_data[0])
@@ -230,8 +230,8 @@ def compare_job(job: CompareRequest, fds: Descriptors, reporter: Reporter) -> Tr
 def compare_traces(
     job: CompareRequest, then: TraceReader, now: TraceReader, reporter: Reporter | None = None
 ) -> TraceComparison:
-    """Compare all entries of both traces by digest, and by value if digests differ and the job has
-    tensors.
+    """Compare all entries of both traces by digest. If digests differ and the job has tensors, also
+    compare the values.
     """
     if then.layout.model != now.layout.model:
         return TraceComparison(

@@ -1,4 +1,5 @@
-"""Planning: from a request to cases, with the amount that each check must compare. No torch.
+"""Planning: converts a request to cases, each with the amounts that its checks must compare. Does
+not import torch.
 
 cases          from a request to cases, and from a case to its checks
 settings       options declared once, for the command line, the configuration file, Python, and a

@@ -51,7 +51,7 @@ def _note_on_mesh(mesh: Mesh) -> str:
 
 
 def why_not_in_layout(case: Case, facts: CaseFacts) -> str:
-    """Return the reason that a case shows nothing about a parallel layout; empty if it does."""
+    """Return the reason that a case cannot test a parallel layout; empty if it can."""
     workload = case.workload
     generated = workload.startswith(PREFIX)
     if workload in CELLS or generated:
@@ -183,7 +183,7 @@ def notes_on(
 
 
 def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Return the reason that a case has nothing to show for a strategy; empty if it has."""
+    """Return the reason that a case cannot test a strategy; empty if it can."""
     contract = facts.contract
     if contract.parallel:
         why = why_not_in_layout(case, facts)
@@ -287,8 +287,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
 
 
 def rounds_by_position(case: Case, contract: Contract) -> bool:
-    """Return True if updating a tensor in pieces may differ in its bits from updating it as a
-    whole.
+    """Return True if updating a tensor in pieces may give different bits than updating it at once.
 
     torch's CPU kernels round a short dtype once or twice, depending on whether an element is in a
     full vector register or in the remainder. Float32 and float64 are unaffected. Measured in
@@ -298,8 +297,8 @@ def rounds_by_position(case: Case, contract: Contract) -> bool:
 
 
 def why_no_full_batch(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
-    """Return the reason, other than random numbers, that full batch float32 or full batch float64
-    has no bound for a case; empty if it has one, or if the case has no such layer.
+    """Return the reason that the layers full batch float32 and float64 have no bound for a case.
+    Empty if they have one, if the case has no such layer, or if random numbers are the reason.
     """
     layers = [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     if not layers:
@@ -331,7 +330,7 @@ def _hardly_normalized(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
 
 
 def not_judged_after_failure(failed: Case) -> str:
-    """Return the reason that a case is not judged when a run ends at its first failure."""
+    """Return the reason for not judging a case after the first failure of a run."""
     return (
         f"not judged because of --fail-fast: {failed.workload} {failed.dtype} of "
         f"{failed.strategy} with "
@@ -340,7 +339,7 @@ def not_judged_after_failure(failed: Case) -> str:
 
 
 def not_run_after_hang(case: Case, hung: Case) -> str:
-    """Return the reason that a case was not run after its strategy hung in another one."""
+    """Return the reason for not running a case of a strategy that hung in case `hung`."""
     return (
         f"not run: the strategy hung in {hung.workload} {hung.dtype}; --after-hang runs every "
         f"case, and --workload {case.workload} only this one"

@@ -1,7 +1,7 @@
-"""Plans the cases of a request, and the checks of a case. No torch.
+"""Plans the cases of a request, and the checks of a case. Does not import torch.
 
 A case is plain data and determines everything that its ranks do. `check_case` plans a stored case
-anew and refuses one that a request could not have produced.
+again and rejects a case that no request can produce.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,10 +84,10 @@ def _check_without_data(request: Request) -> None:
 
 
 def exchanges_nothing(case: Case, contract: Contract) -> bool:
-    """Return True if the world has only one rank, so that a missing exchange would not show.
+    """Return True if the world has only one rank, so that a missing all-reduce would not show.
 
-    False if that rank drives several GPUs, and in a search: there a case may be reduced to a world
-    of one rank, and other cases show what this one does not.
+    Return False if that rank drives several GPUs. Also return False in a search, which may shrink a
+    failing case to one rank and runs cases with more ranks.
     """
     over_gpus = contract.device == "cuda" and devices.gpu_count() > 1
     return case.world == 1 and not over_gpus and not case.workload.startswith(PREFIX)
@@ -157,7 +157,7 @@ def check_workload(spec: str) -> None:
 
 
 def steps_of(request: Request, workload: str) -> int:
-    """Return the steps of a workload: the requested number, or the workload's own."""
+    """Return the requested number of steps, or the workload's default."""
     if request.steps is not None:
         return request.steps
     if workload in CELLS:
@@ -195,7 +195,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_case(case: Case) -> Case:
-    """Return the case if it can run. Raises UsageError for one that was edited."""
+    """Return the case if it can run. Raises UsageError if it was edited."""
     request = Request(
         strategies=(case.strategy,),
         worlds=(case.world,),

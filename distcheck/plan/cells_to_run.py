@@ -1,10 +1,10 @@
-"""Selection of the cells of a run, each with its own steps and deadline. No torch.
+"""Selects the cells of a run, and sets their steps and deadlines. Does not import torch.
 
-`--thorough` runs all of them. The default run adds those that correct code may be unable to train:
-most code for models in which every rank uses every layer raises, or waits indefinitely, if some
-ranks do not use some layers. Such code is correct for a training that never has such a model. These
-cases therefore count only if all ranks finish: wrong gradients are then a silent error. If ranks do
-not finish, a note lists the cases that were not judged.
+`--thorough` runs all cells. The default run adds cells that correct code may be unable to train:
+most code for models in which every rank uses every layer raises or hangs if some ranks skip a
+layer. Such code is correct for models that never skip one. These cases therefore count only if all
+ranks finish: only then can wrong gradients go unnoticed. If ranks do not finish, a note lists the
+cases that were not judged.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,8 +27,9 @@ _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 def cells_to_run(
     request: Request, world: int, *, besides: Collection[str]
 ) -> Iterator[tuple[str, Request, dict[str, Any]]]:
-    """Yield the cells in this world, each with its request and the fields to set in its case. Cells
-    ignore the requested number of steps: fewer would not show what a cell tests.
+    """Yield the cells to run in this world. Each comes with its request and with fields to set in
+    its case. The requested number of steps is ignored: a cell needs its own number to test its
+    feature.
     """
     if not request.thorough and request.workloads:
         return
@@ -53,8 +54,8 @@ def cells_to_run(
 
 
 def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str]:
-    """Yield the workloads of the default run that test a promise of this strategy, as read from its
-    decorator without an import.
+    """Yield the workloads of the default run that test the strategy's promises. The promises are
+    read from its decorator, without an import.
     """
     if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
         return
@@ -65,8 +66,8 @@ def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str
 
 
 def with_own_workload(request: Request, strategy: str) -> Request:
-    """Return the request for a strategy that declares its workload (`@strategy(workload="mlp")`) or
-    that is itself trained: with that workload in place of the default run.
+    """Return the request with the strategy's workload in place of the default run, if it declares
+    one (`@strategy(workload="mlp")`) or is itself the model to train.
     """
     if trained := trained_with(request.adaptation.form):
         return msgspec.structs.replace(request, workloads=(trained,))
@@ -84,7 +85,7 @@ def _has_cells(request: Request, world: int) -> bool:
 
 
 def counts_if_finished(case: Case) -> bool:
-    """Return True if a case counts only if its ranks finish: a cell of the default run. A cell that
-    was requested has a rerun.
+    """Return True for a cell of the default run: it counts only if its ranks finish. Requested
+    cells are recognized by their rerun, which cells of the default run do not have.
     """
     return case.workload in CELLS and not case.rerun

@@ -1,4 +1,5 @@
-"""The matrix that `distcheck verify` runs without `--strategy`: `[tool.distcheck]`, or a file.
+"""Reads the matrix that `distcheck verify` runs without `--strategy`: `[tool.distcheck]`, or a
+file.
 
     [tool.distcheck]
     strategies = ["ddp", "sync.py:average"]
@@ -9,7 +10,7 @@
     arg = { average = true }
 
 A key takes the same values as its option. It takes a list if the option may be repeated, or if a
-matrix has several values where one run has one.
+matrix may have several values of a setting that has one value in a run.
 """
 
 import os
@@ -58,8 +59,9 @@ OfAll = _keys("OfAll", SETTINGS, strategy=dict[str, Any])
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a configuration file: its keys, and those of single strategies. `file` is empty
-    if there is none; `section` is the prefix of its keys in messages.
+    """Contents of a configuration file.
+
+    `file` is empty if no file was found. `section` is the prefix of its keys in messages.
     """
 
     file: str = ""
@@ -72,14 +74,17 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         return _join_key(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:
-        """Return the keys of a strategy's own table, for any spelling of the path to its file."""
+        """Return the keys from a strategy's table. The path to its file may be spelled in any
+        way.
+        """
         wanted = _normal(strategy)
         return next((keys for name, keys in self.own.items() if _normal(name) == wanted), {})
 
 
 def read_configuration(given: str | None) -> Configuration:
-    """Return the file that was `given`, or the nearest pyproject.toml from here upwards with a
-    section for distcheck. Raises UsageError, naming the key, for an invalid value.
+    """Return the contents of the `given` file. Without one, read the nearest pyproject.toml, from
+    the current folder upward, that has a section for distcheck. Raises UsageError that names the
+    key of an invalid value.
     """
     if given is not None:
         path = Path(given)

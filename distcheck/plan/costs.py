@@ -23,7 +23,7 @@ _REFERENCES = 3.0  # batches that judges compute in addition to the ranks
 
 
 def rough_s(case: Case) -> float:
-    """Return seconds by the rough model, from the case alone: the same on every machine."""
+    """Return seconds by the rough model, which depends only on the case, not on the machine."""
     sample_s = _SAMPLE_S.get(case.workload, _UNKNOWN_SAMPLE_S)
     sample_s *= 2.0 if case.dtype == "float64" else 1.0
     batches_s = case.batch * case.steps * sample_s
@@ -32,8 +32,9 @@ def rough_s(case: Case) -> float:
 
 
 def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Return seconds by cell, from the reports stored under `folder`; newer reports take
-    precedence. Judges run concurrently with the worlds, so their time is divided by their number.
+    """Return measured seconds by cell, from the reports stored under `folder`. Newer reports take
+    precedence. Judges run concurrently with the worlds, so their time is divided by the number of
+    judges.
     """
     found: dict[tuple[Any, ...], float] = {}
     for file in sorted(folder.glob("runs/*/report.json")):

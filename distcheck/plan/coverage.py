@@ -1,6 +1,6 @@
-"""The amount that each check must compare for a verdict. No torch.
+"""The amount that each check must compare for a verdict. Does not import torch.
 
-A check that compared fewer tensors, elements, ranks or steps than required leaves a case unknown.
+If a check compares fewer tensors, elements, ranks or steps than required, the case is unknown.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from distcheck.records.mistakes import SENSITIVITY
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check that a case needs, under one layer, and the amount that it must compare."""
+    """A check that a case needs, with its layer and the amount that it must compare."""
 
     check: str
     layer: str
@@ -26,9 +26,9 @@ class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage:
-    """The amount that each check must compare: everything, on every rank, at every step.
+    """Computes the amount that each check must compare: all values, on every rank, at every step.
 
-    A rank without data is checked for its outcome, its initial state and its rerun; its other
+    A rank without data must be checked for its outcome, its initial state and its rerun. Its other
     values are compared as well, but are not required.
     """
 
@@ -54,7 +54,9 @@ class Coverage:
         *,
         state: Sequence[TensorSpec] = (),
     ) -> PlannedCheck:
-        """Return a check of `tensors` on ranks with data, and of `state` on its holders."""
+        """Return a check of `tensors` on ranks with data, and of `state` on the ranks that hold
+        it.
+        """
         holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
         elements = sum(t.elements for t in tensors) * self._with_data
         elements += sum(t.elements for t in state) * holders
@@ -68,7 +70,7 @@ class Coverage:
         )
 
     def in_every_case(self) -> list[PlannedCheck]:
-        """Return the checks whose entry in `ORDER` names the tensors that they compare."""
+        """Return the checks whose tensors are listed in `ORDER`."""
         return [
             self.check(name.replace("_", " "), "-", getattr(self._model, tensors))
             for name, tensors in ORDER.items()
@@ -76,9 +78,9 @@ class Coverage:
         ]
 
     def averaged(self, period: int) -> list[PlannedCheck]:
-        """Return the checks of local SGD: each rank's own parameters between averages, and their
-        mean after each. The step of the first average is unknown, so the minimum over all positions
-        is required.
+        """Return the checks of local SGD: each rank's parameters between averages, and their mean
+        after each average. The step of the first average is unknown, so the minimum over all
+        possible steps is required.
         """
         steps, world = self._case.steps, self._case.world
         fewest, most = steps // period, -(-steps // period)
@@ -110,7 +112,9 @@ class Coverage:
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outputs(self, layer: str) -> PlannedCheck:
-        """Return the check of the outputs for every sample, on one rank of each data coordinate."""
+        """Return the check of the outputs for every sample; in a mesh, on one rank of each data
+        coordinate.
+        """
         readers = () if self._mesh is None else self._mesh.readers
         elements, steps = self._samples_of(readers) * self.numbers, self._case.steps
         required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
@@ -124,19 +128,21 @@ class Coverage:
         return self._compared(0, sum(map(sum, self._sizes)))
 
     def initial(self) -> Compared:
-        """Return the amount of the initial state: parameters and buffers of every rank."""
+        """Return the amount for the initial state: parameters and buffers of every rank."""
         tensors = (*self._model.parameters, *self._model.buffers)
         elements = sum(t.elements for t in tensors) * self._case.world
         return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
 
     def sensitivity(self) -> PlannedCheck:
-        """Return the check that mistakes would have shown; it compares no tensors of its own."""
+        """Return the check that the comparisons would have revealed mistakes. It compares no
+        tensors itself.
+        """
         required = Compared(ranks=self._with_data)
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
     def purpose(self) -> PlannedCheck:
-        """Return the check of the event that the workload tests: all samples of every step of every
-        rank with data; in a mesh, of one rank of each data coordinate.
+        """Return the check of the events that the workload requires. It reads all samples of every
+        step of every rank with data; in a mesh, of one rank of each data coordinate.
         """
         required = self.data()
         if self._mesh is not None:
@@ -149,7 +155,9 @@ class Coverage:
         return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self) -> PlannedCheck:
-        """Return the check of everything that a rank records, in a second world."""
+        """Return the check of the rerun: all recorded values of every rank are compared in a second
+        world.
+        """
         model, case = self._model, self._case
         state = (*model.parameters, *model.buffers, *model.optimizer)
         seen = self._contract.sync != "out-of-sight"

@@ -1,6 +1,6 @@
-"""Parts of generated models that a contract excludes by declining cells. No torch.
+"""Excludes parts of generated models that a strategy cannot train. Does not import torch.
 
-A strategy declines a cell of `--thorough`; the words here are the corresponding parts of generated
+A strategy declines a cell of `--thorough`. The words here name the corresponding parts of generated
 models.
 """
 
@@ -54,7 +54,7 @@ def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def notes_on(case: Case) -> list[str]:
-    """Return notes on words to exclude from the next search, if the case has them."""
+    """Return notes on words of a case that the next search may have to exclude."""
     if not case.workload.startswith(PREFIX):
         return []
     notes = []
@@ -75,7 +75,7 @@ def notes_on(case: Case) -> list[str]:
 def why_words_declined(
     workload: str, contract: Contract, *, own_backward: bool, own_update: bool
 ) -> str:
-    """Return the reason that a generated workload is not for a strategy; empty if it is."""
+    """Return the reason that a strategy cannot train a generated workload; empty if it can."""
     words = words_in(workload)
     if not words:
         return ""

@@ -30,7 +30,7 @@ from distcheck.worlds.launchers import Launch
 
 
 def identity_of(cases: Sequence[Case]) -> dict[str, str]:
-    """Return the values that must be equal in every process, by their names in messages."""
+    """Return the values that must be equal in every process. Keys are their names in messages."""
     found = {
         "the version of distcheck": __version__,
         "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -50,9 +50,12 @@ _SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s"
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned run. `cases` run here, together with the searches in `beside`; `every` is all cases
-    of `whole`, the plan of which this shard may be a part; `file` is the matrix. `from_file`
-    describes the values that the file adds to strategies named on the command line.
+    """A planned run.
+
+    cases      cases that this process runs, in addition to the searches in `extras`
+    every      all cases of `whole`, the complete plan, of which this shard may be a part
+    file       path of the matrix
+    from_file  text: values that the file adds to strategies named on the command line
     """
 
     cases: list[Case]
@@ -71,8 +74,10 @@ def plan_run(
     config: str | None,
     shard: str | None,
 ) -> Planned:
-    """Return the cases of a run. `asked` has every option's value by parameter name; `given` has
-    the names of the options on the command line. Raises UsageError or CannotRunError.
+    """Return the cases of a run.
+
+    `asked` maps the parameter name of every option to its value. `given` has the names of options
+    on the command line. Raises UsageError or CannotRunError.
     """
     part, parts = parse_shard(shard)
     matrix = read_configuration(config)
@@ -136,7 +141,7 @@ def check_data_dir(given: frozenset[str], data: Set[str]) -> None:
 
 
 def parse_shard(shard: str | None) -> tuple[int, int]:
-    """Return (2, 4) for "2/4". Raises UsageError."""
+    """Return (2, 4) for the text "2/4". Raises UsageError."""
     if shard is None:
         return 1, 1
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard.strip(), re.ASCII)
@@ -149,9 +154,11 @@ def parse_shard(shard: str | None) -> tuple[int, int]:
 
 
 def split(cases: list[Case], parts: int) -> dict[str, int]:
-    """Return the shard, from 1, of each case by ID. Siblings stay together; the costliest group
-    goes first, to the shard with the smallest total. Neither the order of `cases` nor measured
-    durations matter, because every shard must compute the same split.
+    """Return the number of the shard, from 1, of each case by ID.
+
+    Siblings stay together. The costliest group is assigned first, always to the shard with the
+    smallest total. The result is independent of the order of `cases` and of measured durations,
+    because every shard must compute the same split.
     """
     groups: dict[tuple[str, int, str, int], list[Case]] = {}
     for case in cases:
@@ -167,7 +174,7 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
 
 
 def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
-    """Return a digest of cases in any order, their files, the versions, and the searches."""
+    """Return a digest of cases in any order, of their files, the versions, and the searches."""
     found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
 

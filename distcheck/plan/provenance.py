@@ -1,4 +1,6 @@
-"""Provenance of a run: the code, software and hardware that its bits may depend on. No torch."""
+"""Records the code, software and hardware that the bits of a run may depend on. Does not import
+torch.
+"""
 
 import hmac
 import importlib.util
@@ -37,8 +39,11 @@ _MISSING = NO_DIGEST
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """The `environment` of a report, `digests` of all code that a case names (`named`), and the
-    case's `seal` (`seal_of`), if this user has run it.
+    """Origin of a result.
+
+    environment  versions and hardware, as in a report
+    digests      digests of all code that the case names (`named_code`)
+    seal         HMAC of the case (`seal_of`), if this user ran it
     """
 
     environment: dict[str, Any]
@@ -57,14 +62,16 @@ def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
 
 
 def seal_of(case: Case, digests: Mapping[str, str]) -> str:
-    """Return the HMAC, with this user's secret, of a case that ran with code of these digests; ""
+    """Return the HMAC of a case and of the digests of its code, with this user's secret. Return ""
     if no secret can be stored.
     """
     return seal_of_content("case", msgspec.json.encode([case, sorted(digests.items())]))
 
 
 def seal_of_content(kind: str, content: bytes) -> str:
-    """Return the HMAC, with this user's secret, of a content of one kind; "" as for `seal_of`."""
+    """Return the HMAC of `content`, with this user's secret, or "" if no secret can be stored.
+    Seals of different kinds are different.
+    """
     try:
         secret = shared_secret()
     except CannotRunError:
@@ -73,14 +80,18 @@ def seal_of_content(kind: str, content: bytes) -> str:
 
 
 def is_sealed(case: Case, made: Provenance | None) -> bool:
-    """Return True if this user has run the case, and neither it nor its digests were changed."""
+    """Return True if this user ran the case, and neither the case nor its digests were changed
+    since.
+    """
     if made is None or not made.seal:
         return False
     return is_same_seal(made.seal, seal_of(case, made.digests))
 
 
 def is_same_seal(seal: str, wanted: str) -> bool:
-    """Return True if a seal that was read is that of this user."""
+    """Return True if `seal` equals `wanted`, compared in constant time; `wanted` must not be
+    empty.
+    """
     return bool(wanted) and hmac.compare_digest(seal.encode(), wanted.encode())
 
 
@@ -106,8 +117,9 @@ def code_digest(what: str, spec: str) -> str:
 def file_and_sources(
     what: str, spec: str, others: Iterable[Path] = ()
 ) -> tuple[Path | None, dict[str, SourceFile]]:
-    """Return the file behind a name, and its files by relative path (`files_of`, with `others`). Of
-    an installed module that is its own file: its folder is the whole library. Raises OSError.
+    """Return the file behind a name, and the sources that belong to it by relative path
+    (`files_of`, with `others`). A built-in strategy or an installed module has only one: its folder
+    is the whole library. Raises OSError.
     """
     file = file_behind(what, spec)
     if file is None or not file.is_file():
@@ -119,8 +131,8 @@ def file_and_sources(
 
 
 def file_digest(what: str, spec: str) -> str:
-    """Return a digest of the file behind a name, found without an import; "none" if it is not
-    found. Equal on two machines that load the same bytes.
+    """Return a digest of the file behind a name, or "none" if it is not found. Nothing is imported.
+    The digest is equal on two machines that load the same bytes.
     """
     file = file_behind(what, spec)
     try:
@@ -130,7 +142,9 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """Return the file behind a strategy or workload, and its imports from its project."""
+    """Return the file behind a strategy or workload, and the files that it imports from its
+    project.
+    """
     try:
         return {one.path for one in file_and_sources(what, spec)[1].values()}
     except OSError:
@@ -138,7 +152,7 @@ def code_files(what: str, spec: str) -> set[Path]:
 
 
 def file_behind(what: str, spec: str) -> Path | None:
-    """Return the source file behind a name, found without an import."""
+    """Return the source file behind a name. Nothing is imported."""
     place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
     if place in registered:
@@ -169,8 +183,8 @@ def file_of(module: str) -> Path | None:
 
 
 def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
-    """Return the differences, code first. An entry that only one of the two has counts as changed,
-    except code that `then` does not know.
+    """Return the differences between two origins, code first. An entry in only one of them counts
+    as changed, except code that `then` lacks.
     """
     found = [
         Change(kind="code", name=f"{what} {spec}", then=before, now=after)
@@ -189,7 +203,9 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
 
 
 def changes_for_bits(then: Provenance, now: Provenance, case: Case) -> list[Change]:
-    """Return the `changes` that can affect bits; the location of Python and the hosts cannot."""
+    """Return the `changes` that can affect bits, without the location of Python and the names of
+    hosts.
+    """
     return [change for change in changes(then, now, case) if change.kind != "other"]
 
 

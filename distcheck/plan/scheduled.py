@@ -1,4 +1,4 @@
-"""Options for schedules of a simulated world, and the case in which schedules are searched."""
+"""Checks options for schedules of a simulated world, and plans the case that searches schedules."""
 
 from collections.abc import Callable
 
@@ -42,9 +42,10 @@ def number_of_schedules(schedules: int, preemptions: int) -> int:
 
 
 def schedule_search_cases(asked: Request, case_of: Callable[[str, str], Case]) -> list[Case]:
-    """Return the case whose schedules are searched, if requested; `case_of` makes it from a
-    workload and a dtype. Its schedules replace its rerun. It is the first case of its strategy and
-    world, so that a hang is explained by the schedules.
+    """Return the case whose schedules are searched, or nothing if no search is requested.
+
+    `case_of` makes the case from a workload and a dtype. Its schedules replace its rerun. It is the
+    first case of its strategy and world, so that the search can explain a hang.
     """
     schedules = number_of_schedules(asked.schedules, asked.preemptions)
     if not schedules:

@@ -32,15 +32,18 @@ JUDGED, CALLED, RANKS = "Checks", "How the strategy is called", "Data and ranks"
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Declaration of a field on every interface.
+    """Declaration of a setting for the command line, the configuration and Python.
 
-    kind      type of its key, if it is not one value of the field's type; `takes` describes it
-    help      of its option; `metavar` is the placeholder of the value there
-    default   description, if more informative than the value
-    type      of one value of the option, as in the field
+    kind      type of its configuration key, if that is not one value of the field's type
+    takes     description of `kind`
+    help      help text of its option
+    metavar   placeholder of the value in the help text
+    default   description of the default, if clearer than the value
+    type      type of one value of the option; default: the field's type
     repeated  True if the option may be given several times
-    names     known values; `is_open` if a file or a module is accepted as well
-    of_all    True if its key holds for all strategies of a matrix
+    names     known values
+    is_open   True if a file or a module is accepted in addition to `names`
+    of_all    True if the key applies to all strategies of a matrix
     heading   group of its option in `--help`
     option, key, parameter    its names on the command line, in the configuration and in Python,
               if they differ from the field's
@@ -362,7 +365,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of how code not written for distcheck is called. `with_adaptation` combines them
+    """Settings for calling code that was not written for distcheck. `with_adaptation` combines them
     into one field of a request.
     """
 
@@ -497,7 +500,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with `adaptation` in place of the settings of a call."""
+    """Return the values with one `adaptation` in place of the settings in `AdapterSettings`."""
     from distcheck.training.adapters.options import adaptation_of
 
     said = {name: asked[name] for name in CALLS if asked.get(name) is not None}
@@ -506,7 +509,7 @@ def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(function: F) -> F:
-    """Add the settings that a function takes by `**asked` to its signature."""
+    """Decorate a function to list the settings that it takes by `**asked` in its signature."""
     own = inspect.signature(function).parameters
     shown = [one for one in own.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     shown += [
@@ -519,7 +522,7 @@ def with_settings(function: F) -> F:
 
 
 class Request(Settings, frozen=True, kw_only=True):
-    """The options of one `distcheck verify`, under their own names."""
+    """The options of one `distcheck verify`; fields have the names of the options."""
 
     adaptation: Adaptation = Adaptation()
     ranks_here: int | None = None  # ranks of a launcher's world on this machine

@@ -1,4 +1,6 @@
-"""The source files of a piece of code: its own, and those that it imports from its project."""
+"""Finds the source files of a piece of code: its file, and files that it imports from its
+project.
+"""
 
 import ast
 import functools
@@ -37,20 +39,22 @@ class SourceFile(NamedTuple):
 
 
 def sources_of(path: Path) -> dict[str, SourceFile]:
-    """Return the Python sources among `files_of`. Raises OSError."""
+    """Return the Python sources among the `files_of` a path. Raises OSError."""
     return {name: file for name, file in files_of(path).items() if file.path.suffix == ".py"}
 
 
 def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
-    """Return a file, and all that Python imports for it from its project: modules of its folder, of
-    its package, of the parent packages (their `__init__` as well) and of the current folder,
-    sources and compiled ones. The file comes first.
+    """Return a file, and all files of its project that Python imports for it.
+
+    These are modules of its folder, of its package, of the parent packages (with their `__init__`)
+    and of the current folder, both sources and compiled modules. The file comes first. Nothing is
+    imported, so a module name that is computed at run time is unknown. An installed file is
+    returned without others: its folder is the whole library.
 
     Keys are paths relative to the file's `import_root`, or to the current folder, with the prefix
-    "./". Nothing is imported, so a module name that is computed at run time is
-    unknown. An installed file is returned alone: its folder is the whole library. `others` are
-    files that the same process loads; their folders precede the current one and can shadow modules,
-    the file itself included; keys of their modules are absolute paths. Raises OSError.
+    "./". `others` are files that the same process loads. Their folders precede the current folder
+    and can shadow modules, including the file itself. Keys of modules in these folders are absolute
+    paths. Raises OSError.
     """
     content = read_source(path)
     if is_installed_file(path):
@@ -93,8 +97,8 @@ def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
 
 
 def paths_in_common_folder(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, SourceFile]]:
-    """Yield files with their paths in one common folder. A name may occur twice, the current
-    folder's last: Python finds the first.
+    """Yield files with their paths in one common folder. If a name occurs twice, the file in the
+    current folder comes last: Python finds the first.
     """
     for name, file in sorted(files.items(), key=lambda one: one[0].startswith(HERE)):
         yield name.removeprefix(HERE), file
@@ -171,14 +175,14 @@ def digest_of_sources(files: Mapping[str, bytes]) -> str:
 
 
 def digest_of(digests: Mapping[str, bytes]) -> str:
-    """Return one digest of files from their own digests by name."""
+    """Return one digest for the digests of several files by name."""
     lines = (f"{digest.hex()} {name}" for name, digest in sorted(digests.items()))
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:_DIGITS]
 
 
 def is_in_sources(pattern: str, spec: str) -> bool:
     """Return True if a regular expression matches in the source of a strategy (name, file or
-    module) or of a module of its project that it imports. Nothing is imported.
+    module), or of a project module that the strategy imports. Nothing is imported.
     """
     path = _file_of(spec)
     if path is None:
@@ -191,7 +195,9 @@ def is_in_sources(pattern: str, spec: str) -> bool:
 
 
 def promises_of(spec: str) -> dict[str, object]:
-    """Return the constant arguments of a decorator: `@strategy(loss="tokens")`. No import."""
+    """Return the constant arguments of a decorator, for example of `@strategy(loss="tokens")`.
+    Nothing is imported.
+    """
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:

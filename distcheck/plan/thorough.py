@@ -1,8 +1,8 @@
-"""`--thorough`: cells, more worlds, and a search. No torch.
+"""Plans `--thorough`: cells, more worlds, and a search. Does not import torch.
 
-worlds   without --world, the default workloads run in worlds of 2 to 6 ranks and the cells in one
-         of 4; a given world is used for both. A world that was not requested is left out if it
-         does not fit on this machine, and the report says so.
+worlds   without --world, the default workloads run in worlds of 2 to 6 ranks and the cells in a
+         world of 4. A given world is used for both. The report lists worlds that were not
+         requested and are left out because they do not fit on this machine
 search   for each strategy, `distcheck explore` for `explore_s` seconds, after its cases
 """
 
@@ -24,7 +24,7 @@ MOST_EXPLORE_S = 24 * 3600.0
 
 
 class ThoroughSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """A search that a run includes; `why_not` is the reason that it is left out, if it is."""
+    """A search that a run includes; `why_not` is the reason for leaving it out, or empty."""
 
     strategy: str
     budget_s: float
@@ -38,10 +38,13 @@ class ThoroughSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThoroughExtras(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a run other than its cases: searches, and worlds that may be skipped (`spare`)
-    because they were not requested. With `after_hang` the other cases of a strategy that hung run
-    as well; with `fail_fast` none is judged after the first failure. If all cases are `required`,
-    one that is left out makes the run unknown.
+    """Parts of a run in addition to its cases, and rules for cases that do not run.
+
+    searches    searches for a failure
+    spare       world sizes that may be skipped, because they were not requested
+    after_hang  True: after a hang, run the remaining cases of the strategy as well
+    fail_fast   True: after the first failure, judge no further case
+    required    True: a case that is left out makes the run unknown
     """
 
     searches: tuple[ThoroughSearch, ...] = ()
@@ -69,7 +72,9 @@ def with_thorough_worlds(request: Request, *, world_given: bool) -> Request:
 
 
 def thorough_extras(requests: Sequence[Request], *, launched: bool = False) -> ThoroughExtras:
-    """Return one search for each strategy and way to call it. Raises DistcheckError."""
+    """Return the extras of a run, with one search per strategy and calling form. Raises
+    DistcheckError.
+    """
     found: dict[tuple[str, Adaptation], ThoroughSearch] = {}
     for request in requests:
         _check_budget(request.explore_s)
@@ -98,7 +103,7 @@ def thorough_extras(requests: Sequence[Request], *, launched: bool = False) -> T
 def planned_searches(
     searches: Iterable[ThoroughSearch], shard_of: dict[str, int]
 ) -> tuple[PlannedSearch, ...]:
-    """Return the searches of a plan; `shard_of` gives the shard of each strategy."""
+    """Return the searches of a plan; `shard_of` maps each strategy to its shard."""
     return tuple(
         PlannedSearch(
             strategy=search.strategy, budget_s=search.budget_s, shard=shard_of[search.strategy]

@@ -1,10 +1,8 @@
 """Pairs the entries of two recordings of one training, in execution order, and defines the result
-of their comparison.
+of their comparison. Does not import torch: tensors are equal if their digests are equal.
 
     initial state, then for each step: sample ids, random numbers, settings, loss, outputs,
     local gradients, exchanged gradients, gradients, and the state after it
-
-No torch: tensors of two ranks are equal if their digests are.
 """
 
 import math
@@ -37,7 +35,7 @@ _IN_A_STEP = (Kind.OUTPUT, Kind.LOCAL_GRADIENT, Kind.EXCHANGED, Kind.GRADIENT)
 @dataclass(frozen=True)
 class Pair:
     """One item of a rank at a step in both recordings: two entries of the tensor at `index` or,
-    without a `kind`, two values. `what` is one of the groups above.
+    without a `kind`, two values. `what` is one of the items in the module's list.
     """
 
     what: str
@@ -52,7 +50,7 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """True if both have the same bits; NaN equals NaN."""
+        """Return True if both have the same digest or the same value; NaN equals NaN."""
         if isinstance(self.one, Entry):
             return (self.one.state, self.one.digest) == (self.two.state, self.two.digest)
         both = (self.one, self.two)
@@ -61,7 +59,7 @@ class Pair:
 
 
 def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
-    """Yield all pairs of a step, for the first step preceded by the initial state."""
+    """Yield all pairs of a step. Pairs of the initial state precede those of the first step."""
     ranks = range(one.world)
     if step == 0:
         for kind in STATE:
@@ -112,17 +110,17 @@ class DifferenceCount(msgspec.Struct, frozen=True, kw_only=True):
 class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of two traces.
 
-    first        first bitwise difference in execution order; None: there is none
-    kind         its kind: initial state, sample ids, gradients, ...
-    beyond       the place, at that same step, that is worst beyond its bound; None: all within
-    beyond_kind  its kind, for two jobs, whose later steps are judged as well
-    judged       elements at that step for which a bound could be derived
+    first        first bitwise difference in execution order; None if there is none
+    kind         kind of `first`: initial state, sample ids, gradients, ...
+    beyond       at the same step, the place that exceeds its bound most; None if all are within
+    beyond_kind  kind of `beyond`, for two jobs, whose later steps are judged as well
+    judged       number of elements at that step for which a bound could be derived
     not_judged   differing tensors at that step that have a bound, but only digests
-    by_digest    if True, one of the traces has only digests: distances are unknown
+    by_digest    True if one of the traces has only digests, so that distances are unknown
     moments      per kind, the numbers of compared and changed tensors
     drift        per step, the relative L2 distance of rank 0's parameters after it; empty by digest
-    yardstick    per step, the same distance for a run perturbed by one ULP
-    why_not      why nothing could be compared, or ""
+    noise_floor  per step, the same distance for a run perturbed by one ULP
+    why_not      reason that nothing could be compared, or ""
     """
 
     first: Difference | None = None

@@ -1,4 +1,4 @@
-"""The interface of every recording, of a verification or of a job. No torch."""
+"""The interface of every recording, of a verification or of a job. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """Kinds of recorded tensors. Gradients and outputs belong to a step, the others to a moment:
-    slot k is the state before step k, slot k + 1 the state after it.
+    """Kinds of recorded tensors. Gradients and outputs belong to a step. All other kinds belong to
+    a moment: slot k is the state before step k, and slot k + 1 the state after it.
     """
 
     LOCAL_GRADIENT = 0
@@ -41,7 +41,7 @@ class EntryState(IntEnum):
 
     @property
     def is_there(self) -> bool:
-        """True if the rank had a tensor, of the right shape or not."""
+        """Return True if the rank had a tensor, of the right shape or not."""
         return self in (EntryState.STORED, EntryState.MALFORMED)
 
 
@@ -55,8 +55,8 @@ class EntrySource(IntEnum):
 @dataclass(frozen=True)
 class Entry:
     """A table entry: a rank's tensor in one slot, its 128-bit digest, and the `memory_order` of a
-    parameter or buffer (0: unknown). `together`: it was unsharded collectively, so its bits are
-    those of all ranks.
+    parameter or buffer (0: unknown). `together` is True if the tensor was unsharded collectively,
+    so that its bits are those of all ranks.
     """
 
     state: EntryState
@@ -68,11 +68,11 @@ class Entry:
 
 
 class Header(Protocol):
-    """The non-tensor record of a rank's step."""
+    """The record of a rank's step without tensors."""
 
     @property
     def ids(self) -> tuple[object, ...]:
-        """Identifiers of its samples, in order."""
+        """Identifiers of the rank's samples, in order."""
 
     @property
     def loss(self) -> float:
@@ -80,7 +80,7 @@ class Header(Protocol):
 
     @property
     def optimizer(self) -> str:
-        """The optimizer's settings, if they may change from step to step."""
+        """Settings of the optimizer, if they may change from step to step."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Recording(Protocol):
         """Return the number of steps, from the first, that every rank has completed."""
 
     def header(self, rank: int, step: int) -> Header:
-        """Return the non-tensor record of a rank's step."""
+        """Return the record of a rank's step without tensors."""
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
         """Return the entry of a rank's tensor, with its digest."""

@@ -1,4 +1,4 @@
-"""Frozen data that packages exchange. No torch, no behavior except merging.
+"""Frozen data that packages exchange, without behavior except merging. Does not import torch.
 
 This module defines results and reports: `CheckResult`, `CaseReport`, `Report`. Other modules:
 
@@ -47,19 +47,19 @@ _RANK_OF_VERDICT: dict[VerdictName, int] = {"pass": 0, "unknown": 1, "fail": 2}
 
 
 def merge_verdicts(verdicts: "list[VerdictName]") -> VerdictName:
-    """Return the worst of `verdicts`, by pass < unknown < fail; unknown if there are none."""
+    """Return the worst of `verdicts` (fail, then unknown, then pass); unknown if there are none."""
     return max(verdicts, key=_RANK_OF_VERDICT.__getitem__, default="unknown")
 
 
 def number(value: float) -> Number:
-    """Return `value` in a form that JSON supports."""
+    """Return `value` as JSON can store it."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Name, shape and dtype (torch's name without `torch.`) of one tensor."""
+    """Name, shape and dtype of one tensor; the dtype is torch's name without `torch.`."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,10 +71,10 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """All tensors in a trace of one model.
+    """All tensors in the trace of one model.
 
-    `optimizer` names are `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`; `numbers`
-    are those that are Python numbers in the optimizer.
+    `optimizer` has names `<parameter>/<state key>`, as in `fc.weight/momentum_buffer`. `numbers`
+    are the names among them whose values are Python numbers, not tensors.
     """
 
     parameters: tuple[TensorSpec, ...]
@@ -84,7 +84,9 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Coverage of a check: distinct tensors, ranks, steps, and the total number of elements."""
+    """Coverage of a check: numbers of distinct tensors, ranks and steps, and of elements in
+    total.
+    """
 
     tensors: Count = 0
     elements: Count = 0
@@ -95,9 +97,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 
-    `error` and `bound` share the unit `unit`. For a rule about a whole tensor (relative L2) `index`
-    is empty and `actual`, `expected` are norms. If nothing numerical is compared, they are words:
-    "none", a digest, a setting.
+    `error` and `bound` are in units of `unit`. For a rule about a whole tensor (relative L2),
+    `index` is empty, and `actual` and `expected` are norms. If nothing numerical is compared, they
+    are text: "none", a digest, or a setting.
     """
 
     parameter: str
@@ -121,7 +123,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingKind(StrEnum):
-    """The kind of a check's finding, for code that depends on it: reasons are only for people."""
+    """The kind of a finding, for code that depends on it. Reasons are texts for people only."""
 
     SAME_SAMPLES = "two ranks have the same samples"
     SAME_RANDOMNESS = "two ranks draw the same random numbers"
@@ -139,10 +141,11 @@ class FindingKind(StrEnum):
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check under one layer of a case.
 
-    `reason` consists of sentences; `lead` is the first if there are several. `kinds` are their
-    kinds, in the same order. `shown` lists for each tensor the mistakes that its comparison would
-    have revealed, if the check computes that. Comparisons that could reveal none do not count as
-    compared, but as `insensitive`.
+    reason       sentences for people
+    lead         the first sentence, if there are several
+    kinds        the kind of each sentence, in the same order
+    shown        mistakes that the comparison of each tensor would have revealed, if computed
+    insensitive  amount compared without revealing any mistake; not included in `compared`
     """
 
     check: str
@@ -166,7 +169,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_kind(self) -> FindingKind:
-        """The kind of the reason's first sentence."""
+        """Return the kind of the first sentence of the reason."""
         return self.kinds[0] if self.kinds else FindingKind.OTHER
 
 
@@ -179,8 +182,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallSite(msgspec.Struct, frozen=True, kw_only=True):
-    """The line of the code under test that causes a failure, with its text if readable; without a
-    file, the wrong value passed through no call.
+    """The line of the code under test that causes a failure, with its text if readable. `file` is
+    empty if the wrong value passed through no call.
     """
 
     file: str = ""
@@ -189,8 +192,8 @@ class CallSite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes by `--accept`: `widened`, the new expectation and its bound; `not_owed`, properties
-    that a pass no longer shows.
+    """Effect of `--accept`: `widened` describes the new expectation and its bound, and `not_owed`
+    lists properties that a pass no longer shows.
     """
 
     kind: str
@@ -199,7 +202,7 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks_failed(case: Any) -> bool:
-    """Return `CaseReport.ranks_failed`, also for the entry of a case in a document."""
+    """Return `CaseReport.ranks_failed` for a case, or for its entry in a document."""
     own = any(check.check == "outcome" and check.defect for check in case.checks)
     return not own and any(one.outcome != RankEnd.FINISHED for one in case.outcomes)
 
@@ -207,8 +210,8 @@ def ranks_failed(case: Any) -> bool:
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, the exit status of its ranks, and all check results.
 
-    `contents` is None if the case was given up before inspection. `remarks` are causes that may be
-    intended, and fail no check.
+    `contents` is None if the case ended before inspection. `remarks` are causes that may be
+    intended; they do not fail the case.
     """
 
     case: Case
@@ -231,17 +234,19 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks_failed(self) -> bool:
-        """True if a rank crashed, hung or was lost, and not because of a defect of distcheck."""
+        """Return True if a rank crashed, hung or was lost, and not because of a defect of
+        distcheck.
+        """
         return ranks_failed(self)
 
     @property
     def ranks_finished(self) -> bool:
-        """True if there were ranks, and all of them finished."""
+        """Return True if there were ranks, and all of them finished."""
         return bool(self.outcomes) and all(o.outcome == RankEnd.FINISHED for o in self.outcomes)
 
 
 class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of the complete plan, and the part (1 to `RunPlan.shards`) that runs it."""
+    """A cell of the complete plan; `shard` is the part (1 to `RunPlan.shards`) that runs it."""
 
     id: str
     strategy: str
@@ -255,8 +260,8 @@ class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete plan; a report holds part `shard` of `shards`, 0: every part. `digest` covers
-    the cases and the files that they name: parts of one plan share it.
+    """The complete plan. A report holds part `shard` of `shards`; 0 means all parts. `digest`
+    covers the cases and the files that they name, and is the same in all parts of a plan.
     """
 
     digest: str
@@ -267,7 +272,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A difference from an earlier run; for code, the digests."""
+    """A difference from an earlier run; for code, its two digests."""
 
     kind: ChangeKind
     name: str
@@ -281,7 +286,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
-    """The last saved run of the same strategies that passed, and the changes since."""
+    """The most recent saved run of the same strategies that passed, and the changes since."""
 
     run: str
     changes: tuple[Change, ...]
@@ -290,8 +295,8 @@ class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over all cases. `distcheck.reports` converts it to text or JSON.
 
-    `left_out` lists cases that do not apply to their strategy, with reasons; `not_shown` the
-    properties that a pass of the others does not cover; `explored` the extent of searches.
+    `left_out` lists cases that do not apply to their strategy, with reasons. `not_shown` lists
+    properties that a pass does not cover. `explored` has the coverage of each search.
     """
 
     environment: dict[str, Any]
@@ -310,13 +315,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> VerdictName:
-        """The worst verdict of any case or search: pass < unknown < fail."""
+        """The worst verdict of any case or search (fail, then unknown, then pass)."""
         return verdict_of(self)
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code for the verdict. A mismatch takes precedence over a failed rank in another
-        case, because it is the more definite finding.
+        """The exit code for the verdict. A mismatch takes precedence over a failed rank in a
+        different case, because it is the more definite finding.
         """
         if self.interrupted:
             return ExitCode.INTERRUPTED
@@ -339,7 +344,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return page
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as `--json` writes it: plain dictionaries, lists, texts and numbers."""
+        """Return the report as plain dictionaries, lists, strings and numbers, as `--json` writes
+        it.
+        """
         document: dict[str, Any] = _shown["document"](self)
         return document
 
@@ -358,14 +365,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict_of(report: Any) -> VerdictName:
-    """Return `Report.verdict`, also for a document."""
+    """Return `Report.verdict` for a report, or for its document."""
     searched = [one.verdict for one in report.explored if one.verdict != "not run"]
     return merge_verdicts([*(case.verdict for case in report.cases), *searched])
 
 
 def exit_code_of_report(report: Any, early: ExitCode | None = None) -> ExitCode:
-    """Return the exit code for the verdicts of a report or document; `early` is that of a run
-    without failures that was cut short.
+    """Return the exit code for the verdicts of a report or document. `early` is the exit code of a
+    run that was interrupted before any failure.
     """
     failed = [case for case in report.cases if case.verdict == "fail"]
     if failed:
@@ -406,7 +413,9 @@ def set_report_renderers(
     page: Callable[[Report], str],
     document: Callable[[Report], dict[str, Any]],
 ) -> None:
-    """Set the renderers of reports, which records must not import: the text of the error for a
-    report that did not pass, its text, its HTML for a notebook, and the `--json` document.
+    """Set the functions that render a report; records must not import them.
+
+    They return the error text for a report that did not pass, its screen, its HTML page for a
+    notebook, and its `--json` document.
     """
     _shown.update(failure=failure, screen=screen, page=page, document=document)

@@ -1,5 +1,5 @@
-"""A case: one strategy in one world, as plain values that JSON can hold. Its name is unique and
-independent of the order of requests.
+"""A case: one strategy in one world, as plain values that JSON can hold. The name of a case is
+unique and independent of the order of requests.
 """
 
 import re
@@ -21,13 +21,14 @@ EXACT_DTYPES = ("float32", "float64")  # dtypes that hold sums of a batch of sma
 
 
 class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
-    """Options to call a strategy that was not written for distcheck; see
+    """Options for calling a strategy that was not written for distcheck; see
     `distcheck.training.adapters`.
 
-        form       the name of a form, or None: chosen from the signature
-        arguments  (name, value) pairs for its parameters, values as Python literals or `@name`
-        variables  the same for names of its module
-        finish, reset  methods of a wrapper to call after backward, and before every step
+        form       name of a form; None: chosen from the signature
+        arguments  (name, value) pairs for its parameters; a value is a Python literal or `@name`
+        variables  (name, value) pairs for global variables of its module
+        finish     method of a wrapper to call after backward
+        reset      method of a wrapper to call before every step
         without_data  ranks that have no shard of the batch, such as a parameter server
     """
 
@@ -40,9 +41,9 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that is delayed by `ms` milliseconds in every step of a world: before backward
-    (`collective` 0), or before its n-th collective of the step, from 1. A case's delays apply to
-    its first world.
+    """A delay of one rank by `ms` milliseconds in every step of a case's first world. With
+    `collective` 0 the rank sleeps before backward, otherwise before its n-th collective of the
+    step, from 1.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to run and judge. It holds names, not objects, so it can be replayed."""
+    """One request to run and judge. It holds names instead of objects, so it can be replayed."""
 
     id: str
     strategy: str
@@ -83,23 +84,25 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def siblings(self) -> tuple[str, int, str, int]:
-        """The key of cases that are shown together, and run by one part of a plan."""
+        """Return the key of cases that are shown together and run in the same part of a plan."""
         return self.strategy, self.world, self.backend, self.seed
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """The ranks that read a shard of the batch, in order: all, unless declared otherwise."""
+        """Return the ranks that read a shard of the batch, in order; by default all ranks."""
         without = self.adaptation.without_data
         return tuple(rank for rank in range(self.world) if rank not in without)
 
     @property
     def judged_on(self) -> str:
-        """The device of references and comparisons: the ranks', unless a case compares devices."""
+        """Return the device of references and comparisons: the device of the ranks, except in a
+        case that compares devices.
+        """
         return self.reference_device or self.device
 
     @property
     def adapter_words(self) -> list[str]:
-        """The options that reproduce how the code is called, and the accepted deviation."""
+        """Return the options that reproduce how the code is called, and the accepted deviation."""
         said = self.adaptation
         words = ["--as", said.form] if said.form else []
         for option, pairs in (("--arg", said.arguments), ("--set", said.variables)):
@@ -114,7 +117,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command_line(self) -> str:
-        """The command that runs this cell from its strategy's code, on any machine."""
+        """Return the command that runs this cell from the strategy's code, on any machine."""
         if self.job:
             return shlex.join(["distcheck", "job", *self.job])
         words = ["distcheck", "verify", "--strategy", self.strategy, "--world", str(self.world)]
@@ -143,7 +146,7 @@ def as_file_name(text: str) -> str:
 
 
 def is_file_name(text: str) -> bool:
-    """Return True if `as_file_name`, plus a suffix, could have made this."""
+    """Return True if the text may be a result of `as_file_name` plus a suffix."""
     fits = len(text.encode()) <= _LONGEST_BYTES + 50
     return fits and re.fullmatch(r"[\w+-][\w.+-]*", text) is not None
 
@@ -178,6 +181,8 @@ def digest_of(case: Case) -> str:
 
 
 def digest_of_all(cases: Sequence[Case]) -> str:
-    """Return a digest of cases in any order. Data folders and deadlines may differ by machine."""
+    """Return a digest of cases in any order. Data folders and deadlines are ignored, since they may
+    differ by machine.
+    """
     said = [msgspec.structs.replace(case, data_dir=None, deadline_s=1.0) for case in cases]
     return xxhash.xxh3_64_hexdigest(b"\n".join(sorted(map(msgspec.json.encode, said))))

@@ -1,5 +1,5 @@
-"""Reads JSON files and Python sources, whatever their contents, with limits on resources. Nothing
-that is read is run.
+"""Reads JSON files and Python sources of any origin, with limits on resources. The code in them is
+never run.
 """
 
 import ast
@@ -30,8 +30,8 @@ MOST_VALUES = 2_000_000  # in one JSON text
 
 
 def read_bounded(path: Path, most: int | None = None) -> bytes:
-    """Return the content of a file or pipe. Raises msgspec.DecodeError for more than `most` bytes
-    (default `MOST_BYTES`) and for a device, and OSError.
+    """Return the content of a file or pipe. Raises msgspec.DecodeError for a device and for more
+    than `most` bytes (default `MOST_BYTES`). Raises OSError.
     """
     most = MOST_BYTES if most is None else most
     with open(path, "rb", opener=_open_nonblocking) as file:
@@ -42,7 +42,7 @@ def read_bounded(path: Path, most: int | None = None) -> bytes:
 
 
 def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | None:
-    """Return the parsed content of a file; None if it cannot be read or parsed."""
+    """Return the parsed content of a file, or None if it cannot be read or parsed."""
     try:
         return decode_json(read_bounded(path, most), kind)
     except (OSError, msgspec.MsgspecError):
@@ -52,8 +52,10 @@ def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | Non
 def read_written(
     path: Path, kind: type[T], *, schema: str, name: str, why: str, most: int | None = None
 ) -> T:
-    """Read a document written by distcheck, with its `schema`, from a file of any origin. `name` is
-    the file's name; `why`, with {error}, is the message for another file. Raises UsageError.
+    """Read a document that distcheck wrote, and check its `schema`. The file may have any origin.
+
+    `name` is the file's name. `why`, with {error}, is the message for a file that is not such a
+    document. Raises UsageError.
     """
     try:
         found: Any = decode_json(read_bounded(path, most), kind)
@@ -81,7 +83,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode `data` as `kind`. Raises msgspec.DecodeError for everything else, including invalid
+    """Decode `data` as `kind`. Raises msgspec.DecodeError for invalid data, including invalid
     UTF-8, very deep nesting and more than `MOST_VALUES` values.
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:  # or commas in its texts
@@ -96,7 +98,9 @@ MOST_SOURCE_BYTES = 16 << 20  # of one file. Heuristic: generated modules of lib
 
 
 def read_source(path: Path) -> bytes:
-    """Return the content of a file. Raises OSError, also for a device or a too large file."""
+    """Return the content of a file. Raises OSError, also for a device and for a file that is too
+    large.
+    """
     try:
         return read_bounded(path, MOST_SOURCE_BYTES)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: an invalid file name
@@ -104,8 +108,8 @@ def read_source(path: Path) -> bytes:
 
 
 def parse_source(source: bytes | Path) -> ast.Module:
-    """Parse a source, or the file that holds it. Raises OSError, and SyntaxError for everything
-    that Python cannot parse, including very deep nesting.
+    """Parse source code, given as bytes or as a file. Raises OSError. Raises SyntaxError for
+    anything that Python cannot parse, including very deep nesting.
     """
     content = read_source(source) if isinstance(source, Path) else source
     try:

@@ -1,4 +1,6 @@
-"""Exit status of a rank, as data and text, and the precedence of failures. No torch."""
+"""Exit status of a rank, as data and text, and the precedence of failures. Does not import
+torch.
+"""
 
 from enum import StrEnum
 from typing import Literal
@@ -26,7 +28,7 @@ SECONDARY_FAILURE = 2  # of a rank that raised because its peer exited: after hu
 
 
 class RankEnd(StrEnum):
-    """Exit status of a rank; its value is used in reports."""
+    """Exit status of a rank. Reports use the value of a member."""
 
     LOST = "lost"  # its machine could not be reached
     KILLED = "killed"  # killed by a signal that distcheck did not send
@@ -38,13 +40,17 @@ class RankEnd(StrEnum):
 
     @property
     def place(self) -> int:
-        """Precedence among the causes of a failed run: the smallest is the cause."""
+        """Precedence among the failures of a run: the failure with the smallest value is the
+        cause.
+        """
         return _PLACES[self.value]
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a rank entered, from torch's flight recorder: its number within the group, if it
-    completed, and its source line, if stacks were recorded.
+    """A call that a rank entered, from torch's flight recorder.
+
+    It has the call's number within the group, True if the call completed, and its source line if
+    stacks were recorded.
     """
 
     number: Int
@@ -61,7 +67,9 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} of [{self.shapes}], number {self.number}"
 
     def in_words(self, *, unfinished: bool = True, place: bool = True) -> str:
-        """Return the call as text, its completion, and its source line."""
+        """Return a sentence: the call, the word `unfinished` unless it completed, and its source
+        line.
+        """
         open_ = ", not finished" if unfinished and not self.finished else ""
         return f"{self.call}{open_}{f' at {self.place}' if place and self.place else ''}"
 
@@ -71,21 +79,23 @@ Silence = Literal["", "stopped", "no answer", "no turn"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one rank, with known circumstances; `detail` is the text.
+    """The exit status of one rank, with known circumstances; `detail` is the text.
 
     run           the run, if not the first: "in the rerun"
-    step, phase   position; no step: before the first
-    lost_peer     if True, it ended because another rank had; it noticed at `lost_at`
-    proven, why   why its world was blocked: a key of PROVEN, and a sentence
-    sizes_differ  if True, a backend ended it because received data had another size
+    step, phase   position in the training; step None: before the first
+    lost_peer     True if the rank ended because a peer had ended
+    lost_at       place where it noticed that
+    proven        proof that its world was blocked: a key of PROVEN
+    why           sentence that explains the proof
+    sizes_differ  True if a backend ended the rank because received data had a different size
     ended_by      one line: the signal, the exit code, or the result of a status request
-    silence       why it did not reply itself
+    silence       reason that the rank did not reply itself
     error         its exception, in one line: `ValueError: no hope`
-    call          the last collective that it entered
-    place         FILE:LINE, innermost stack frame outside Python's own modules
+    call          the most recent collective that it entered
+    place         FILE:LINE of the innermost stack frame outside Python's own modules
     text          its traceback or stacks, for people
     output        the end of its output
-    collectives   the last collectives that it entered, oldest first, if known
+    collectives   its most recent collectives, oldest first, if known
     """
 
     rank: int
@@ -109,7 +119,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """The position, and if it lost its peer there."""
+        """Return the position, and the place where the rank lost its peer, if it did."""
         return ": ".join(filter(None, [self.run, self._format_step]))
 
     @property
@@ -122,17 +132,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_call(self) -> str:
-        """The line about the last collective that it entered, or ""."""
+        """Return the line about the most recent collective that the rank entered, or ""."""
         return "" if self.call is None else f"last collective: {self.call.in_words()}"
 
     @property
     def reason(self) -> str:
-        """The reason in one line: the proof about its world, or its exit status."""
+        """Return the reason in one line: the proof about the rank's world, or the rank's exit
+        status.
+        """
         return f"{PROVEN[self.proven]}: {self.why}" if self.proven else self.ended_by
 
     @property
     def story(self) -> str:
-        """All circumstances except the position."""
+        """Return all circumstances except the position."""
         why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
         known = [self.last_call, self.text.strip("\n"), self.output]
         if self.error:  # the end of the traceback is what matters

@@ -1,9 +1,9 @@
-"""Events that a workload requires in its run. No torch.
+"""Events that a workload requires in its run. Does not import torch.
 
-A training that exists for one feature (a short last batch, a step that a GradScaler skips) shows
-nothing about it in a run without that event: too few steps, too few ranks. A workload lists such
-events as `must_happen`. They are searched for in the recorded trace (`checks/purpose.py`), and a
-case without one of them is `unknown`.
+A training that exists to test one feature (a short last batch, a step that a GradScaler skips)
+needs a run with that event, so enough steps and ranks. A workload lists such events as
+`must_happen`. `checks/purpose.py` searches for them in the recorded trace. If one is missing, the
+case is `unknown`.
 """
 
 from typing import ClassVar, Literal
@@ -43,7 +43,9 @@ class ShortBatch(_Event, frozen=True, kw_only=True):
 
 
 class OtherOrder(_Event, frozen=True, kw_only=True):
-    """A second epoch started, and a rank read other samples, or in another order."""
+    """After the start of a second epoch, a rank reads different samples, or in a different
+    order.
+    """
 
     expected = "a second epoch in a different order"
 
@@ -69,13 +71,13 @@ class Evaluated(_Event, frozen=True, kw_only=True):
 
 
 class Clipped(_Event, frozen=True, kw_only=True):
-    """The norm of the reduced gradients was above the limit."""
+    """The norm of the reduced gradients is above the limit."""
 
     expected = "synchronized gradients with a norm above the limit for clipping"
 
 
 class ScalerSkips(_Event, frozen=True, kw_only=True):
-    """A GradScaler met a gradient that is not finite, and a step without one."""
+    """A GradScaler skips a step with a nonfinite gradient, and does not skip a step without one."""
 
     expected = "a step that the GradScaler skips, and one that it does not skip"
 
@@ -87,7 +89,9 @@ class CalledTwice(_Event, frozen=True, kw_only=True):
 
 
 class OwnRandomNumbers(_Event, frozen=True, kw_only=True):
-    """Every rank drew random numbers that differ from the other ranks'."""
+    """Each rank draws random numbers in the forward pass that differ from those of all other
+    ranks.
+    """
 
     expected = "random numbers in the forward pass that differ on every rank"
     ranks = 2
@@ -99,8 +103,8 @@ class StartsApart(_Event, frozen=True, kw_only=True):
 
 
 class NoGradient(_Event, frozen=True, kw_only=True):
-    """A parameter had no gradient (None) at a step; with `after_one`, after a step in which every
-    rank had one.
+    """A parameter has no gradient (None) at a step. With `after_one`, every rank had a gradient at
+    an earlier step.
     """
 
     expected = "no gradient (None) of {parameter} on {on}"
@@ -120,7 +124,9 @@ class ZeroGradient(_Event, frozen=True, kw_only=True):
 
 
 class Frozen(_Event, frozen=True, kw_only=True):
-    """A parameter did not train at a step; with `after_training`, after a step in which it did."""
+    """A parameter does not train at a step. With `after_training`, it trained at an earlier
+    step.
+    """
 
     expected = "{parameter} frozen"
     parameter: str
@@ -137,14 +143,14 @@ class Unfrozen(_Event, frozen=True, kw_only=True):
 
 
 class NotFinite(_Event, frozen=True, kw_only=True):
-    """A parameter's gradient had inf or NaN on a rank, without a GradScaler."""
+    """A parameter's gradient has inf or NaN on a rank, without a GradScaler."""
 
     expected = "a gradient of {parameter} that is not finite, without a GradScaler"
     parameter: str
 
 
 class Magnitude(_Event, frozen=True, kw_only=True):
-    """At a step, all nonzero elements of a parameter's gradient had magnitudes within [least,
+    """At one step, all nonzero elements of a parameter's gradient have magnitudes within [least,
     most], on every rank.
     """
 
@@ -155,7 +161,7 @@ class Magnitude(_Event, frozen=True, kw_only=True):
 
 
 class RowsApart(_Event, frozen=True, kw_only=True):
-    """A parameter's gradient had rows that are zero on one rank and not on another."""
+    """A parameter's gradient has rows that are zero on one rank and nonzero on a different rank."""
 
     expected = "gradients of {parameter} with different nonzero rows on different ranks"
     ranks = 2
@@ -163,8 +169,8 @@ class RowsApart(_Event, frozen=True, kw_only=True):
 
 
 class TokensApart(_Event, frozen=True, kw_only=True):
-    """At some step ranks had different numbers of tokens per sample; nothing is required of a
-    single rank with data.
+    """At some step, ranks have different numbers of tokens per sample. A single rank with data
+    always satisfies this.
     """
 
     expected = "ranks with different numbers of tokens per sample"
@@ -180,7 +186,7 @@ class BufferReplaced(_Event, frozen=True, kw_only=True):
 
 
 class IntegersChanged(_Event, frozen=True, kw_only=True):
-    """An integer buffer changed in a step, to a magnitude of at least `least`."""
+    """An integer buffer changes in a step, to a magnitude of at least `least`."""
 
     expected = "the integer buffer {buffer} changed by a step, to at least {least:,}"
     buffer: str
@@ -188,7 +194,7 @@ class IntegersChanged(_Event, frozen=True, kw_only=True):
 
 
 class EvalMode(_Event, frozen=True, kw_only=True):
-    """One step was in eval mode, without a change of `buffer`, and another in training mode."""
+    """One step runs in eval mode, without a change of `buffer`, and one step in training mode."""
 
     expected = "a step in eval mode, which does not change {buffer}, and one in training mode"
     buffer: str
@@ -215,14 +221,14 @@ class Remainder(_Event, frozen=True, kw_only=True):
 
 
 class Dtypes(_Event, frozen=True, kw_only=True):
-    """Gradients of these dtypes were nonzero, in both parts if complex."""
+    """Gradients of all these dtypes are nonzero; if complex, in both parts."""
 
     expected = "nonzero gradients of dtypes {dtypes}"
     dtypes: tuple[str, ...]
 
 
 class Permuted(_Event, frozen=True, kw_only=True):
-    """A parameter's dimensions had another order in memory than its indices."""
+    """The order of a parameter's dimensions in memory differs from the order of its indices."""
 
     expected = "a parameter whose memory layout is not in index order"
 
@@ -241,7 +247,7 @@ class Twins(_Event, frozen=True, kw_only=True):
 
 
 class Kinds(_Event, frozen=True, kw_only=True):
-    """The model has modules or parameters of these classes, and every parameter had a gradient on
+    """The model has modules or parameters of these classes, and every parameter has a gradient on
     some rank.
     """
 
@@ -259,5 +265,5 @@ Happening = (
 
 
 def least_ranks(happenings: tuple[Happening, ...]) -> int:
-    """Return the number of ranks with data that a workload needs for all required events."""
+    """Return the number of ranks with data that the events of a workload require."""
     return max((one.least_ranks for one in happenings), default=1)

@@ -1,11 +1,11 @@
-"""Generated models as text: the syntax of `--workload generated:WORDS`. No torch.
+"""Generated models as text: the syntax of `--workload generated:WORDS`. Does not import torch.
 
     generated:conv2.strided-linear3.bias.frozen-scale;adam;samples=20
 
-Layers are joined by `-`, in the order of the forward pass. Each has a kind, possibly a size, and
-marks. After `;` follow the optimizer (sgd, momentum or adam; default: sgd), `groups` if it has two
-parameter groups, `schedule` if the learning rates change in every step, the number of training
-samples, and `accumulate=N` if a step runs backward N times. These words describe the model
+Layers are joined by `-`, in the order of the forward pass. A layer has a kind, a size if the kind
+takes one, and marks. After `;` follow the optimizer (sgd, momentum or adam; default: sgd), `groups`
+for two parameter groups, `schedule` for learning rates that change in every step, the number of
+training samples, and `accumulate=N` for N backward passes per step. These words describe the model
 completely, so a case that contains them can be replayed.
 
     linear N    a linear layer with N output features, then tanh
@@ -19,8 +19,8 @@ completely, so a case that contains them can be replayed.
     frozen      requires no gradient
     strided     not contiguous: transposed in memory (linear) or channels_last (conv)
     tied        a linear's weight is used a second time, transposed
-    absent      used by half of the samples; a rank without these has no gradient (None)
-    nestedN     is nested in N more modules, shared with a neighbor that is nested as well
+    absent      used by half of the samples; its gradient is None on a rank without these samples
+    nestedN     is nested in N modules, shared with a neighbor that is nested as well
 """
 
 import re
@@ -55,7 +55,7 @@ _LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+\d*)*)", re.ASCII)
 
 
 class ModelLayer(msgspec.Struct, frozen=True):
-    """One layer; `size` is 0 for a kind without one. It is nested in `nested` further modules."""
+    """One layer; `size` is 0 for a kind without a size. `nested` modules enclose the layer."""
 
     kind: str
     size: int = 0
@@ -69,8 +69,8 @@ class ModelLayer(msgspec.Struct, frozen=True):
 
 
 class ModelWords(msgspec.Struct, frozen=True):
-    """A generated model, its optimizer, number of samples, backward passes per step, one or two
-    param groups, and constant or changing learning rates.
+    """A generated model, its optimizer, its number of samples, its backward passes per step, its
+    number of param groups (one or two), and whether its learning rates change.
     """
 
     layers: tuple[ModelLayer, ...]
@@ -82,7 +82,7 @@ class ModelWords(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The text without the prefix."""
+        """Return the text without the prefix."""
         parts = ["-".join(layer.words for layer in self.layers)]
         parts += [self.optimizer] if self.optimizer != "sgd" else []
         parts += [GROUPS] if self.groups else []

@@ -1,7 +1,7 @@
-"""The layers of expectation, by the names that JSON, screens and pages use. No torch.
+"""The layers of expectation, by the names that JSON, screens and pages use. Does not import torch.
 
-Code uses the constants below. No other module spells a name out, except "exact", which is a
-workload as well (`tests/unit/test_layers.py`).
+Code uses the constants below. No other module contains the name of a layer as a string, except
+"exact", which is also a workload (`tests/unit/test_layers.py`).
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ _ANY, _SINGLE, _DOUBLE = ("float32", "float64", "bfloat16", "float16"), ("float3
 class Layer(msgspec.Struct, frozen=True):
     """A source of expected values: its name, its reference, and its file in `judge/oracles/`.
 
-    Cases in `dtypes` are judged by it; those of workload `exact` only by layer `exact`.
-    `full_batch`: the reference is the gradient and the loss of the full batch.
+    Cases in `dtypes` are judged by the layer; cases of workload `exact` only by layer `exact`. With
+    `full_batch`, the reference is the gradient and the loss of the full batch.
     """
 
     name: str
@@ -53,22 +53,26 @@ def layers_of(dtype: str) -> tuple[str, ...]:
 
 
 def further_layers(names: Iterable[str]) -> list[str]:
-    """Layers that need only the dtype of a case: gradients are judged by each."""
+    """Return the layers that require nothing but the case's dtype. Each of them judges the
+    gradients.
+    """
     return [name for name in names if name not in _PLANNED_APART]
 
 
 def shown_layer(layer: str) -> str:
-    """Return the name of a layer, or nothing for a check without one."""
+    """Return the name of a layer, or "" for a check without a layer."""
     return "" if layer == NO_LAYER else layer
 
 
 def check_with_layer(check: str, layer: str) -> str:
-    """Return a check with its layer, as `gradients (rounding)`."""
+    """Return the name of a check with its layer, as in `gradients (rounding)`."""
     return check if layer == NO_LAYER else f"{check} ({layer})"
 
 
 def oracle_of(layer: str) -> str:
-    """Return the file in `judge/oracles/` with the expected values of a layer, or of none."""
+    """Return the file in `judge/oracles/` with the expected values of a layer, or of a check
+    without one.
+    """
     return "unlayered" if layer == NO_LAYER else LAYERS[layer].oracle
 
 

@@ -1,8 +1,9 @@
 """Arrangement of a model-parallel world's ranks: axes, sizes, and the samples that each rank reads.
+Does not import torch.
 
 Ranks are numbered like torch's `init_device_mesh`: the last axis varies fastest. Ranks that differ
-in another axis than `data` share one data coordinate: they receive the same samples, and compute
-one shard together. No torch.
+only in axes other than `data` have the same data coordinate: they receive the same samples, and
+compute one shard together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,12 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def data(self) -> int:
-        """The number of shards of a step's batch."""
+        """The number of shards of each step's batch."""
         return self.size("data")
 
     @property
     def divides(self) -> bool:
-        """True if parameters are sharded among ranks of one data coordinate."""
+        """Return True if ranks with the same data coordinate shard the parameters."""
         return any(self.size(axis) > 1 for axis in DIVIDING)
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -55,12 +56,12 @@ class Mesh(msgspec.Struct, frozen=True):
         return rank // inner % self.size(axis)
 
     def ranks_of(self, data: int) -> tuple[int, ...]:
-        """Return the ranks of a data coordinate, which share its samples."""
+        """Return the ranks with a data coordinate; they share its samples."""
         return tuple(r for r in range(self.world) if self.coordinate(r, "data") == data)
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The first rank of each data coordinate."""
+        """Return the first rank of each data coordinate."""
         return tuple(self.ranks_of(data)[0] for data in range(self.data))
 
     def along(self, axis: str) -> list[tuple[int, ...]]:
@@ -78,7 +79,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
 
 def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
-    """Return the axes of a promise. Raises ValueError for anything else."""
+    """Return the axes that a promise declares. Raises ValueError for an invalid declaration."""
     if parallel is None:
         return ()
     known = get_args(Axis)
@@ -100,7 +101,7 @@ def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
 
 
 def mesh_in(axes: Axes, world: int) -> Mesh | None:
-    """Return the mesh of a promise in a world; None without a promise. Raises ValueError if the
+    """Return the mesh of a promise in a world, or None without a promise. Raises ValueError if the
     product of its sizes is not the world size.
     """
     if not axes:

@@ -1,8 +1,8 @@
-"""The simplest mistakes of gradient synchronization, as a measure of a check's sensitivity. No
-torch.
+"""The simplest mistakes of gradient synchronization, as a measure of a check's sensitivity. Does
+not import torch.
 
-`checks/sensitivity.py` computes their results and when a comparison reveals them; `sensitivity.py`
-derives the verdict.
+`checks/sensitivity.py` computes the effect of each mistake and if a comparison reveals it;
+`sensitivity.py` derives the verdict.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,11 @@ _MOST_NAMED = 4
 
 
 class Mistake(msgspec.Struct, frozen=True, kw_only=True):
-    """A mistake. `says` completes "would have shown ..."; `of_ranks`: each rank may make it, and is
-    counted separately; `of_exchange`: it concerns one tensor's communication in one step.
+    """A simple mistake.
+
+    says         completes the sentence "would have shown ..."
+    of_ranks     True if each rank may make it; ranks are then counted separately
+    of_exchange  True if it concerns the communication of one tensor in one step
     """
 
     says: str
@@ -37,18 +40,19 @@ MISTAKES: Mapping[str, Mistake] = {
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """The mistakes that the comparison of one tensor would have revealed, over some steps.
+    """Mistakes that the comparison of one tensor would have revealed, over some steps.
 
-    shown    mistake to the ranks for which it is revealed, `(0,)` if it is not a single rank's; a
-             mistake that was impossible (no previous step, no other parameter) is missing
+    shown    ranks for which each mistake is revealed, `(0,)` if it concerns no single rank;
+             impossible mistakes are missing (no previous step, no second parameter)
     scale    the smallest relative error of a factor that is revealed; "inf" if none is
-    zero     every rank's gradient is zero, or absent, at every step
-    absent, absent_on_some, zero_on_some  at some step no rank had a gradient; some ranks had
-             none while others had one; some ranks' was zero while others' was not
-    `alike`  every rank's gradient is the same, at every step
+    zero     True if every rank's gradient is zero, or absent, at every step
+    absent   True if at some step no rank had a gradient
+    absent_on_some  True if at some step only some ranks had a gradient
+    zero_on_some    True if at some step only some ranks' gradients were zero
+    `alike`  True if every rank's gradient is the same, at every step
     steps    number of steps at which a mistake in synchronization would have been revealed
-    sizes    smallest and largest of all steps' largest finite nonzero elements after
-             synchronization; empty if there was none
+    sizes    range over all steps of the largest finite nonzero element after synchronization;
+             empty if there was none
     """
 
     shown: dict[str, tuple[int, ...]]
@@ -63,7 +67,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counts(self) -> bool:
-        """True if any mistake in synchronization would have been revealed."""
+        """Return True if any mistake in synchronization would have been revealed."""
         return self.steps > 0
 
 
@@ -78,12 +82,12 @@ NOTHING = Shown(
 
 
 def range_of(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return the smallest and the largest, or an empty tuple."""
+    """Return the smallest and the largest of the sizes, or an empty tuple."""
     return (min(sizes), max(sizes)) if sizes else ()
 
 
 def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
-    """Merge results for disjoint sets of steps, by tensor."""
+    """Merge results for disjoint sets of steps; keys are tensors."""
     merged: dict[str, Shown] = {}
     for part in parts:
         for name, found in part.items():
@@ -111,16 +115,17 @@ def merge_two_shown(one: Shown, two: Shown) -> Shown:
 
 
 def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
-    """Return the smallest relative error of a factor that would have been revealed, in the most
-    sensitive tensor and in every tensor that could reveal a mistake; None if none could.
+    """Return the smallest relative error of a factor that would have been revealed: first in the
+    most sensitive tensor, then in every tensor that could reveal a mistake. None if no tensor
+    could.
     """
     found = sorted(float(one.scale) for one in shown.values() if one.counts)
     return (found[0], found[-1]) if found else None
 
 
 def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int]]:
-    """Yield, by mistake, the number of tensors that would have revealed it on all `ranks` with
-    data, and the number in which it was possible; impossible ones are omitted.
+    """Yield (mistake, number of tensors that would have revealed it on all `ranks` with data,
+    number of tensors in which it was possible). Impossible mistakes are omitted.
     """
     for name, mistake in MISTAKES.items():
         possible = [one for one in tensors if name in one.shown]

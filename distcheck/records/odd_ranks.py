@@ -1,7 +1,7 @@
-"""Identifies the rank that differs from the others, for both the diagnosis and the pictures.
+"""Identifies the rank that differs from the others, for the diagnosis and the pictures.
 
-A rank is odd if most ranks behaved differently. In a tie, no rank is odd, and the tie is reported.
-A rank that only lost its peer is a secondary failure, and is never odd because it stopped.
+A rank is odd if most ranks behaved differently. In a tie no rank is odd, and the tie is reported. A
+rank that stopped because it lost its peer is not odd: its failure is secondary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return the ranks outside the largest group, in order; empty if no group is the largest."""
+    """Return the ranks outside the largest group, in order; empty if two groups are the largest."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return []
@@ -27,8 +27,10 @@ def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class CallMismatch:
-    """A call that differs across ranks: the calls and their ranks. `odd` are those outside the
-    majority, empty in a tie; `unknown` ranks did not reply, and may be on any side.
+    """A call that differs across ranks: the calls and their ranks.
+
+    `odd` are the ranks outside the majority, empty in a tie. `unknown` ranks did not reply, and may
+    belong to any group.
     """
 
     number: int
@@ -50,7 +52,9 @@ class CallMismatch:
 
 
 def majority_call(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
-    """Return the majority's call; "" in a tie, even one that `unknown` ranks may create."""
+    """Return the call of the majority, or "" if there is a tie or if `unknown` ranks may create
+    one.
+    """
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) > 1 and sizes[0] <= sizes[1] + unknown:
         return ""
@@ -67,7 +71,9 @@ def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
 
 
 def call_mismatch(calls: Calls) -> CallMismatch | None:
-    """Return the first call that differs across ranks; sends and receives always differ."""
+    """Return the first call that differs across ranks. Sends and receives are ignored, since they
+    always differ.
+    """
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
     for key in keys:
         groups = groups_of(calls, key)
@@ -80,8 +86,8 @@ def call_mismatch(calls: Calls) -> CallMismatch | None:
 
 
 def first_not_called(calls: Calls, *, besides: Iterable[int] = ()) -> tuple[int, list[int]] | None:
-    """Return the number of the first call that some ranks did not reach, and these ranks, without
-    secondary failures (`besides`); None if all got equally far.
+    """Return the number of the first call that some ranks did not reach, and these ranks without
+    secondary failures (`besides`). Return None if all ranks made the same number of calls.
     """
     victims = set(besides)
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])

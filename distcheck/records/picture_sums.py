@@ -1,4 +1,4 @@
-"""Summaries of comparisons for pictures; no verdict depends on them. No torch."""
+"""Summaries of comparisons for pictures; no verdict depends on them. Does not import torch."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ NONFINITE = 1000  # the bin of elements without a distance in ULP
 
 
 class Element(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the worst elements: numbers, and their bits in hexadecimal in the tensor's dtype.
-    `ranks` held the same wrong number there.
+    """One of the elements with the largest errors: its values, and their bits in hexadecimal in the
+    tensor's dtype. `ranks` held the same wrong value.
     """
 
     parameter: str
@@ -28,7 +28,9 @@ class Element(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's loss: every rank's, their mean weighted by samples, and the expected mean."""
+    """The loss of one step: the loss of every rank, their mean weighted by samples, and the
+    expected mean.
+    """
 
     ranks: tuple[float | str, ...]
     mean: float | str
@@ -39,11 +41,12 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 class Aggregates(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of one check under one layer.
 
-    shares    tensor, step: the worst error over its bound; "inf" for a wrong one without a bound
-    in_bits   if True, tensors were compared bitwise, so every share is 0 or "inf"
-    ulps      signed distance in ULP, by powers of two: bin b > 0 counts 2^(b-1) to 2^b - 1, bin -b
-              the same below, bin 0 equal bits; estimated from every n-th differing element
-    elements  the worst failing elements, worst first
+    shares    tensor, step: the largest ratio of error to bound; "inf" for an error without a bound
+    in_bits   True if tensors were compared bitwise, so that every share is 0 or "inf"
+    ulps      histogram of the signed distance in ULP: bin b > 0 has the distances 2^(b-1) to
+              2^b - 1, bin -b the negative ones, bin 0 equal bits; estimated from every n-th
+              differing element
+    elements  the failing elements with the largest errors, largest first
     losses    step: the loss
     digests   step, kind: one digest per rank over all tensors of that kind
     """
@@ -82,7 +85,7 @@ def merge_aggregates(parts: Sequence[Aggregates]) -> Aggregates:
 
 
 def worst_first(elements: Sequence[Element]) -> tuple[Element, ...]:
-    """Return the worst elements: by error over bound, then by error, then the earliest."""
+    """Return the worst elements, sorted by error over bound, then by error, then by step."""
 
     def order(element: Element) -> tuple[float, float, int]:
         return (-_size(element.share), -_size(element.error), element.step)

@@ -1,5 +1,5 @@
-"""Calls of ranks, in simulated worlds and in worlds of processes: whether they match, and why
-blocked ranks can never continue (an unmatched message, or a cycle).
+"""Calls of ranks, in simulated worlds and in worlds of processes. Finds calls that do not match,
+and the reason that blocked ranks can never continue (an unmatched message, or a cycle).
 
 Collectives of a group with the same number must be the same on all of its ranks. A property is
 compared only if it is known for both calls.
@@ -23,10 +23,12 @@ Sizes = Sequence[Sequence[int]]  # the shapes of several tensors
 class PostedCall:
     """One operation posted by one rank. `root` and `peer` are ranks of the world.
 
-    `kind` must be the same on all ranks of the group; `name` is the called function. `counts` are
-    the numbers of elements that must be the same. `known` is False if only kind and sizes are
-    known, as for calls that bypass Python: reduce operation and root are then unknown. `place` is
-    the calling line of the code under test, as FILE:LINE.
+    kind    operation; must be the same on all ranks of the group
+    name    name of the called function
+    counts  numbers of elements that must be the same on all ranks
+    known   False if only kind and sizes are known, and not the reduce operation and the root, as
+            for calls that bypass Python
+    place   calling line of the code under test, as FILE:LINE
     """
 
     kind: str
@@ -48,7 +50,7 @@ class PostedCall:
 
     @property
     def shapes(self) -> str:
-        """The shapes of its tensors: "64x3, scalar"."""
+        """Return the shapes of the call's tensors: "64x3, scalar"."""
         return ", ".join("x".join(map(str, size)) or "scalar" for size in self.sizes)
 
     @property
@@ -57,11 +59,11 @@ class PostedCall:
 
     @property
     def where(self) -> str:
-        """Its source line as " at FILE:LINE", or ""."""
+        """Return the call's source line as " at FILE:LINE", or ""."""
         return f" at {self.place}" if self.place else ""
 
     def signature(self) -> dict[str, Any]:
-        """Return the properties that must be the same on every rank of the group, if known."""
+        """Return the known properties that must be the same on every rank of the group."""
         found: dict[str, Any] = {"operation": self.kind}
         if self.known:
             found |= {"reduce operation": self.op, "root": self.root}
@@ -69,7 +71,7 @@ class PostedCall:
         return found | {"tag": self.tag} if self.is_message else found
 
     def in_words(self) -> str:
-        """Return the call as it may be written: "all_reduce(SUM) of [64x3] float32"."""
+        """Return the call as source code: "all_reduce(SUM) of [64x3] float32"."""
         said = [self.op] if self.op else []
         said += [f"root {self.root}"] if self.root is not None else []
         if self.is_message:
@@ -90,14 +92,14 @@ def has_root(kind: str) -> bool:
 
 
 def own_limit_s(options: Any) -> float:
-    """Return the timeout of a call in seconds, by torch's options for it, or 0 for none."""
+    """Return the timeout of a call in seconds, from torch's options for the call, or 0 for none."""
     limit = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
     return max(0.0, limit.total_seconds()) if isinstance(limit, timedelta) else 0.0
 
 
 def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
     """Return the numbers of elements that must be the same on all ranks: of each rank's input, or
-    its output from the root. The chunks of a reduce_scatter may be a list or one tensor.
+    of its output if a root sends. The chunks of a reduce_scatter may be a list or one tensor.
     """
     if kind == "all_to_all":
         return ()
@@ -108,8 +110,9 @@ def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
 def splits_of(
     name: str, rows: Sequence[Sequence[int]], given: Sizes, got: Sizes, world: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the elements that an all_to_all sends to and receives from each rank; empty if
-    unknown. `rows` are the rows of one tensor per rank, sent and received; equal if omitted.
+    """Return the numbers of elements that an all_to_all sends to and receives from each rank; empty
+    if unknown. `rows` are the numbers of rows sent to and received from each rank, if its tensors
+    have one row block per rank; if empty, all blocks are equal.
     """
     both = []
     for sizes, own in zip((given, got), rows or ((), ()), strict=True):
@@ -122,12 +125,16 @@ def splits_of(
 
 
 def calls_differ(one: PostedCall, other: PostedCall) -> bool:
-    """Return True if two calls that must be the same differ in a known property."""
+    """Return True if two calls that must be the same differ in a property that is known for
+    both.
+    """
     return bool(_differing_keys(one.signature(), other.signature()))
 
 
 def splits_disagree(calls: Mapping[int, PostedCall], ranks: Sequence[int]) -> bool:
-    """Return True if all_to_all calls, by rank, disagree on the elements sent between two ranks."""
+    """Return True if two ranks disagree on the number of elements that an all_to_all sends between
+    them.
+    """
     whole = {
         rank: call
         for rank, call in calls.items()
@@ -145,8 +152,8 @@ def meeting_in_words(
     number: int, calls: Sequence[PostedCall], missing: Sequence[int], unknown: Sequence[int] = ()
 ) -> str:
     """Describe inconsistent calls with one number: calls, ranks, source lines, the differing
-    properties, and the odd rank. `missing` ranks did not reach it; calls of `unknown` ranks are not
-    known.
+    properties, and the odd rank. `missing` ranks did not reach the call; calls of `unknown` ranks
+    are not known.
     """
     groups = _group_by_text(sorted(calls, key=lambda call: call.rank))
     said = called_in_words(calls)
@@ -185,7 +192,7 @@ def difference(calls: Sequence[PostedCall]) -> str:
 
 
 def wait_in_words(call: PostedCall, missing: Sequence[int]) -> str:
-    """Describe the call that a rank is blocked in, and the ranks that it waits for."""
+    """Describe the call that blocks a rank, and the ranks that it waits for."""
     ranks = ranks_in_words(missing) if missing else "a call that does not match"
     if call.kind == "recv" and call.peer is None:
         ranks = "any rank"
@@ -238,7 +245,7 @@ Why = Literal["mismatch", "unmatched", "deadlock"]
 
 @dataclass(frozen=True)
 class Wait:
-    """The reason why a rank is blocked: a call of a `group` of ranks, or other words; and the ranks
+    """The reason that a rank is blocked (a call of a `group` of ranks, or a text), and the ranks
     that it waits for.
     """
 
@@ -248,7 +255,7 @@ class Wait:
     group: Sequence[int] = field(default=())
 
     def in_words(self, *, with_group: bool = False) -> str:
-        """Return the object of the wait, to follow "waits"."""
+        """Return the text that follows "waits"."""
         if self.call is None:
             return self.words
         of = f", in the group of {ranks_in_words(self.group)}" if with_group and self.group else ""
@@ -256,7 +263,7 @@ class Wait:
 
 
 def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]:
-    """Explain a world in which every rank is blocked or finished (`over`)."""
+    """Explain a world in which every rank is blocked (`waits`) or finished (`over`)."""
     if said := _describe_tag_mismatch(waits):
         return "mismatch", said
     waiting = waiting_in_words(waits, over)
@@ -268,7 +275,7 @@ def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]
 
 
 def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
-    """Describe all waits, the ranks of a cycle first, and those that finished (`over`)."""
+    """Describe all waits, ranks of a cycle first, and the ranks that finished (`over`)."""
     cycle = cycle_of({rank: wait.missing for rank, wait in waits.items()})
     several = len({wait.call.group for wait in waits.values() if wait.call}) > 1
     alike: dict[str, list[int]] = {}
@@ -286,8 +293,8 @@ def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
 
 
 def cycle_of(missing: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks that each wait for the next one, the last for the first; empty if there are
-    none. `missing` are the ranks that each waits for.
+    """Return a cycle of ranks: each waits for the next, and the last waits for the first. Return an
+    empty list if there is no cycle. `missing` are the ranks that each rank waits for.
     """
     known: set[int] = set()
     for first in sorted(missing):

@@ -1,5 +1,5 @@
 """Facts about a run in addition to its checks: compared modules, the contents of a case, the origin
-of a report, and searches for further failures. No torch.
+of a report, and searches for further failures. Does not import torch.
 """
 
 from typing import Literal
@@ -14,8 +14,10 @@ ModuleState = Literal["same", "near", "wrong", "follows", "unseen"]
 
 
 class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A module over its calls in one step of one rank; `error` is the largest distance of an
-    output, or of its gradient, relative to its norm, and `bound` its rounding bound.
+    """A module over its calls in one step of one rank.
+
+    `error` is the largest distance of an output, or of its gradient, relative to its norm; `bound`
+    is the rounding bound of that distance.
     """
 
     name: str
@@ -27,14 +29,14 @@ class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ByModule(msgspec.Struct, frozen=True, kw_only=True):
-    """All modules at a step: the first step with a wrong one, or else the last.
+    """All modules at one step: the first step with a wrong module, or else the last step.
 
     first      the sentence on the first wrong module
-    name       of that module; "" for the whole model, or if none is wrong
-    is_found   True if one is wrong
-    compared   compared calls, over all steps and ranks
-    left_out   omitted calls beyond the limit
-    compiled   modules whose inside is not recorded
+    name       its name; "" for the whole model, or if none is wrong
+    is_found   True if a module is wrong
+    compared   number of compared calls, over all steps and ranks
+    left_out   number of calls beyond the limit, which are not compared
+    compiled   modules whose submodules are not recorded
     """
 
     first: str
@@ -57,7 +59,7 @@ TAKEN_AS, FOUND_AS, LIMIT = "taken as: ", "its form was found by trying: ", "lim
 
 
 class UsedFeature(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature that code uses, and its line; `number` is a limit's value."""
+    """A feature that code uses, and its line; `number` is the value of a limit."""
 
     feature: str
     line: int
@@ -69,12 +71,14 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
     worlds    number of worlds that ran: 2 with a rerun
     schedules number of further schedules that a simulated world completed
-    batch     samples per step; `elements` of all parameters; 0 in reports that lack them
-    tensors   number of parameters; `most_elements` and `most_dimensions` are those of the largest,
-              `depth` the maximum number of modules that a parameter is nested in
-    kinds     the classes of the modules that hold parameters or buffers
-    sizes     smallest and largest of the largest gradient elements; may be empty
-    features  names of other features; `distcheck.verification.contents` lists them
+    batch     samples per step; 0 if a report lacks it
+    elements  number of elements of all parameters; 0 if a report lacks it
+    tensors   number of parameters
+    most_elements, most_dimensions   of the largest parameter
+    depth     maximum number of modules that a parameter is nested in
+    kinds     classes of the modules that hold parameters or buffers
+    sizes     range of the largest gradient element of each step; may be empty
+    features  names of further features; `distcheck.verification.contents` lists them
     uses      features that the strategy's code uses, in any case
     """
 
@@ -101,9 +105,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Origin of a report.
 
     date     start of the run, with the offset from UTC
-    command  the command line, "" if unknown
-    commit   of the git repository in which the run was started, "" outside one
-    clean    if True, the work tree equaled that commit; None: unknown
+    command  the command line; "" if unknown
+    commit   commit of the git repository in which the run started; "" outside a repository
+    clean    True if the work tree equaled that commit; None: unknown
     """
 
     date: str
@@ -113,7 +117,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """A search of the complete plan, and the part that runs it."""
+    """A search of the complete plan; `shard` is the part that runs it."""
 
     strategy: str
     budget_s: float
@@ -121,16 +125,17 @@ class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explored(msgspec.Struct, frozen=True, kw_only=True):
-    """The extent of a search for the smallest failure of a strategy (`verify --thorough`). A case
-    that is found is one of the report's cases. A search that was not run does not affect the
-    report's verdict.
+    """Coverage of a search for the smallest failure of a strategy (`verify --thorough`). A case
+    that the search finds is one of the report's cases. A search that did not run does not affect
+    the verdict.
 
-    cases, passed, insensitive  cases that ran; that passed; that passed but could not have
-                                revealed every simple mistake
-    found      ids of the report's cases that the search added: the smallest failing case, or
-               those that could not be judged
-    left_out   words that were not drawn, each with the reason
-    reason     why it was not run, or is unknown
+    cases        number of cases that ran
+    passed       number of cases that passed
+    insensitive  number of these that could not have revealed every simple mistake
+    found        ids of the report's cases that the search added: the smallest failing case, or
+                 cases that could not be judged
+    left_out     words that were not drawn, each with the reason
+    reason       why the search did not run, or is unknown
     """
 
     strategy: str

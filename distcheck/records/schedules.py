@@ -5,8 +5,9 @@
     buffered            the usual order, and a send completes when it is posted
     buffered,3:1        both
 
-A choice is a point at which more than one rank could run, numbered from 1. The usual order is the
-empty text: a rank runs until it blocks, then the one that has been ready longest.
+A choice is a point at which more than one rank can run. Choices are numbered from 1. The usual
+order is the empty text: a rank runs until it blocks, then the rank that has been ready longest
+runs.
 """
 
 import msgspec
@@ -19,8 +20,8 @@ _MOST_SEED = 10**12
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """A parsed schedule: drawn from `seed` if nonzero, else by `preemptions`, each the number of a
-    choice and a rank.
+    """A parsed schedule, drawn from `seed` if nonzero. Otherwise `preemptions` lists the number of
+    each unusual choice with the rank that runs next.
     """
 
     seed: int = 0
@@ -29,7 +30,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The policy of its choices."""
+        """Return the policy of the schedule's choices."""
         return KINDS[self.seed % len(KINDS)] if self.seed else "usual"
 
     def __str__(self) -> str:
@@ -40,7 +41,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def read_schedule(text: str) -> Schedule:
-    """Parse a schedule. Raises UsageError. Every other group of seeds buffers sends."""
+    """Parse a schedule. Raises UsageError. Half of the seeds also buffer sends."""
     if text.isascii() and text.isdecimal():
         if not 1 <= int(text) <= _MOST_SEED:
             raise UsageError(f"--schedule {text} is out of range; a seed is 1 to {_MOST_SEED}")
@@ -63,8 +64,10 @@ def _is_number(word: str) -> bool:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A call posted by a rank, in global order; `switched` if the schedule preempted another rank
-    for it. `took` is the source of the message of a receive from any rank.
+    """A call posted by a rank, in global order.
+
+    `switched` is True if the schedule preempted a different rank for this call. `took` is the
+    source of a message that was received from any rank.
     """
 
     rank: int
@@ -84,9 +87,10 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 class ScheduleRun(msgspec.Struct, frozen=True):
     """The result of a world under one schedule.
 
-    `end` is "finished", "deadlock", "mismatch", "raised", "hung", ...; `what` describes it.
-    `results` are the ranks', in their job's format. `preemptions` are the unusual choices;
-    `choices` are all, if requested; `cut`: there were more than are kept.
+    end          "finished", "deadlock", "mismatch", "raised", "hung", ...; `what` describes it
+    results      results of the ranks, in the format of their job
+    preemptions  the unusual choices
+    choices      all choices, if requested; `cut`: True if there were more than are kept
     """
 
     schedule: str
@@ -101,16 +105,17 @@ class ScheduleRun(msgspec.Struct, frozen=True):
 
     @property
     def came_to(self) -> tuple[str, tuple[bytes, ...]]:
-        """The part of the result that must be the same under every schedule."""
+        """Return the part of the result that must be the same under every schedule."""
         return self.end, self.results if self.end == "finished" else ()
 
 
 class SearchCoverage(msgspec.Struct, frozen=True, kw_only=True):
     """Coverage of a search over all schedules with at most `most` preemptions, fewest first.
 
-    All with at most `preemptions` were run (-1: not even those), and `further` of those with one
-    more; `all`: no schedule has more. `buffered`: each was run with both kinds of sends, as it is
-    if there are sends.
+    preemptions  all schedules with up to this number ran; -1: not even those with none
+    further      number of schedules with one more preemption that ran
+    all          True if no schedule has more preemptions
+    buffered     True if each schedule ran with both kinds of sends
     """
 
     most: int
@@ -121,9 +126,12 @@ class SearchCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduleSearchResult(msgspec.Struct, frozen=True):
-    """Result of a search: the `usual` schedule, a repetition (`again`), the number of schedules
-    run, and of those with another result, the one with the fewest preemptions (`other`). `buffered`
-    is the usual order with buffered sends, if run.
+    """Result of a search over schedules.
+
+    usual, again  the usual schedule, and its repetition
+    ran           number of schedules run
+    other         schedule with a different result and the fewest preemptions
+    buffered      the usual order with buffered sends, if run
     """
 
     usual: ScheduleRun

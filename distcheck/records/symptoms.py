@@ -1,7 +1,7 @@
-"""Symptoms in everyday words, and the search of `distcheck explain "WORDS"`. No torch.
+"""Symptoms in everyday words, and the search of `distcheck explain "WORDS"`. Does not import torch.
 
-A search compares stems of words, in which synonyms are equal; a rare stem weighs more. Causes are
-searched, too: by their name, description and symptoms.
+A search compares stems of words. Synonyms have the same stem, and rare stems weigh more. The search
+also covers causes: their names, descriptions and symptoms.
 """
 
 import math
@@ -66,7 +66,9 @@ _MOST_ROWS = 3
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A symptom, the commands that examine it, in order, and causes that these commands name."""
+    """A symptom, the commands that examine it, in order, and causes that these commands can
+    name.
+    """
 
     text: str
     also: str
@@ -95,7 +97,7 @@ def _equal() -> Mapping[str, str]:
 
 
 def stems(text: str) -> list[str]:
-    """Return the stems of a text's words, with the common form of synonyms."""
+    """Return the stems of a text's words; synonyms have the same stem."""
     text = text.lower()
     for phrase, word in _PHRASES:
         text = text.replace(phrase, word)
@@ -127,7 +129,7 @@ def _rarity() -> Mapping[str, float]:
 
 
 def search(words: str) -> tuple[list[Symptom], list[str]]:
-    """Return the symptoms and the causes that match, the best first; nothing if none does."""
+    """Return the matching symptoms and causes, best first; empty lists if nothing matches."""
     scores, rarity, table = _scores(words), _rarity(), symptoms()
     unknown = max(rarity.values())
     enough = _SHARE * sum(rarity.get(stem, unknown) for stem in set(stems(words)))
@@ -138,7 +140,7 @@ def search(words: str) -> tuple[list[Symptom], list[str]]:
 
 
 def closest(words: str) -> list[str]:
-    """Return the five closest symptoms, by letters if no word matches."""
+    """Return the five closest symptoms, compared by letters if no word matches."""
     scores = _scores(words)
     alike = {
         text: SequenceMatcher(None, words.lower(), text.lower()).ratio() for text in symptoms()

@@ -1,15 +1,15 @@
-"""A run as one zip file that another user can replay: `distcheck bundle`, `distcheck replay
+"""A run as one zip file that a different user can replay: `distcheck bundle`, `distcheck replay
 RUN.zip`.
 
  bundle.json     the contents, the version, and the variables of `VARIABLES` that were set
  cases/          as in the run directory
- sources/        the files of strategies and workloads, and the modules of their project
-     that they import; those of an installed package are included for reading only, and the
-     installed ones are run
+ sources/        the files of strategies and workloads, and the modules that they import from
+     their project; files of an installed package are included for reading only: a replay runs
+     the installed ones
  report.json, traces/    as in the run directory; traces only on request
- README.txt      instructions to replay it
+ README.txt      instructions for a replay
 
-It contains no environment variables other than those listed here, and no path of an interpreter.
+It contains no other environment variables, and no path of an interpreter.
 """
 
 import hashlib
@@ -61,7 +61,9 @@ machine (versions, settings, files).
 
 
 class BundledSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The file behind a strategy or workload: `file` in the zip, `runs` if this file is run."""
+    """The file behind a strategy or workload: its name `file` in the zip, and `runs`, True if a
+    replay runs it.
+    """
 
     spec: str
     file: str
@@ -136,8 +138,11 @@ def _traces(run: Path) -> list[Path]:
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases to replay as they run here, where each was run before, the folder of a bundle, and for
-    its files that are run: the unpacked place and the original one.
+    """Cases to replay.
+
+    made      provenance of each case where it ran before
+    folder    the folder of an unpacked bundle
+    unpacked  original path of each file of the bundle that is run, to its path here
     """
 
     cases: list[Case]

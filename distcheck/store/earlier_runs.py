@@ -1,9 +1,8 @@
-"""Earlier runs: the cases that failed in their last run; the last passing run of the same
-strategies, and the differences since then in the environment and in the code of strategies and
-workloads.
+"""Earlier runs: cases that failed most recently, and the last passing run of the same strategies,
+with the differences since then in the environment and in the code of strategies and workloads.
 
 The first question about a failed run is what changed since the last pass. Only the process that
-runs the verification can determine this, and not a report that is rendered elsewhere.
+runs the verification can answer it, because a report may be rendered on a different machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ class _Report(msgspec.Struct):
 
 
 def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
-    """Return the ids of the cases that failed in the newest run with a verdict on them."""
+    """Return the ids of cases whose most recent verdict was a failure."""
     last: dict[tuple[object, ...], str] = {}
     for path in _reports_in(runs)[:_MOST_RUNS]:
         earlier = read_if_whole(path, _Report)
@@ -52,8 +51,8 @@ def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
 
 
 def with_failed_first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
-    """Return the cases in a new order: those of a strategy and world with a failed case first, and
-    among these the failed ones.
+    """Return the cases in a new order. Strategies and worlds with a failed case come first, and
+    within them the failed cases.
     """
     ahead = {case.siblings for case in cases if case.id in failed}
     place = {case.siblings: number for number, case in reversed(list(enumerate(cases)))}
@@ -65,7 +64,7 @@ def with_failed_first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
 
 
 def reasons_for_not_failed(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
-    """Return the ids of the cases that did not fail, with the reason to leave them out."""
+    """Return the reason for leaving out each case that did not fail, by id."""
     why = "you passed --last-failed, and it did not fail in its last run"
     return {case.id: why for case in cases if case.id not in failed}
 
@@ -96,8 +95,8 @@ class _EarlierReport(msgspec.Struct):
 def since_last_green(
     runs: Path, cases: Sequence[Case], made: Mapping[str, Provenance]
 ) -> SinceGreen | None:
-    """Compare with the newest run in `runs` that passed; None if there is none. `made` holds each
-    case's current provenance by its id.
+    """Compare with the newest run in `runs` that passed; None if there is none. `made` has the
+    current provenance of each case by id.
     """
     asked = {case.strategy for case in cases}
     for path in _reports_in(runs):

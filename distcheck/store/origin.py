@@ -1,7 +1,7 @@
 """Origin of a run: date, command line, and the commit and state of the code.
 
-A repository may come from elsewhere, with a configuration that names programs. Only git commands
-that start none of them are used.
+A repository from an unknown source may have a configuration that names programs. This module uses
+only git commands that never start such programs.
 """
 
 import os
@@ -31,7 +31,7 @@ def origin_here() -> Origin:
 
 
 def command_line() -> str:
-    """Return the command line without the program's folder; "" without a program name."""
+    """Return the command line without the program's folder; "" if the program has no name."""
     program, *words = sys.argv or [""]
     if program in ("", "-c"):
         return ""
@@ -64,7 +64,7 @@ def _filters() -> list[str] | None:
 
 
 def run_git(*words: str) -> str | None:
-    """Return git's output; None if there is no git, no repository, or no answer in time."""
+    """Return git's output; None without git, without a repository, or after a timeout."""
     command = ["git", "-c", "core.fsmonitor=false", *words]
     environment = {
         **os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_NO_LAZY_FETCH": "1",

@@ -2,16 +2,16 @@
 
   cases/CASE.json         written before the case starts; `distcheck replay` reads it
   report.json             the verdict, as `--json` writes it
-  launch.json             under a launcher that restarts jobs: identifies the run
-  finished/CASE.json      under such a launcher: reports of cases that need not run again
-  traces/CASE/about.json  what `distcheck recheck` needs in addition to the traces
+  launch.json             identifies the run, under a launcher that restarts jobs
+  finished/CASE.json      reports of cases that need not run again, under such a launcher
+  traces/CASE/about.json  input of `distcheck recheck` in addition to the traces
   traces/CASE/checksums.json  of about.json and the indexes of the traces (traces/seal.py)
   traces/CASE/run-1, run-2  one folder per world (run-2: the rerun), in the format of
-                          traces/files.py; with `record --digests` run-1 alone, without tensors
+                          traces/files.py; `record --digests` writes only run-1, without tensors
 
-With `--save DIR` everything is stored in DIR. Without it, cases, reports and small traces of failed
-cases are stored in `.distcheck/` in the current folder, for the last few runs. `distcheck compare`
-stores all traces there.
+`--save DIR` stores everything in DIR. Without it, distcheck stores cases, reports and small traces
+of failed cases in `.distcheck/` in the current folder, and keeps only the latest runs. `distcheck
+compare` stores all traces there.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ _MOST_CASE_BYTES = 16 << 20
 
 
 class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case with everything that judging it needs, except its tensors."""
+    """A case with everything that a judge needs, except its tensors."""
 
     case: Case
     facts: CaseFacts
@@ -98,7 +98,9 @@ class _Made(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """Storage of one run. The folder must be empty; an unusable one raises before anything runs."""
+    """Storage of one run. The folder must be empty. If it is unusable, the constructor raises
+    before anything runs.
+    """
 
     def __init__(
         self, folder: Path, *, keep_everything: bool, run: str = "", tensors: bool = True
@@ -110,9 +112,9 @@ class Store:
 
     @classmethod
     def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
-        """Return a run directory that the user named: everything is stored, or without `tensors`
-        the digests only. If `launch` restarts the run that created the directory, that run
-        continues in it.
+        """Return the storage in a folder that the user named. It stores everything; with `tensors`
+        False, digests in place of tensors. If `launch` restarts the run that created the folder,
+        that run continues in it.
 
         Raises UsageError for a folder with other contents, CannotRunError if it is not writable.
         """
@@ -131,7 +133,7 @@ class Store:
 
     @classmethod
     def by_default(cls) -> "Store | None":
-        """Return a folder for this run in `.distcheck/`; None if it is not writable."""
+        """Return the storage for this run in `.distcheck/`; None if it is not writable."""
         try:
             return cls.of_own(keep_everything=False)
         except CannotRunError:
@@ -139,8 +141,8 @@ class Store:
 
     @classmethod
     def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
-        """Return a folder for this run in `.distcheck/`, and remove all but the last few runs and
-        `spare`. Raises CannotRunError if the folder is not writable.
+        """Return the storage for this run in `.distcheck/`, and remove old runs except `spare`.
+        Raises CannotRunError if the folder is not writable.
         """
         runs, now = own_folder("runs"), time.time()
         # A clock that was set back, or a container, can yield a name twice.
@@ -160,14 +162,17 @@ class Store:
         return self.folder / "cases" / f"{case.id}.json"
 
     def write_case(self, case: Case, made: Provenance | None = None) -> None:
-        """Write a case: before it runs, for a replay after a crash; then with its provenance."""
+        """Write a case: first before it runs, for a replay after a crash, then again with its
+        provenance.
+        """
         write_case(self.case_file(case), case, made)
 
     def finished(
         self, cases: Sequence[Case], made: Mapping[str, Provenance]
     ) -> dict[str, CaseReport]:
-        """Return the reports, by case ID, of cases that an earlier start of this run finished with
-        the same code and software (`made`). A report without this user's seal came with the folder.
+        """Return the reports, by case id, of cases that an earlier start of this run finished with
+        the same code and software (`made`). Reports without this user's seal are ignored: they came
+        with the folder.
         """
         found = {}
         for case in cases if self._run else ():
@@ -189,7 +194,9 @@ class Store:
         )
 
     def write_finished(self, report: CaseReport, made: Provenance | None) -> None:
-        """Store the report of a case that need not run again, if this run may be restarted."""
+        """Store the report of a case, if this run may be restarted and the case need not run
+        again.
+        """
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
@@ -212,10 +219,11 @@ class Store:
         return self.keep_everything or (failed and stored_bytes <= _SMALL_TRACE_BYTES)
 
     def write_trace(self, pool: Pool, saved: SavedCase, fds: list[int]) -> None:
-        """Write the traces of a case, the rerun's last; on an error, remove them again.
+        """Write the traces of a case, first the first world's, then the rerun's. Remove them again
+        on an error.
 
-        Without tensors the rerun's trace is omitted: nothing reads its digests. Traces left by an
-        earlier start of this run are replaced, because it did not finish the case. Raises
+        Without tensors, the trace of the rerun is omitted: nothing reads its digests. Traces that
+        an earlier start of this run left are replaced, because it did not finish the case. Raises
         CannotRunError or OSError.
         """
         folder = self.folder / "traces" / saved.case.id
@@ -235,7 +243,7 @@ class Store:
             raise
 
     def discard_if_unused(self) -> None:
-        """Remove the files of a run that never began: its folder contains only cases."""
+        """Remove the folder of a run that never started, and therefore contains only cases."""
         if not any((self.folder / n).exists() for n in ("report.json", "traces", "finished")):
             gone = self.folder if self._made_folder else self.folder / "cases"
             shutil.rmtree(gone, ignore_errors=True)
@@ -258,7 +266,7 @@ class Store:
 
 
 def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
-    """Write a case to a file in a private folder; with `made`, sealed with its provenance."""
+    """Write a case to a file in a private folder; with `made`, include its provenance and seal."""
     private.folder(path.parent)
     about = {}
     if made is not None:
@@ -268,10 +276,10 @@ def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
 
 
 def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
-    """Create `.distcheck/NAME`; `root` is `.distcheck` in the current folder by default.
+    """Create `.distcheck/NAME`; `root` is by default `.distcheck` in the current folder.
 
-    Raises CannotRunError if it cannot be created or is not private: code that is unpacked there
-    could be replaced before it runs, and old runs are deleted there.
+    Raises CannotRunError if the folder cannot be created or is not private. In a shared folder,
+    other users could replace unpacked code before it runs, or redirect the deletion of old runs.
     """
     place = root / name
     try:
@@ -305,8 +313,8 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def age(run: Path) -> tuple[bool, str]:
-    """Return a key that sorts runs by date, and first those that came with the folder: they are
-    finished, but no case has this user's seal.
+    """Return a sort key: runs by date, after all runs that came with the folder. A finished run
+    came with the folder if none of its cases has this user's seal.
     """
     is_own = not (run / "report.json").exists()
     for file in () if is_own else run.glob("cases/*.json"):
@@ -353,14 +361,14 @@ def latest_run(*, with_report: bool = False) -> Path:
 
 
 def kept_runs() -> list[Path]:
-    """Return the runs in `.distcheck/`, the latest last."""
+    """Return the runs in `.distcheck/`, oldest first."""
     runs = (path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
     return sorted(runs, key=age)
 
 
 def read_case(path: Path, *, jobs: bool = False) -> Case:
-    """Return a case that `write_case` wrote; with `jobs`, a job as well, of which only the command
-    is used. Raises UsageError if the file is not a case.
+    """Read a case that `write_case` wrote, or with `jobs` also a job, of which only the command is
+    used. Raises UsageError if the file is not a case.
     """
     try:
         case = decode_json(read_bounded(path, _MOST_CASE_BYTES), Case)
@@ -384,7 +392,7 @@ def _check_job(case: Case, *, allowed: bool) -> Case:
 
 
 def read_provenance(path: Path) -> Provenance | None:
-    """Return the provenance in a case file; None if the case had not been run when it was saved."""
+    """Return the provenance in a case file; None if the case had not run when it was saved."""
     found = read_if_whole(path, _Made, _MOST_CASE_BYTES)
     return None if found is None else found.made
 
@@ -399,11 +407,11 @@ class SavedTrace:
 
 
 def saved_traces(folder: Path) -> list[SavedTrace]:
-    """Return the saved cases of a run directory. Raises UsageError if there are none or one is
+    """Return the saved cases of a run directory. Raises UsageError if there are none, or if one is
     damaged.
 
-    A caller that runs the code that they name calls `trust` first and runs exactly what was read
-    here.
+    A caller that runs the code of these cases must call `trust` first, and run exactly the cases
+    that are returned here.
     """
     found = sorted(about.parent for about in folder.glob("traces/*/about.json"))
     if not found:
@@ -458,10 +466,11 @@ def require_tensors(trace: SavedTrace) -> None:
 
 
 def read_trace(pool: Pool, trace: SavedTrace, *, digests_suffice: bool = False) -> list[int]:
-    """Return file descriptors of a saved case's traces in shared memory; the caller closes them.
+    """Load a saved case's traces to shared memory, and return file descriptors for the caller to
+    close.
 
-    Raises UsageError if files are missing or damaged, and for a trace of digests without tensors
-    unless `digests_suffice`.
+    Raises UsageError if files are missing or damaged. Unless `digests_suffice`, also raises
+    UsageError for a trace without tensors.
     """
     folder, saved, indexes = trace.folder, trace.saved, trace.indexes
     if not digests_suffice:

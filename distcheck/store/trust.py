@@ -1,4 +1,4 @@
-"""Consent before code that a saved run names is executed. Every caller uses `require_trust`.
+"""Requires consent before executing code that a saved run names. Every caller uses `require_trust`.
 
 A case names code: strategy, workload, backend, and values that are objects (`--arg x=@mod:name`).
 Code is trusted
@@ -8,9 +8,9 @@ Code is trusted
 - in a file of this checkout (`Checkout`) that is not at or below the given folder or file. A file
   of a bundle is equivalent to a checkout file with the same bytes.
 
-In a trusted file, an object is trusted if the file defines it, not if the file imports it from
-elsewhere (`sync.py:os.system`). A text argument that a case passes to a function of the checkout
-may be a command. All other code, and such texts, run only with `--trust` or after confirmation on a
+In a trusted file, an object is trusted if the file defines it, and not if the file imports it
+(`sync.py:os.system`). A text argument that a case passes to a function of the checkout may be a
+command. Untrusted code, and such texts, run only with `--trust` or after confirmation on a
 terminal. The command of a job always needs confirmation.
 """
 
@@ -52,9 +52,13 @@ UNRECORDED: Mapping[str, Provenance] = {}
 
 
 class CodeOfCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of code that a case runs: its purpose (`what`), its file ("" if none is found), the
-    folder that it is imported from, the digests of its files by absolute path, one digest of them
-    all, and the reason that it is not trusted.
+    """A piece of code that a case runs.
+
+    what    its purpose
+    file    its path; "" if none is found
+    root    folder that it is imported from
+    files   digests of its files by absolute path; `digest` combines them
+    why     reason that it is not trusted
     """
 
     what: str
@@ -77,10 +81,10 @@ class Checkout:
     contain downloads.
 
     `given` is the folder or file that was handed over, if any. In a git repository, a checkout file
-    is tracked, has the bytes of its index entry, and is not at or below `given`. Without git a
-    downloaded file is indistinguishable, so a checkout file must not be at or below the folder that
-    contains `given`, and must be unchanged since it was recorded. Files that belong to another
-    user, are installed, or were unpacked from a bundle never qualify.
+    is tracked, has the bytes of its index entry, and is not at or below `given`. Without git, a
+    downloaded file cannot be distinguished from the user's. A checkout file must then be outside
+    the folder that contains `given`, and unchanged since it was recorded. Files that belong to a
+    different user, are installed, or were unpacked from a bundle never qualify.
     """
 
     def __init__(self, given: str = "") -> None:
@@ -104,7 +108,9 @@ class Checkout:
             self._not_ours.append(path if is_around else run)
 
     def holds(self, path: Path) -> bool:
-        """Return True if a file is in the checkout, is this user's, and was not handed over."""
+        """Return True if a file is in the checkout, belongs to this user, and was not handed
+        over.
+        """
         if not has_trusted_owner(path):
             return False
         path = path.resolve()
@@ -115,7 +121,9 @@ class Checkout:
         )
 
     def has(self, path: Path) -> bool:
-        """Return True if a file and its imports from its folder belong to the checkout."""
+        """Return True if a file, and the files that it imports from its folder, belong to the
+        checkout.
+        """
         if not self.holds(path):  # the folder of an installed file is the whole library
             return False
         try:
@@ -159,7 +167,7 @@ class Checkout:
 
 @dataclass
 class Trusted:
-    """Trusted code: the digests of its files by absolute path, and the folders outside the checkout
+    """Trusted code: digests of its files by absolute path, and the folders outside the checkout
     from which it is imported.
     """
 
@@ -175,9 +183,11 @@ def unknown_code(
     made: Mapping[str, Provenance] = UNRECORDED,
     trusted: "Trusted | None" = None,
 ) -> list[CodeOfCase]:
-    """Return the code of cases that is not trusted. `unpacked` maps the original path of each file
-    of a bundle to its current one; `given` is the source of the cases; `made` has provenances by
-    case ID. `trusted` receives the code that is.
+    """Return the code of cases that is not trusted.
+
+    `given` is the source of the cases, `made` has their provenances by id, and `unpacked` maps the
+    original path of each file of a bundle to its current path. The function adds trusted code to
+    `trusted`.
     """
     checkout = Checkout(given)
     trusted = Trusted() if trusted is None else trusted
@@ -214,11 +224,11 @@ def require_trust(
     folder: Path | None = None,
     unpacked: Mapping[str, str] = NOTHING,
 ) -> None:
-    """Return if the code of these cases, read from `given`, may run; the caller runs exactly these
-    objects.
+    """Return if the code of these cases, which were read from `given`, may run. The caller must run
+    exactly these objects.
 
-    `doing` names the action in the question; `made` and `unpacked` are as for `unknown_code`;
-    `folder` is where a bundle was unpacked. Raises UsageError if the code is not trusted and not
+    `doing` names the action in the question. `made` and `unpacked` are as in `unknown_code`.
+    `folder` is the folder of an unpacked bundle. Raises UsageError if untrusted code is not
     confirmed, and for a case that reads a file outside its run.
     """
     handed_over = given if folder is None else ""  # the files of a bundle are not below it
@@ -277,8 +287,8 @@ def _check_within(file: str, given: Path) -> None:
 
 
 def text_arguments_of(cases: Iterable[Case]) -> list[str]:
-    """Return the text arguments that cases pass to code that is not distcheck's, for the question.
-    Numbers cannot be commands, and built-in strategies execute no text.
+    """Return the text arguments that cases pass to code outside distcheck, for the question to the
+    user. Numbers cannot be commands, and built-in strategies execute no text.
     """
     found: dict[str, None] = {}
     for case in cases:
@@ -409,16 +419,15 @@ _SPECIAL = "__"
 def is_defined(
     file: Path, attribute: str, is_trusted: Callable[[Path], bool], most: int = _MOST_IMPORTS
 ) -> bool:
-    """Return True if `attribute` (a dotted name) is defined in `file`, or in a file that
-    `is_trusted` and from which `file` imports it, through at most `most` statements. Files are
-    read; nothing is imported.
+    """Return True if `file` defines `attribute` (a dotted name), or imports it, through at most
+    `most` statements, from a file that defines it and that `is_trusted`. Files are only read.
 
     A file of this checkout imports other modules, so `sync.py:os.system` names code outside this
-    checkout. An object is defined in a file if a top-level `def` or `class` there has its name
-    (also below `if` or `try`), if it is created there by such a class or function, or if the file
-    imports its name from a file that defines it in this sense. For a dotted name, `Sync.reduce`,
-    the rest must be a `def` in that class's own body: `HERE.unlink` names a library method,
-    whatever `HERE` is.
+    checkout. A file defines an object if a top-level `def` or `class` has its name (also below `if`
+    or `try`), if it creates the object by calling such a function or class, or if it imports the
+    name from a file that defines it in this sense. For a dotted name such as `Sync.reduce`, the
+    rest must be a `def` in the body of that class: `HERE.unlink` names a library method, whatever
+    `HERE` is.
     """
     name, *rest = attribute.split(".")
     if any(part.startswith(_SPECIAL) for part in (name, *rest)):

@@ -1,8 +1,8 @@
-"""Unpacking of a zip file of unknown origin into a new folder, with checks of every member.
+"""Unpacks a zip file of unknown origin into a new folder, and checks every member.
 
-Independent of the archive's contents, nothing is written outside that folder, nothing in it is a
-link, and compressed members together write at most `MOST_BYTES`; stored members take no more than
-the archive itself. An archive that violates a rule raises UsageError with one sentence.
+For any archive: nothing is written outside that folder, nothing in it is a link, and compressed
+members together write at most `MOST_BYTES`. Stored members take no more space than the archive. An
+archive that violates a rule raises UsageError with a one-line message.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class _Bounded(io.BufferedReader):
 
 @contextmanager
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Yield the archive, with every member checked. Raises UsageError."""
+    """Open an archive and check every member. Raises UsageError."""
     try:
         with _Bounded(open(path, "rb", buffering=0)) as file, zipfile.ZipFile(file) as archive:
             _check_members(path, archive.infolist())
@@ -62,10 +62,11 @@ def opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 @contextmanager
 def unpacked(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Path]:
-    """Yield a draft of `folder` with every member; it replaces the folder when the block ends.
+    """Yield a draft folder with every member of the archive. When the block ends, it becomes
+    `folder`.
 
-    A folder with the same files is left in place: another process may be reading it. Raises
-    UsageError for a damaged member, CannotRunError if nothing can be written.
+    If `folder` already has the same files, it is left in place: a different process may be reading
+    it. Raises UsageError for a damaged member, CannotRunError if nothing can be written.
     """
     try:
         draft = folder.with_name(private.unique(f".{folder.name[:80]}-"))
@@ -97,7 +98,9 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def digests_of_files(folder: Path) -> dict[str, bytes]:
-    """Return the SHA-256 of every file in a folder by relative path, except compiled Python."""
+    """Return the SHA-256 of every file in a folder by relative path, without compiled Python
+    files.
+    """
     return {
         file.relative_to(folder).as_posix(): _digest(file)
         for file in sorted(folder.rglob("*"))

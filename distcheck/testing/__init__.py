@@ -1,18 +1,18 @@
 """Distributed tests under pytest: a test marked `world(4)` runs its body on four fresh ranks.
 
-The ranks are forked from the pytest process itself at the time of the call, so that they inherit
-fixtures, parameters and Hypothesis examples. With `backend="simulated"` one process is forked, and
-the ranks are its threads. `plugin.py` is the entry point; the other modules:
+The ranks are forked from the pytest process when the test is called, so that they inherit fixtures,
+parameters and Hypothesis examples. With `backend="simulated"` one process is forked, and the ranks
+are its threads. `plugin.py` is the entry point; the other modules:
 
     marker      arguments of `@pytest.mark.world(...)`
-    fixtures    the fixtures that ranks set up themselves
+    fixtures    the fixtures that each rank sets up
     front       in the pytest process: starts a world, waits, decides; tries other schedules
     rank        in a rank: runs the body, reports the result; the `world` fixture's value
     session     in a rank: its copy of pytest's session, detached from the terminal
     examples    Hypothesis examples: rejection, deadline, events and targets of ranks
     messages    reports of a rank
     waiting     waits for a world: its ranks' messages, and their stacks after Ctrl-C
-    timeouts    limits of pytest-timeout, which a world enforces itself
+    timeouts    limits of pytest-timeout, which a world enforces instead
     failures    merges failures of several ranks into one report
     reused_worlds  persistent worlds that run several tests (`reuse=True`)
     blas        limits BLAS to one thread in a rank

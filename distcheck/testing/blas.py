@@ -1,14 +1,14 @@
-"""Limits OpenBLAS to one thread in ranks, which inherit it from the pytest process with all of its
-threads.
+"""Limits OpenBLAS to one thread in each rank. Ranks inherit OpenBLAS from the pytest process, where
+it has one thread per core.
 
-OPENBLAS_NUM_THREADS is read when the library is loaded, before there is any rank. Its own
+The library reads OPENBLAS_NUM_THREADS when it is loaded, before any rank exists. Its function
 openblas_set_num_threads() would first restart, in every rank, the threads that were lost in the
-fork, one per core, and they spin for a while without work. The number that it would then set is a
-global of the library (blas_cpu_number in driver/others/blas_server.c), present since its
-beginnings, and is set here directly. A library without that name is left unchanged.
+fork, and they would spin without work for a while. The function then sets a global variable of the
+library (blas_cpu_number in driver/others/blas_server.c, present since its beginnings). This module
+sets that variable directly, and leaves a library without it unchanged.
 
 Measured (2 cores, medians of 15 ranks): a rank's first matrix product takes 14 ms of CPU time with
-all threads, 1.5 ms with this, and 1.8 to 3.5 ms through threadpoolctl, which calls
+all threads, 1.5 ms with this module, and 1.8 to 3.5 ms through threadpoolctl, which calls
 openblas_set_num_threads().
 """
 
@@ -24,7 +24,9 @@ _counts: list[ctypes.c_int] = []
 
 
 def find_blas_libraries() -> None:
-    """Find the loaded libraries, in the pytest process; again after any new module."""
+    """Find the loaded libraries, in the pytest process. Search again after a new module is
+    imported.
+    """
     loaded = [name for name in _LOADED_BY if name in sys.modules]
     if loaded == _looked_with:
         return

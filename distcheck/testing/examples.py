@@ -1,5 +1,5 @@
 """Hypothesis examples in worlds: the pytest process generates and shrinks them, ranks run the body.
-Events and targets of ranks are sent back; drawing values in a rank is refused.
+Ranks send events and targets back; a test that draws values in a rank is rejected.
 """
 
 import functools
@@ -31,7 +31,9 @@ _NEVER = timedelta(days=1)
 
 
 class PassedToHypothesis(msgspec.Struct, frozen=True):
-    """Events and targets that a rank passed to Hypothesis: values by text or label."""
+    """Events and targets that a rank passed to Hypothesis. Keys are texts of events and labels of
+    targets.
+    """
 
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
@@ -42,8 +44,9 @@ class PassedToHypothesis(msgspec.Struct, frozen=True):
 
 @contextmanager
 def without_hypothesis_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
-    """Disable Hypothesis' deadline for a test, because it would include the start of every world
-    and all imports of the first. Yield it for `enforce_deadline`; None for Hypothesis' default.
+    """Disable the deadline of Hypothesis for a test, because it would include the start of every
+    world and all imports of the first. Yield the deadline for `enforce_deadline`; None: Hypothesis'
+    default.
     """
     import hypothesis
 
@@ -60,8 +63,8 @@ def without_hypothesis_deadline(function: Callable[..., object]) -> Iterator[tim
 
 
 def enforce_deadline(deadline: timedelta | None, body_s: Iterable[float]) -> None:
-    """Apply the deadline to the slowest rank's body; during a search 5/4 of it, as Hypothesis does.
-    Raises Hypothesis' DeadlineExceeded.
+    """Raise Hypothesis' DeadlineExceeded if the body of the slowest rank exceeded the deadline, or
+    during a search 5/4 of it, as Hypothesis does.
     """
     __tracebackhide__ = True
     from hypothesis.control import current_build_context
@@ -75,8 +78,8 @@ def enforce_deadline(deadline: timedelta | None, body_s: Iterable[float]) -> Non
 
 
 def refuse(values: Iterable[object]) -> None:
-    """Refuse arguments that would not work on ranks. One nested in another value is detected on the
-    rank that draws from it.
+    """Raise an error for arguments that do not work on ranks. If such an argument is nested in a
+    value, only the rank that draws from it raises the error.
     """
     for value in values:
         kind = type(value)
@@ -86,7 +89,7 @@ def refuse(values: Iterable[object]) -> None:
 
 
 def reject(reason: str) -> NoReturn:
-    """Make Hypothesis try another example, like an `assume()` that failed on every rank."""
+    """Make Hypothesis try the next example, as after an `assume()` that failed on every rank."""
     from hypothesis.errors import UnsatisfiedAssumption
 
     raise UnsatisfiedAssumption(reason)
@@ -100,7 +103,7 @@ def example_arguments_text(arguments: Mapping[str, object]) -> str:
 
 
 def is_final() -> bool:
-    """Return True if this is the run of the example that Hypothesis will show."""
+    """Return True if Hypothesis is running the example that it will show."""
     context = hypothesis_compat.context()
     return context is not None and context.is_final
 
@@ -123,8 +126,8 @@ def pass_on_to_hypothesis(told: Iterable[PassedToHypothesis]) -> None:
 
 
 def leave_out_explanation(found: BaseException) -> None:
-    """Remove Hypothesis' explanation from the notes of a failure or a group: it is about lines that
-    ran in this process, which are distcheck's.
+    """Remove Hypothesis' explanation from the notes of a failure or a group: it describes lines
+    that ran in this process, and these are distcheck's.
     """
     notes: list[str] = getattr(found, "__notes__", [])
     kept: list[str] = []
@@ -144,7 +147,7 @@ def leave_out_explanation(found: BaseException) -> None:
 
 
 def is_rejection(error: BaseException | None) -> bool:
-    """Return True if a test ended by `assume()` or `reject()` within a Hypothesis example."""
+    """Return True if `assume()` or `reject()` ended a test within a Hypothesis example."""
     errors = sys.modules.get("hypothesis.errors")
     return (
         errors is not None
@@ -165,7 +168,9 @@ def values_to_pass_on() -> PassedToHypothesis:
 
 @contextmanager
 def in_inherited_example() -> Iterator[None]:
-    """Run a test in a fresh rank within the example that it was forked in, if any."""
+    """Run a test in a fresh rank, within the example that was running when the rank was forked, if
+    any.
+    """
     context = hypothesis_compat.context()
     if context is not None:
         for name in dir(context.data):
@@ -177,8 +182,8 @@ def in_inherited_example() -> Iterator[None]:
 
 @contextmanager
 def in_new_example(*, given: bool, final: bool) -> Iterator[None]:
-    """Run a test in a persistent rank within a new example, if the test is `given` one; never
-    within the example in which the world was started.
+    """Run a test in a persistent rank within a new example, if the test uses `@given`. The example
+    in which the world was started must not be used again.
     """
     context = _make_example() if given else None
     if context is not None:

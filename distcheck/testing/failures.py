@@ -1,4 +1,6 @@
-"""Merges failures of ranks: root cause first, identical ones once, secondary ones in a line."""
+"""Merges failures of ranks. Root causes come first, identical failures are shown once, and
+secondary failures in one line.
+"""
 
 import re
 import sys
@@ -22,11 +24,11 @@ from distcheck.testing.pytest_compat import (
 
 
 class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
-    """A test that failed on at least one rank.
+    """A test that failed on at least one rank. The pytest process raises it.
 
-    Raised in the pytest process as a subclass that is also of the type that the rank raised, so
-    that `xfail(raises=...)` and Hypothesis see the type that a single process would raise.
-    `longrepr` is the report of all ranks.
+    It is also an instance of the type that the rank raised, so that `xfail(raises=...)` and
+    Hypothesis see the type that a single process would raise. `longrepr` is the report of all
+    ranks.
     """
 
     longrepr: ReprExceptionInfo | None = None
@@ -34,7 +36,7 @@ class WorldFailure(Exception):  # noqa: N818 - what pytest calls a failure
 
 @dataclass(frozen=True, kw_only=True)
 class WorldEnd:
-    """End of a world: `outcomes` with root causes first, and each rank's report and output.
+    """End of a world: `outcomes` with root causes first, and the report and output of each rank.
     `subtests` are (rank, subtest) in the order of their reports.
     """
 
@@ -86,7 +88,7 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
 
 
 def why_ranks_disagree(ended: WorldEnd) -> str:
-    """Return the error message if ranks disagree about skipping or rejecting."""
+    """Return the error message if only some ranks skip the test or reject the example; else ""."""
     left_out: dict[str, list[int]] = {}
     for rank, report in sorted(ended.reports.items()):
         if report.end in _LEFT_OUT:
@@ -103,7 +105,9 @@ def why_ranks_disagree(ended: WorldEnd) -> str:
 
 
 def resolve(name: str) -> type[BaseException] | None:
-    """Return the exception class "module:qualified name", if it is loaded here."""
+    """Return the exception class with the name "module:qualified name", if it is loaded in this
+    process.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

@@ -1,9 +1,9 @@
-"""Division of a test's fixtures between the pytest process and the ranks, and their setup on both
+"""Divides a test's fixtures between the pytest process and the ranks, and sets them up on both
 sides.
 
-Fixtures are set up once, in the pytest process, and inherited by the ranks, except those that
-request `world`, directly or through another fixture: they are set up and torn down in every rank.
-In the pytest process a `Deferred` replaces them.
+The pytest process sets up most fixtures once, and ranks inherit them. Fixtures that request
+`world`, directly or through another fixture, are set up and torn down in every rank. In the pytest
+process, a `Deferred` replaces them.
 """
 
 import traceback
@@ -35,7 +35,7 @@ _inherited: list[Any] = []  # captures of the pytest process, never closed in a 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Placeholder for a fixture that every rank sets up itself."""
+    """Placeholder for a fixture that every rank sets up."""
 
     name: str
 
@@ -48,8 +48,9 @@ class Deferred:
 
 
 def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
-    """Return the fixtures of a test that the ranks set up, in pytest's setup order: those that
-    depend on `world`; in a persistent world, also those that act on the process or cannot be sent.
+    """Return the fixtures of a test that the ranks set up, in pytest's setup order: fixtures that
+    depend on `world`. A persistent world (`kept`) adds fixtures that change the process or cannot
+    be pickled.
     """
     definitions = pytest_compat.definitions_of_fixtures(item)
     belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
@@ -65,11 +66,11 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
 
 
 def defer(item: pytest.Function, names: list[str]) -> None:
-    """Make pytest skip these fixtures, before it sets up the test's fixtures.
+    """Make pytest skip these fixtures when it sets up the test.
 
-    They are also registered as set up: Hypothesis checks the scope of every fixture of a test, and
-    refuses one that is not recreated for every example. These are recreated. A deferred fixture
-    that another fixture requests here is also set up here, for that one.
+    They are also registered as set up. Hypothesis checks the scope of every fixture of a test, and
+    rejects a fixture that is not set up again for every example; deferred ones are. If a fixture
+    that is set up here requests a deferred one, that one is set up here as well.
     """
     others = [name for name in item.fixturenames if name not in names]
     needed = _arguments_of(item, others)
@@ -83,7 +84,8 @@ def defer(item: pytest.Function, names: list[str]) -> None:
 
 def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
     """Create the base folder of ranks' temporary folders in the pytest process, before it forks.
-    Otherwise each rank would create one, and with --basetemp delete another's.
+    Otherwise each rank would create a base folder, and with --basetemp delete those of other
+    ranks.
     """
     factory = pytest_compat.folders(item.config)
     if factory is not None and (kept or not _OF_FOLDERS.isdisjoint(item.fixturenames)):
@@ -96,8 +98,8 @@ def _arguments_of(item: pytest.Function, names: Iterable[str]) -> set[str]:
 
 
 def values_for_ranks(item: pytest.Function) -> dict[str, Any]:
-    """Return fixture values that the pytest process has set up and that the ranks' own fixtures
-    request, without direct parameters, which a rank knows.
+    """Return the values of fixtures of the pytest process that the ranks' fixtures request. Direct
+    parameters are omitted: a rank knows them.
     """
     own = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
     asked = _arguments_of(item, own).difference(own)
@@ -107,8 +109,8 @@ def values_for_ranks(item: pytest.Function) -> dict[str, Any]:
 
 @contextmanager
 def with_fixture_values(item: pytest.Function, values: dict[str, Any]) -> Iterator[None]:
-    """Register these fixtures as set up for one test in a persistent rank, and clear all others of
-    the item, which would belong to another test.
+    """Register these fixtures as set up for one test in a persistent rank. Clear all other fixtures
+    of the item, whose values would belong to a previous test.
     """
     definitions = pytest_compat.definitions_of_fixtures(item)
     _forget_results(item)
@@ -131,9 +133,9 @@ def _forget_results(item: pytest.Function) -> None:
 
 @contextmanager
 def set_up_in_rank(item: pytest.Function) -> Iterator[dict[str, Any]]:
-    """Set up the deferred fixtures; yield the values by name, and tear down afterwards, regardless
-    of scope. A failed block raises its own error, with a note for every fixture whose teardown
-    failed as well.
+    """Set up the deferred fixtures and yield their values by name. Tear them down afterward,
+    regardless of scope. If the block fails, its error is raised, with a note for every fixture
+    whose teardown failed as well.
     """
     __tracebackhide__ = True
     names = [name for name, value in item.funcargs.items() if isinstance(value, Deferred)]
@@ -204,13 +206,13 @@ def _describe_exception(error: BaseException) -> str:
 
 
 def resolved(value: Any, values: dict[str, Any]) -> Any:
-    """Return the value of a Deferred; any other value unchanged."""
+    """Return the value that a Deferred stands for; return any other value unchanged."""
     return values[value.name] if isinstance(value, Deferred) else value
 
 
 @contextmanager
 def capture_per_rank(item: pytest.Function) -> Iterator[None]:
-    """Make capsys and similar fixtures capture this rank's own streams."""
+    """Make capsys and similar fixtures capture the streams of this rank."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
     _inherited.extend(pytest_compat.capture_anew(capture) for capture in captures)

@@ -59,7 +59,9 @@ class _One:
 
 
 def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
-    """Report the subtests of all ranks. Return a phrase for each that failed on some."""
+    """Report the subtests of all ranks. Return a phrase for each subtest that failed on some
+    ranks.
+    """
     captures: Any = item.config.pluginmanager.getplugin("capturemanager")
     failed = []
     for one in _group_by_subtest(ended):
@@ -123,7 +125,7 @@ _LOG = "log of rank"
 
 
 def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
-    """Run a test in a world; with Hypothesis, every example in its own world."""
+    """Run a test in a world; with Hypothesis, run every example in a new world."""
     __tracebackhide__ = True
     if item.config.getoption("trace", False):  # pdb would quit, and the test pass
         _refuse("--trace is not supported: a rank has no terminal for a debugger")
@@ -168,8 +170,8 @@ def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
 
 
 def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
-    """Run one body, once, on all ranks. Return their reports if it passed; otherwise raise
-    exceptions of pytest or Hypothesis.
+    """Run one body, once, on all ranks. Return the ranks' reports if it passed; otherwise raise an
+    exception of pytest or Hypothesis.
     """
     __tracebackhide__ = True
     item, options = prepared.item, prepared.options
@@ -374,7 +376,9 @@ def search(
     options: WorldOptions,
     run_again: Callable[[WorldOptions], WorldEnd],
 ) -> None:
-    """Fail the test if it fails under another schedule; `run_again` returns the report of one."""
+    """Fail the test if it fails under a different schedule; `run_again` returns the report of one
+    run.
+    """
     __tracebackhide__ = True
     try:
         found = registry.load("simulated").search_schedules(

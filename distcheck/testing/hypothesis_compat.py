@@ -1,7 +1,7 @@
 """Private names of Hypothesis without a public equivalent. Update this file when a release renames
 one.
 
-Hypothesis is imported only if a test uses it: it need not be installed.
+This module imports Hypothesis only if a test uses it, because it need not be installed.
 `tests/plugin/test_hypothesis_compat.py` uses every name in the installed Hypothesis.
 """
 
@@ -15,7 +15,7 @@ SETTINGS = "_hypothesis_internal_use_settings"  # of a test, on the function cre
 
 
 def given_function(function: Callable[..., object]) -> Any:
-    """Return the function that holds a test's settings."""
+    """Return the function that holds the Hypothesis settings of a test."""
     decorated: Any = inspect.unwrap(function)
     return getattr(decorated, "__func__", decorated)
 
@@ -38,7 +38,7 @@ def context() -> Any:
 
 @contextmanager
 def within(example: Any) -> Iterator[None]:
-    """Make an example the running one, or none, within the block."""
+    """Set the current example, or none, for the duration of the block."""
     from hypothesis.control import _current_build_context
 
     with _current_build_context.with_value(example):

@@ -25,7 +25,9 @@ _FOLDERS = {"site-packages", "dist-packages"}
 
 
 class LeakWarning(UserWarning):
-    """A test left resources open. The rank's exit frees them; training would leak them."""
+    """A test left resources open. They end with the rank here, but a training run would leak
+    them.
+    """
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class OpenResources:
 
 
 def open_resources_now() -> OpenResources:
-    """Return the current state, which is not attributed to the test."""
+    """Return the current open resources, which `leaks_since` does not attribute to the test."""
     threads = frozenset(thread.ident or 0 for thread in threading.enumerate())
     return OpenResources(
         threads=threads,
@@ -49,9 +51,9 @@ def open_resources_now() -> OpenResources:
 
 @dataclass(frozen=True)
 class StillOpen:
-    """Open resources: a phrase for every kind, and `stays` if a next test in the same ranks would
-    be affected. A process group can be destroyed; an incomplete collective or a running thread
-    cannot.
+    """Open resources, with a phrase for every kind. `stays` is True if they would affect a later
+    test in the same ranks: an incomplete collective or a running thread. A process group can be
+    destroyed.
     """
 
     phrases: tuple[str, ...] = ()
@@ -59,9 +61,11 @@ class StillOpen:
 
 
 def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen:
-    """Find process groups, unfinished collectives, and new threads and processes. A rank that is a
-    thread has no process of its own: resources of the process may be another rank's, and a
-    simulated world reports unfinished calls itself.
+    """Find process groups, unfinished collectives, and new threads and processes.
+
+    `has_process` is False for a rank that is a thread. It has no process for itself, so resources
+    of the process may belong to a different rank, and the simulated world reports unfinished calls
+    itself.
     """
     if not has_process:
         return StillOpen(tuple(_process_groups()))

@@ -23,7 +23,7 @@ _FORM = '@pytest.mark.world(4, backend="gloo", device="cpu", deadline_s=30, reus
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """A marker's arguments. `size` is one of `sizes`, selected by parametrization."""
+    """A marker's arguments. Parametrization selects `size` from `sizes`."""
 
     sizes: tuple[int, ...]
     size: int
@@ -42,15 +42,18 @@ class WorldOptions:
 
     @property
     def is_shared(self) -> bool:
-        """True if a process runs the test more than once: for several ranks, or after others."""
+        """Return True if a process runs tests more than once: for several ranks, or one test after
+        another.
+        """
         return self.reuse or self.is_simulated
 
 
 def effective_marker(node: pytest.Item | pytest.Function) -> pytest.Mark | None:
-    """Return the effective marker: the test's own, or else its class's, or its module's.
+    """Return the effective marker: the marker of the test, or else of its class, or else of its
+    module.
 
-    Raises pytest.UsageError if one of these has several that differ, because ignoring one would
-    drop requested ranks. A class may override its bases' marker.
+    Raises pytest.UsageError if one of these has several different markers, because ignoring one
+    would drop requested ranks. A class may override the marker of its bases.
     """
     for holder, _ in node.iter_markers_with_node(NAME):
         marks = [mark for mark in holder.own_markers if mark.name == NAME]
@@ -143,10 +146,10 @@ def _refuse(what: str) -> pytest.UsageError:
 
 
 def with_size(options: WorldOptions, size: int | None) -> WorldOptions:
-    """Return the options of one of the sizes; None if there was no parametrization.
+    """Return the options with one of the sizes; None if the test was not parametrized.
 
-    Raises pytest.UsageError if the marker differs from the one at collection, when a list of sizes
-    becomes several tests.
+    A list of sizes becomes several tests at collection. Raises pytest.UsageError if the marker
+    differs from the one at collection.
     """
     chosen = options.size if size is None else size
     if chosen not in options.sizes or (size is None and len(options.sizes) > 1):

@@ -1,4 +1,6 @@
-"""Reports of a rank about its part of a test: msgpack, through its events pipe."""
+"""Reports of a rank about its part of a test, encoded as msgpack and sent through its events
+pipe.
+"""
 
 from typing import Any, Literal
 
@@ -25,13 +27,16 @@ class RankWarning(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The result of the test on one rank.
 
-    `exception` is its class ("module:qualified name"); `longrepr` is pytest's own report of it, as
-    serialized for xdist; `where` is "path:line" of the crash, `message` its first line. `left`
-    lists open resources, `left_stays` is True if they would affect a next test in the same rank,
-    `groups` is the number of process groups that a persistent rank has created. `preloads` are
-    modules that every rank must import; `properties` are pytest's "user properties"; `body_s` is
-    the duration of the test without its fixtures; `said` contains events and targets for
-    Hypothesis, whose example a rank may have `rejected`.
+    exception   its class ("module:qualified name"); `message` is the first line of the exception
+    longrepr    pytest's report of the exception, as serialized for xdist
+    where       "path:line" of the exception
+    left        open resources; `left_stays`: True if they would affect a later test in this rank
+    groups      number of process groups that a persistent rank has created
+    preloads    modules that every rank must import
+    properties  pytest's "user properties"
+    body_s      duration of the test without its fixtures
+    said        events and targets for Hypothesis
+    rejected    True if the rank rejected the Hypothesis example
     """
 
     end: End
@@ -52,8 +57,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of a subtest on one rank, sent at its end: pytest's own report of it, serialized.
-    `failure` is the rank's report as if the test had failed like the subtest, without `longrepr`.
+    """The result of a subtest on one rank, sent at its end: pytest's report of it, serialized.
+    `failure` is the rank's report as if the whole test had failed like the subtest, without
+    `longrepr`.
     """
 
     name: str
@@ -72,8 +78,8 @@ KEPT_ELSE = (
 
 
 class RequestedTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test for a persistent rank: its node id, pickled arguments and marker; `final` if
-    Hypothesis will show this run of it.
+    """A test for a persistent rank: its node id, pickled arguments and marker. `final` is True if
+    Hypothesis will show this run.
     """
 
     nodeid: str
@@ -87,8 +93,8 @@ SERVE = Job("distcheck.testing.reused_rank:serve", Rendezvous, type(None), (STOR
 
 
 def encoded(message: RankReport | Subtest) -> bytes:
-    """Encode a message as msgpack, for any content: text that is not UTF-8 is escaped, values of
-    other types and integers beyond 64 bits become text.
+    """Encode a message as msgpack, whatever its content. Text that is not UTF-8 is escaped. Values
+    of other types and integers beyond 64 bits become text.
     """
     try:
         return msgspec.msgpack.encode(message, enc_hook=str)

@@ -1,4 +1,4 @@
-"""The pytest plugin: tests in worlds of ranks. Imports no torch until a world is requested.
+"""The pytest plugin: tests in worlds of ranks. Does not import torch until a test requests a world.
 
 @pytest.mark.world(4)
 def test_sum(world):
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; under xdist, make worlds take turns with those of other processes."""
+    """Register the marker. Under xdist, only one process at a time may run a world."""
     config.addinivalue_line("markers", _HELP)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that belong together")
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """End persistent worlds, and wait for the others to exit."""
+    """End persistent worlds, and wait until all worlds have exited."""
     kept = sys.modules.get("distcheck.testing.reused_worlds")
     if kept is not None:
         kept.close_all()
@@ -85,7 +85,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def world() -> Any:
-    """In a test marked `world`: this rank's view of its world, a `distcheck.testing.WorldView`."""
+    """Return this rank's view of its world, a `distcheck.testing.WorldView`. For tests marked
+    `world`.
+    """
     from distcheck.testing import rank
 
     view = rank.view()
@@ -101,7 +103,7 @@ def world() -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Defer the ranks' own fixtures."""
+    """Defer the fixtures that each rank sets up."""
     options = _options(item)
     if options is None:
         _wait_for_helpers()  # an ordinary test must find the process as if there had been no world
@@ -126,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Replace the pytest process's report by those of the ranks."""
+    """Replace the report of the pytest process by the reports of the ranks."""
     report = yield
     if call.excinfo is not None and report.outcome == "failed":
         longrepr = getattr(call.excinfo.value, "longrepr", None)
@@ -139,7 +141,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Make a world enforce pytest-timeout's limit itself; other tests are unaffected."""
+    """Make a world enforce the limit of pytest-timeout. Tests without a world are unaffected."""
     if item.get_closest_marker(marker.NAME) is not None:
         from distcheck.testing import timeouts
 
@@ -147,7 +149,9 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Send a report to the pytest process; in a rank, this is the only remaining implementation."""
+    """Send a report to the pytest process. In a rank, all other implementations of this hook are
+    removed.
+    """
     session = sys.modules.get("distcheck.testing.session")
     if session is not None:
         session.send_subtest_report(report)

@@ -1,7 +1,7 @@
 """Private names of pytest without a public equivalent. Update this file when a release renames one.
 
-`tests/plugin/test_pytest_compat.py` uses each of them in the installed pytest, and so detects
-renamed ones.
+`tests/plugin/test_pytest_compat.py` uses every name in the installed pytest, and so detects a
+renamed one.
 """
 
 import copy
@@ -36,17 +36,17 @@ _PARAMETER = "get_direct_param_fixture_func"  # the fixture function of a direct
 
 
 def argument_names(item: pytest.Function) -> Sequence[str]:
-    """Return the arguments of a test's function that are fixtures or parameters."""
+    """Return the arguments of a test function that are fixtures or parameters."""
     return item._fixtureinfo.argnames
 
 
 def definitions_of_fixtures(item: pytest.Function) -> Mapping[str, Sequence[Any]]:
-    """Return the definitions of each fixture of a test by name: the last one is used."""
+    """Return the definitions of each fixture of a test by name; pytest uses the last definition."""
     return item._fixtureinfo.name2fixturedefs
 
 
 def every_definition(item: pytest.Function) -> list[Any]:
-    """Return all fixtures that a test could set up, also by `request.getfixturevalue`."""
+    """Return all fixtures that a test can set up, including through `request.getfixturevalue`."""
     manager: Any = item.session._fixturemanager
     known = (getattr(manager, name, {}) for name in NAMES_OF_FIXTURES)
     every = [manager.getfixturedefs(name, item) or () for names in known for name in names]
@@ -80,12 +80,12 @@ def with_session_scope(definition: Any) -> Any:
 
 
 def drop_finalizers(definition: Any) -> None:
-    """Forget the teardown of dependent fixtures."""
+    """Remove the finalizers by which dependent fixtures are torn down with this one."""
     definition._finalizers.clear()
 
 
 def begin_teardown(item: pytest.Function) -> None:
-    """Make pytest tear down only what it sets up for a test from now on."""
+    """Make pytest tear down only fixtures that it sets up after this call."""
     stack = item.session._setupstate.stack
     stack.clear()
     for node in item.listchain():
@@ -93,12 +93,12 @@ def begin_teardown(item: pytest.Function) -> None:
 
 
 def tear_down(item: pytest.Function) -> None:
-    """Run all finalizers by pytest itself, in its order."""
+    """Make pytest run all finalizers, in its order."""
     item.session._setupstate.teardown_exact(None)
 
 
 def reset_fixture_state(item: pytest.Function) -> None:
-    """Reset pytest's state for fixtures of a test of which nothing ran in this process."""
+    """Reset pytest's state for the fixtures of a test of which nothing ran in this process."""
     item._initrequest()
     logs: Any = item.config.pluginmanager.getplugin("logging-plugin")
     if logs is not None:
@@ -109,8 +109,8 @@ def reset_fixture_state(item: pytest.Function) -> None:
 
 
 def own_state(item: pytest.Function) -> Iterator[tuple[Any, str, Callable[[], Any]]]:
-    """Yield pytest's state that is per rank if a rank is a thread: an object, an attribute name,
-    and a function that creates a rank's initial value.
+    """Yield the parts of pytest's state that each rank needs separately if ranks are threads: an
+    object, an attribute name, and a function that creates the initial value for a rank.
     """
 
     def own_request() -> Any:
@@ -134,7 +134,7 @@ def drop_sections(item: pytest.Function, titles: tuple[str, ...]) -> None:
 
 
 def folders(config: pytest.Config) -> Any:
-    """Return the factory of tmp_path's folders; None without that plugin."""
+    """Return the factory of tmp_path folders; None if its plugin is not active."""
     return getattr(config, "_tmp_path_factory", None)
 
 
@@ -143,7 +143,9 @@ def remove_hook(caller: Any, plugin: object) -> None:
 
 
 def take_capture_off(config: pytest.Config) -> Any:
-    """Detach and return the capture of the process's output, without changing it."""
+    """Detach pytest's capture of the output from this process and return it; the capture is
+    unchanged.
+    """
     captures: Any = config.pluginmanager.getplugin("capturemanager")
     if captures is None:
         return None
@@ -152,7 +154,7 @@ def take_capture_off(config: pytest.Config) -> Any:
 
 
 def capture_anew(fixture: Any) -> Any:
-    """Make capsys or a similar fixture capture current streams; return the previous capture."""
+    """Make capsys or a similar fixture capture the current streams; return its previous capture."""
     before, fixture._capture = fixture._capture, None
     fixture._start()
     return before

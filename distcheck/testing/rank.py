@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class WorldView:
     """One rank's view of the world that it runs in.
 
-    rank, size   this rank's number, and the world size
+    rank, size   number of this rank, and world size
     device       the device for this rank's tensors
     group        the process group of all ranks: torch's default group
     seed         the root seed; torch, random and numpy start from it, identically on every rank
@@ -70,8 +70,8 @@ _CUT = "; pytest is given 200,000 of a text"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A test to be run by ranks. `body` runs on each of them; fixtures that ranks set up are
-    `Deferred` among its arguments.
+    """A test for ranks to run. Each rank runs `body`. Its arguments contain a `Deferred` for each
+    fixture that ranks set up.
     """
 
     item: pytest.Function
@@ -86,7 +86,7 @@ _prepared: Prepared | None = None
 
 
 def prepare(prepared: Prepared | None) -> None:
-    """Set the test for the ranks, in the pytest process just before it forks."""
+    """Set the test that ranks will run. The pytest process calls this just before it forks."""
     global _prepared
     _prepared = prepared
 
@@ -98,7 +98,7 @@ def inherited() -> Prepared:
 
 
 def view() -> WorldView | None:
-    """Return the view of the world in a rank; None in any other process."""
+    """Return this rank's view of its world; None in a process that is not a rank."""
     return _view
 
 
@@ -157,7 +157,7 @@ def enter(
 
 
 def use_marker(options: WorldOptions) -> None:
-    """Update the view for the marker of a further test."""
+    """Update the view for the marker of the next test."""
     assert _view is not None
     _view.seed = options.seed
 
@@ -176,7 +176,9 @@ def seed_everything(seed: int) -> None:
 
 
 def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
-    """Run the body with this rank's fixtures; the test's exception is returned, not raised."""
+    """Run the body with this rank's fixtures. Return its report, and its exception instead of
+    raising it.
+    """
     __tracebackhide__ = True
     item = prepared.item
     before, properties = leaks.open_resources_now(), len(item.user_properties)

@@ -1,9 +1,9 @@
 """Persistent worlds: `@pytest.mark.world(4, reuse=True)` runs several tests in one world.
 
-Ranks and process group stay; a test costs one message in each direction. Ranks were forked when the
-first such test ran, after collection, so they know every test; inherited fixtures are sent by
-pickle. A test's changes of its rank are reverted (see reused_rank.py), and a world in which a test
-failed is discarded.
+Ranks and process group persist, so a test costs one message in each direction. Ranks are forked
+when the first such test runs, after collection, so they know every test. Values of inherited
+fixtures are sent by pickle. After each test, its changes to the rank are reverted (see
+reused_rank.py). If a test fails, its world is discarded.
 """
 
 import atexit
@@ -35,7 +35,7 @@ _kept: dict[_Key, "ReusedWorld"] = {}
 
 
 def run(prepared: Prepared) -> WorldEnd:
-    """Run a test in a persistent world, starting one if there is none."""
+    """Run a test in a persistent world; start one if there is none."""
     options, arguments = prepared.options, _pickle_arguments(prepared)
     key = (options.size, options.backend, options.device)
     world = _kept.pop(key, None)
@@ -97,12 +97,12 @@ class ReusedWorld:
 
     @property
     def usable(self) -> bool:
-        """True if another test may run here."""
+        """Return True if this world can run another test."""
         return not self._closed and os.getpid() == self._owner and not self._ranks.world.over
 
     def is_ready(self, deadline_s: float) -> bool:
-        """Return True if a test with this deadline may run here now: collectives have a sufficient
-        timeout, and no rank has died since the last test.
+        """Return True if a test with this deadline may run here now: the timeout of collectives is
+        sufficient, and no rank has died since the previous test.
         """
         if not self.usable or deadline_s > self._deadline_s:
             return False
@@ -113,7 +113,7 @@ class ReusedWorld:
         return not any(child.gone for child in self._ranks.world.children)
 
     def run(self, prepared: Prepared, arguments: bytes) -> WorldEnd:
-        """Run one test, with its pickled arguments. If a rank fails, the world is over."""
+        """Run one test, with its pickled arguments. If a rank fails, the world ends."""
         test = RequestedTest(
             nodeid=prepared.item.nodeid,
             arguments=arguments,

@@ -1,4 +1,4 @@
-"""In a rank: its copy of pytest's session, which reports to the pytest process only."""
+"""In a rank: a copy of pytest's session that reports only to the pytest process."""
 
 import pdb
 import sys
@@ -25,7 +25,9 @@ _inherited: list[Any] = []  # captures of the pytest process, never closed in a 
 
 
 def remove_plugin_hooks(config: pytest.Config, say: Callable[[bytes], None]) -> None:
-    """Remove other plugins' implementations of these hooks, and detach from the terminal."""
+    """Remove other plugins' implementations of the reporting hooks, and detach from the
+    terminal.
+    """
     global _line
     _line = config, say
     for name in _OUTWARD:
@@ -43,7 +45,7 @@ def _no_debugger(*_: Any, **__: Any) -> None:
 
 
 def send_subtest_report(report: pytest.TestReport) -> None:
-    """Send the report of a subtest at once, because the rank may hang after it."""
+    """Send the report of a subtest at once, because the rank may hang later."""
     if _line is None:
         return
     config, say = _line
@@ -61,7 +63,9 @@ def send_subtest_report(report: pytest.TestReport) -> None:
 
 @contextmanager
 def observe_test_threads(item: pytest.Function) -> Iterator[None]:
-    """Enable pytest's per-test observation of threads and finalizers, which it had up to 8.3."""
+    """Enable pytest's observation of threads and finalizers per test, a feature of pytest up to
+    8.3.
+    """
     with ExitStack() as stack:
         for name, generator in _UNHEARD.items():
             plugin: Any = item.config.pluginmanager.getplugin(name)
@@ -73,8 +77,8 @@ def observe_test_threads(item: pytest.Function) -> Iterator[None]:
 def warn_of_thread_errors(
     item: pytest.Function, error: BaseException | None
 ) -> BaseException | None:
-    """Make pytest warn, in this process, about exceptions of threads and finalizers. Under `-W
-    error` the warning fails the test, or becomes a note if the test failed already.
+    """Make pytest warn in this process about exceptions in threads and finalizers. Under `-W
+    error`, the warning fails the test; if the test has already failed, it becomes a note.
     """
     __tracebackhide__ = True
     for name, generator in _UNHEARD.items():

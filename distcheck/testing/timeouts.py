@@ -1,8 +1,9 @@
-"""A pytest-timeout limit of a test, which a world enforces itself.
+"""Enforces the limit of pytest-timeout for a test in a world.
 
-Its method "thread" ends the pytest process at the limit, with stacks of that process only. A world
-that ends itself slightly earlier reports its ranks' stacks, and the session continues. With either
-method, the limit applies to all Hypothesis examples of a test together.
+With its method "thread", pytest-timeout ends the pytest process at the limit and shows the stacks
+of that process only. A world that ends slightly earlier reports the stacks of its ranks, and the
+session continues. With either method, the limit applies to all Hypothesis examples of a test
+together.
 """
 
 import sys
@@ -22,8 +23,11 @@ _EARLY_SHARE = 0.1  # of the limit
 
 @dataclass(kw_only=True)
 class Limit:
-    """A limit of `seconds` that ends when the monotonic clock shows `ends_at`. `is_ours`: a world
-    must end itself, and has not `struck` yet. `held_back`: suspended by a debugger.
+    """A limit of `seconds`, which ends when the monotonic clock shows `ends_at`.
+
+    is_ours    True if the world must enforce the limit
+    struck     True after it has done so
+    held_back  True if a debugger suspends the limit
     """
 
     seconds: float
@@ -41,8 +45,8 @@ _KEY = pytest.StashKey[Limit | None]()
 
 
 def record_time_limit(item: pytest.Item, settings: Any) -> None:
-    """Record the limit that pytest-timeout is about to set. Its method "signal" raises while a
-    world is waited for, which needs no handling.
+    """Record the limit that pytest-timeout is about to set. Its method "signal" needs no handling:
+    it raises an exception while the pytest process waits for a world.
     """
     is_ours = settings.method == "thread"
     early_s = min(_MOST_EARLY_S, _EARLY_SHARE * settings.timeout) if is_ours else 0.0
@@ -55,7 +59,9 @@ def record_time_limit(item: pytest.Item, settings: Any) -> None:
 
 
 def fail_if_time_is_up(item: pytest.Item) -> None:
-    """Fail the test, once and like the method "signal", if its time is nearly up."""
+    """Fail the test, with the message of the method "signal" and only once, if its time is nearly
+    up.
+    """
     limit = item.stash.get(_KEY, None)
     if limit is not None and limit.is_ours and not limit.struck and _is_up(item, limit):
         limit.struck = True
@@ -81,8 +87,8 @@ class _TimeIsUp(BaseException):
 
 
 class ExampleSearch:
-    """Hypothesis examples of a test. When the time is up, no further one is tried: otherwise the
-    examples that shrink and reproduce a failure would be unlimited.
+    """Hypothesis examples of a test. When the time is up, no further example is tried: otherwise
+    the examples that shrink and reproduce a failure would be unlimited.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -92,7 +98,9 @@ class ExampleSearch:
 
     @contextmanager
     def example(self, arguments: Mapping[str, object]) -> Iterator[None]:
-        """Run one example. Its error when the time is up is the error of the test."""
+        """Run one example. If it fails when the time is up, its error becomes the error of the
+        test.
+        """
         __tracebackhide__ = True
         limit = self._item.stash.get(_KEY, None)
         if limit is None:

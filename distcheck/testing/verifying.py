@@ -41,7 +41,8 @@ def verify(
                 is copied to `.distcheck/cells/`
     world       world size, or several to try; by default 4
     workload    names of workloads; by default those of `distcheck verify`
-    batch       samples per step, over all ranks; `steps`: by default each workload's own
+    batch       samples per step, over all ranks
+    steps       steps of each workload; by default the workload's own number
     form ...    as the options --as, --arg, --set, --finish, --reset, --loss, --backend, --device,
                 --accept
     without_data  ranks without a shard of the batch, such as a parameter server
@@ -52,7 +53,7 @@ def verify(
     save        folder for cases, traces and the report; by default nothing is written
 
     All other arguments correspond to the option of the same name. Returns the report; its
-    `raise_for_verdict()` raises AssertionError unless it passed. Ranks are fresh in every call.
+    `raise_for_verdict()` raises AssertionError unless it passed. Every call starts new ranks.
     Raises UsageError for invalid arguments, CannotRunError if the verification cannot run.
     """
     fields = {"strategies": names_of(strategy), **_fields(asked)}

@@ -1,5 +1,5 @@
-"""Waits for a world of a test: its ranks' messages and output, and how it ends; after Ctrl-C, the
-ranks' stacks, which are shown at the end of the session.
+"""Waits for a world of a test: collects messages and output of its ranks, and determines how it
+ends. After Ctrl-C, collects the stacks of the ranks for the end of the session.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _KEY = pytest.StashKey[tuple[str, str]]()
 
 
 def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvous]:
-    """Return the ranks that a marker requests; the request of each is its rendezvous."""
+    """Return the ranks that a marker requests. The request of each rank is its rendezvous."""
     return Ranks(
         job=job,
         backend=options.backend,
@@ -48,8 +48,10 @@ def ranks_of(options: WorldOptions, job: Job[Rendezvous, Any]) -> Ranks[Rendezvo
 
 @dataclass
 class RankMessages:
-    """Messages of ranks so far: each one's report, the ranks that reported before they were asked
-    for their stacks, and subtests as (rank, subtest). `item` is the test.
+    """Messages of ranks so far.
+
+    It has the report of each rank, the ranks that reported before they were asked for their stacks,
+    and subtests as (rank, subtest). `item` is the test.
     """
 
     item: pytest.Item | None = None
@@ -69,7 +71,9 @@ class RankMessages:
 
 
 def collect_rank_messages(world: World, item: pytest.Function) -> RankMessages:
-    """Collect the messages of each rank; if capturing is off, print its output."""
+    """Collect the messages of each rank. If pytest's capture is off, print the output of the
+    ranks.
+    """
     heard = RankMessages(item=item)
 
     def take(number: int, payload: bytes) -> None:
@@ -102,10 +106,10 @@ def wait(
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> WorldEnd | None:
-    """Wait until the world is over, or `enough` returns True: then return None, and the world
+    """Wait until the world ends. If `enough` returns True earlier, return None; the world then
     continues. Raises NotSimulatedError for code that a simulated world cannot run.
 
-    A timeout or Ctrl-C meanwhile is reported with the ranks' stacks.
+    A timeout or Ctrl-C during the wait is reported with the stacks of the ranks.
     """
     timeout = ""
     try:
@@ -151,7 +155,9 @@ def _outcomes_of_test(outcomes: list[Outcome], heard: RankMessages) -> list[Outc
 
 
 def outputs_of(world: World) -> dict[int, str]:
-    """Return each rank's output, unless it was printed already, and how much of it was dropped."""
+    """Return the output of each rank, unless it was already printed, and the amount that was
+    dropped.
+    """
     found = {}
     for number, child in enumerate(world.children):
         text = child.output.strip("\n") if child.on_output is None else ""
@@ -168,8 +174,8 @@ def _print_live(number: int, data: bytes) -> None:
 
 
 def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collection[int]) -> None:
-    """Ask the ranks for their stacks, except those that had `ended` the test, and record timely
-    answers. Another Ctrl-C stops this.
+    """Ask the ranks for their stacks, except ranks that have `ended` the test, and record replies
+    that arrive in time. A second Ctrl-C stops the wait.
     """
     end = time.monotonic() + _PATIENCE_S
     world.interrupt()
@@ -181,7 +187,7 @@ def note_interrupt(item: pytest.Item, pool: Pool, world: World, ended: Collectio
 
 
 def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
-    """Return every rank's stack and last collective, identical ones once."""
+    """Return the stack and last collective of every rank; identical ones are shown once."""
     alike: dict[tuple[bool, str], list[int]] = {}
     for rank, child in enumerate(children):
         waits, text = False, " did not respond"
@@ -200,7 +206,7 @@ def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
 
 
 def show_interrupt(terminal: "pytest.TerminalReporter") -> None:
-    """Write the recorded stacks, if a test was interrupted, as a separate section."""
+    """If a test was interrupted, write the recorded stacks as a separate section."""
     noted = terminal.config.stash.get(_KEY, None)
     if noted is not None:
         nodeid, text = noted

@@ -1,4 +1,4 @@
-"""Reads a recording, rank by rank and step by step; its files may be damaged."""
+"""Reads a recording, rank by rank and step by step. Its files may be damaged."""
 
 import math
 import shutil
@@ -46,7 +46,7 @@ _NOT_RECORDED = Entry(EntryState.UNWRITTEN, b"")
 
 
 class JobHeader(NamedTuple):
-    """The non-tensor record of a rank's step, in the common form of all recordings."""
+    """The record of a rank's step without tensors, in the common form of all recordings."""
 
     ids: tuple[str, ...]
     loss: float
@@ -79,8 +79,8 @@ class TensorCache:
 
 @dataclass
 class JobRecording:
-    """All ranks of a job. `steps` are those that every rank has written, numbered as in the job; a
-    slot is an index into them.
+    """All ranks of a job. `steps` are the steps that every rank has written, with the numbers of
+    the job. A slot is an index into `steps`.
     """
 
     folder: Path
@@ -105,7 +105,9 @@ class JobRecording:
 
     @property
     def processes(self) -> int:
-        """The number of ranks of the job; those that train one model may be one rank here."""
+        """The number of ranks of the job. Ranks that train one model together may be one rank
+        here.
+        """
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
@@ -113,14 +115,14 @@ class JobRecording:
 
     @property
     def divided_by(self) -> str:
-        """The library whose shards could not be unsharded, or ""."""
+        """Return the library whose shards could not be unsharded, or ""."""
         return self.ranks[0].divided_by
 
     def at(self, step: int) -> list[StepRecord]:
         return [self.records[rank.rank, step] for rank in self.ranks]
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of one step of one rank. Raises UsageError if they are damaged."""
+        """Return the tensors of one rank at one step. Raises UsageError if they are damaged."""
         return self._kept.get((rank, step), lambda: self._added(rank, step))
 
     def _added(self, rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -164,7 +166,9 @@ class JobRecording:
         return read_tensors(file, self.records[rank, step].checksum)
 
     def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
-        """Return one of a parameter's gradients; an unchanged one is stored only once."""
+        """Return a gradient of a parameter. If it is stored only once because it did not change,
+        find it there.
+        """
         digests, stem = self.records[rank, step].digests, f"{STEMS[kind]}/{name}"
         if stem not in digests:
             return None
@@ -178,7 +182,9 @@ class JobRecording:
         return tuple(name for name in known if name in stepped)
 
     def holders(self, step: int, name: str) -> list[int]:
-        """Return the ranks whose optimizer has a parameter; all, unless optimizers are sharded."""
+        """Return the ranks whose optimizer has a parameter: all ranks, unless optimizers are
+        sharded.
+        """
         return [rank for rank in range(self.world) if self.holds(rank, step, name)]
 
     def holds(self, rank: int, step: int, name: str) -> bool:
@@ -236,7 +242,9 @@ class JobRecording:
         )
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """Return the entry of a rank's tensor; unwritten if the step was another optimizer's."""
+        """Return the entry of a rank's tensor; it is unwritten if the step belongs to a different
+        optimizer.
+        """
         step, name = self._place(kind, slot, index)
         if step is None:
             return _NOT_RECORDED
@@ -248,7 +256,9 @@ class JobRecording:
         return Entry(EntryState.ABSENT, b"") if was_there else _NOT_RECORDED
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """Return the recorded tensor; None if the budget, or another rank's copy, excluded it."""
+        """Return the recorded tensor; None if it exceeded the budget, or only a different rank kept
+        it.
+        """
         step, name = self._place(kind, slot, index)
         if step is None or not self.records[rank, step].whole:
             return None
@@ -270,8 +280,8 @@ def _names_of(stem: str, record: StepRecord) -> tuple[str, ...]:
 
 
 def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
-    """Read a file of tensors and verify its checksum, if given. Raises UsageError if it is damaged
-    or larger than memory: a sparse file may need no disk.
+    """Read a file of tensors and verify its checksum, if given. Raises UsageError if the file is
+    damaged, or larger than memory (a sparse file may be).
     """
     try:
         found = checksum_of(file, min(MOST_BYTES, available_bytes()))
@@ -343,8 +353,8 @@ def read_kept(folder: Path) -> JobRecording:
 
 
 def keep(job: JobRecording, kept: Path) -> None:
-    """Copy the files that `read` needs, without other files of the running job. Raises
-    CannotRunError if it cannot be written.
+    """Copy the files that `read` needs, and no other files of the job. Raises CannotRunError if the
+    copy cannot be written.
     """
     folder = job.folder
     try:

@@ -2,23 +2,29 @@
 it.
 
     rank-0002/rank.json                identity of the rank, and how its script was started
-    rank-0002/read.json                written last: some samples, read once more
+    rank-0002/read.json                written at the end: some samples, read a second time
     rank-0002/step-000003.json         a StepRecord
     rank-0002/step-000003.safetensors  its tensors; the record holds their checksum
 
-Names of tensors begin with their kind. `before/<parameter>` and `buffer/` are recorded before the
-first forward pass that the step was trained on (`start/` before the first one of all, if they
-changed between these; a parameter unchanged since the previous step is in that step's file). For
-the optimizer's parameters: `written/` (only a digest, if the parameter changed before the optimizer
-step), `after/`, `local/` (local gradients, summed over the backward passes in `.grad`), `sizes/`
-(their summed absolute values, if a pass before the last may synchronize), `cleared/` and
-`cleared-sizes/` (the same for contributions that were cleared before the step), `raw/` (reduced
-gradients), `step/` (optimizer gradients). `optim/<parameter>/<key>` is optimizer state before the
-step, in a recording to be compared with another job's (only a digest, unless small).
-`data/<digest>` are batches, inputs and targets; `random/<pass>` and `origin/<pass>` RNG states
-before a forward pass, and when its batch was loaded. Beyond the budget `local/`, `raw/` and `step/`
-are 64 projections (`sketches`), with `magnitude/<name>` for `local/`. Each rank writes its own
-shard of a sharded tensor.
+The name of a tensor starts with its kind:
+
+    before/<parameter>, buffer/   before the first forward pass that the step was trained on; a
+                   parameter unchanged since the previous step is in the file of that step
+    start/         before the first forward pass of all, if different from `before/`
+    written/       only a digest, if the parameter changed before the optimizer step
+    after/         after the optimizer step
+    local/         local gradients, summed over the backward passes in `.grad`
+    sizes/         their summed absolute values, if a pass before the last may synchronize
+    cleared/, cleared-sizes/   the same for contributions that were cleared before the step
+    raw/           reduced gradients
+    step/          optimizer gradients
+    optim/<parameter>/<key>   optimizer state before the step, in a recording to be compared with
+                   another job's (only a digest, unless small)
+    data/<digest>  batches, inputs and targets
+    random/<pass>  RNG states before a forward pass; origin/<pass>: when its batch was loaded
+
+Beyond the budget, `local/`, `raw/` and `step/` are 64 projections (`sketches`), with
+`magnitude/<name>` for `local/`. Each rank writes its shard of a sharded tensor.
 """
 
 import math
@@ -42,7 +48,8 @@ COMPILED = "torch.compile"
 
 class OpCall(msgspec.Struct, frozen=True):
     """A call of an operator or a compiled region, in a `module` and a `part` of a step. `outputs`
-    is "" if it completes later, like a collective; `draws`: it uses random numbers.
+    is "" if the call completes later, like a collective. `draws` is True if it uses random
+    numbers.
     """
 
     name: str
@@ -54,7 +61,9 @@ class OpCall(msgspec.Struct, frozen=True):
 
 
 class Ops(msgspec.Struct, frozen=True):
-    """The operators of a step in order, and the number of omitted ones beyond the limit."""
+    """The operators of a step in order, and the number of operators beyond the limit, which are
+    omitted.
+    """
 
     calls: tuple[OpCall, ...] = ()
     left_out: int = 0
@@ -73,7 +82,7 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     indices  the sampler's indices, if the data set has indices
     files    digests of the names of the samples' files, if known
-    drawn    digests of the RNG states that making the batch started from
+    drawn    digests of the RNG states when the loader began to make the batch
     """
 
     loader: int
@@ -87,8 +96,8 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's sample for an index, read under RNG streams equal on all ranks: a digest of each
-    leaf, the largest first.
+    """The sample that a rank reads for an index, under RNG streams that are equal on all ranks: a
+    digest of each leaf, the largest leaf first.
     """
 
     loader: int
@@ -97,7 +106,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RereadSamples(msgspec.Struct, frozen=True):
-    """The samples that a rank has read again after its last step."""
+    """The samples that a rank reads a second time after its last step."""
 
     samples: tuple[Sample, ...]
 
@@ -132,9 +141,11 @@ class LossCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Factor(msgspec.Struct, frozen=True, kw_only=True):
-    """A factor of a loss term. `computed`: the script may have included another factor, as in `aux
-    * (0.1 / passes)`; `outer`: it applies to the whole loss; `divides`: the script divided by its
-    inverse.
+    """A factor of a loss term.
+
+    computed  True if the script may have included a second factor, as in `aux * (0.1 / passes)`
+    outer     True if it applies to the whole loss
+    divides   True if the script divided by its inverse
     """
 
     number: float
@@ -144,8 +155,8 @@ class Factor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """A summand of a loss: the index of its LossCall in the pass (-1 for a mean or sum by the
-    script), and its factors.
+    """A summand of a loss: its factors, and the index of its LossCall in the pass (-1 for a mean or
+    sum that the script computes).
     """
 
     name: str
@@ -162,17 +173,18 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of the model, and the backward that followed.
 
     inputs       digests of the tensors among its arguments
-    rows         digests of the samples in the first of them
-    batches      the batches loaded for it: loader, pass over it, number
-    live         if True, the optimizer gradients include gradients through it
-    later        if True, parameters are those of `before/`, no longer of `start/`
-    loss         initial loss of backward; None if none followed
+    rows         digests of the samples in the first of these tensors
+    batches      the batches loaded for it: loader, pass over the loader, number
+    live         True if the optimizer gradients include gradients of this pass
+    later        True if parameters are those of `before/`, no longer of `start/`
+    loss         initial loss of backward; None if no backward followed
     pieces       digests, rank by rank, of each input that is sharded within a model
-    exchanges    if DistributedDataParallel was to synchronize in it; None without it
+    exchanges    True if DistributedDataParallel was to synchronize in this pass; None without it
     exchange_s   mean seconds by which synchronization delayed backward so far, as measured by
                  torch; None if unknown
-    random       digests of the RNG states before it; `draws`: forward used random numbers;
-                 `drew`: the script did, between batch and backward, outside forward
+    random       digests of the RNG states before it
+    draws        True if forward used random numbers
+    drew         True if the script used some between batch and backward, outside forward
     terms        summands of the loss; without them, `unread` is the reason
     """
 
@@ -195,9 +207,13 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of torch's clipping: the maximum (None: only the norm is computed), the norm, the
-    number of preceding forward passes of the step, if gradients contained a GradScaler's scale, and
-    the parameters (without `names`: all).
+    """A call of torch's gradient clipping.
+
+    most    maximum norm; None: torch only computed the norm
+    norm    the norm before clipping
+    passes  number of preceding forward passes of the step
+    scaled  True if gradients contained a GradScaler's scale
+    names   parameters; empty: all
     """
 
     kind: str
@@ -210,7 +226,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
 
 class CollectiveCall(msgspec.Struct, frozen=True):
     """A collective called from Python at a place (file:line of the script), with its number of
-    elements; `after_backward`: a backward pass of the step came before it.
+    elements. `after_backward` is True if a backward pass of the step came before it.
     """
 
     name: str
@@ -220,8 +236,9 @@ class CollectiveCall(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's shard of a DTensor: the tensor's shape, and the shard's offset `at`. The ranks `of`
-    hold the whole tensor together; those in `adds` hold summands of one sum, or of a mean.
+    """A rank's shard of a DTensor: the shape of the tensor, and the offset `at` of the shard. The
+    ranks in `of` hold the whole tensor together; those in `adds` hold summands of one sum, or of a
+    mean.
     """
 
     shape: tuple[int, ...]
@@ -232,7 +249,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """One axis of the ranks' mesh, and its kind; the last axis varies fastest."""
+    """One axis of the mesh of ranks, and its kind; the last axis varies fastest."""
 
     name: str
     kind: Literal["data", "tensor", "sequence", "pipeline", "expert"]
@@ -247,14 +264,15 @@ SHARING = ("tensor", "sequence", "pipeline")
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of one rank; `digests` are those of all tensors, recorded or not.
 
-    passes     forward passes since the previous step, of any optimizer
-    earlier    passes of earlier records that it was trained on: (step, number)
+    passes     forward passes since the previous step of any optimizer
+    earlier    passes in earlier records that this step was trained on: (step, number)
     backwards  number of backward passes before the step
-    carried    if True, the optimizer gradients include those of the optimizer's previous step
-    exchanged  if True, `raw/` was recorded after DistributedDataParallel's synchronization, not
+    carried    True if the optimizer gradients include those of the optimizer's previous step
+    exchanged  True if `raw/` was recorded after DistributedDataParallel's synchronization, not
                when the script first used the gradients
-    lines        source lines FILE:LINE of recorded calls, by kind (`LINES`); "" for a package's
-    averages     at the first and last step: digests of models that look like a trained one
+    lines        source lines FILE:LINE of recorded calls, by kind (`LINES`); "" for a line in a
+                 package
+    averages     digests of models that look like a trained one, at the first and last step
     held         the same before the first forward pass, including dictionaries of tensors, in a
                  recording to be compared with another job's
     computed     the dtype of autocast in or around a forward pass, if any
@@ -301,12 +319,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained(self) -> list[Pass]:
-        """The passes that the step was trained on, each with its loss."""
+        """Return the passes that the step was trained on; each has a loss."""
         return [one for one in self.passes if one.live and one.loss is not None]
 
     @property
     def loss(self) -> float:
-        """The sum of the losses that the step was trained on, without the loss scale."""
+        """Return the sum of the losses that the step was trained on, without the loss scale."""
         return sum(one.loss or 0.0 for one in self.trained) / (self.scale or 1.0)
 
 
@@ -344,9 +362,9 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def checksum_of(file: Path, most: int | None = None) -> str:
-    """Return the digest of a nonempty file, which is memory-mapped, since copies of large files
-    dominate the cost. Raises OSError, and ValueError for more than `most` bytes or something other
-    than a file.
+    """Return the digest of a nonempty file. The file is memory-mapped, since copying large files
+    would dominate the cost. Raises OSError, and ValueError for more than `most` bytes or something
+    other than a file.
     """
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
@@ -366,7 +384,9 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
 
 
 def for_others(record: RankRecord) -> RankRecord:
-    """Return the record with a masked command line, which may contain secrets."""
+    """Return a copy of the record for other people: the command line, which may contain secrets, is
+    masked.
+    """
     return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
 
 

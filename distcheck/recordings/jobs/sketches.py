@@ -1,9 +1,9 @@
-"""Projects a tensor onto 64 signed sums of its elements: linear, so means and factors are
-preserved.
+"""Projects a tensor onto 64 signed sums of its elements. The projection is linear, so it preserves
+means and factors.
 
 Element i is added to sum i mod 64, and the sign of each row of 64 elements depends only on its
-position. In addition there are sums of absolute values, which turn a rounding bound on elements
-into one on sums.
+position. `magnitudes` are sums of absolute values, which turn a rounding bound on elements into a
+rounding bound on sums.
 """
 
 import functools

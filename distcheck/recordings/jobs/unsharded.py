@@ -1,34 +1,34 @@
 """Unshards a recording: merges the ranks that train one model into one rank with that model.
 
 Purpose: checks and causes of a job assume data parallelism, in which every rank has a whole model
-and its own samples. This module reduces model parallelism to that case. The ranks of a *unit* train
-one model on the same samples (axes of kind tensor, sequence or pipeline); each unit becomes one
-rank of a new recording in a new folder. `apart` is the recording as written, in which checks
-compare the ranks of a unit; `units` maps each new rank to the old ones.
+and reads different samples. This module reduces model parallelism to that case. The ranks of a
+*unit* train one model on the same samples (axes of kind tensor, sequence or pipeline); each unit
+becomes one rank of a new recording in a new folder. `apart` is the recording as written, in which
+checks compare the ranks of a unit; `units` maps each new rank to the old ones.
 
 Rules for one step of a unit:
-- A tensor without a Part is taken from the first rank of the unit that recorded it.
-- A sharded tensor consists of boxes: each rank in `Part.of` recorded its shard and the offset `at`.
+- A tensor without a Shard is taken from the first rank of the unit that recorded it.
+- A sharded tensor consists of boxes: each rank in `Shard.of` recorded its shard and offset `at`.
   Shards must fill the shape exactly; otherwise the recording is damaged (UsageError).
-- Ranks in `Part.adds` hold summands of a shard; they are added in float64, and averaged if `mean`.
-- Pipeline stages contribute their own layers; equal names with different initial values get the
+- Ranks in `Shard.adds` hold summands of a shard; they are added in float64, and averaged if `mean`.
+- Pipeline stages contribute their layers; equal names with different initial values get the
   prefix of their stage. Losses come from the last stage.
 - Experts that no rank of the unit has are taken from ranks of other units.
 - Local gradients that include other units' samples, or that may be partial sums, are dropped: they
   are not the gradient of this unit's samples.
 - Only unit 0 keeps whole state; of other units' state, 64 projections are kept.
 
-Digests of unsharded tensors are computed anew, so equal models have equal digests, whatever their
+Digests of unsharded tensors are recomputed, so equal models have equal digests, whatever their
 sharding. Memory is allocated only after the shards are known to fit.
 
 Example: two ranks on the mesh tensor=2 with one linear layer, weight [2, 3] sharded by rows and a
 replicated bias. Both ranks read the same 4 samples. At step 0 rank 0 wrote `before/weight` [1, 3]
-with Part(shape=(2, 3), at=(0, 0), of=(0, 1)), rank 1 its row with at=(1, 0), and both wrote
+with Shard(shape=(2, 3), at=(0, 0), of=(0, 1)), rank 1 its row with at=(1, 0), and both wrote
 `before/bias` [2]. There is one unit, (0, 1), so the new world size is 1. Its rank 0 has
 `before/weight` [2, 3] with both rows, `before/bias` of old rank 0, and the 4 samples once. The
 reference, which trains this model in a single process, is compared with it tensor by tensor. If old
-rank 1 holds another bias, this recording does not show it; the agreement check finds it in `apart`.
-On a mesh data=2 without sharded tensors the recording is returned unchanged.
+rank 1 holds a different bias, this recording does not show it; the agreement check finds it in
+`apart`. On a mesh data=2 without sharded tensors the recording is returned unchanged.
 """
 
 import dataclasses
@@ -106,8 +106,8 @@ def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
 def whole_of(
     job: JobRecording, rank: int, step: int, key: str, times: Mapping[int, float] = _NO_FACTORS
 ) -> torch.Tensor | None:
-    """Return a tensor of one rank, unsharded if necessary, with ranks' shards multiplied by
-    `times`; None if there is none.
+    """Return a rank's tensor, unsharded if necessary; None if there is none. Shards are multiplied
+    by the `times` of their rank.
     """
     record = job.records[rank, step]
     if key not in record.digests:

@@ -1,7 +1,7 @@
 """Inputs and outputs of a job's modules in one step of one rank.
 
 Next to the record, `sums/modules` holds 64 projections (`sketches`) of each tensor here and of its
-gradient, NaN if there is none: its shape is (tensors, 2, 64).
+gradient, or NaN without a gradient. Its shape is (tensors, 2, 64).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,9 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WatchedTensor(msgspec.Struct, frozen=True):
-    """An input or output of a module; `shape` is None if unknown; `trains`: backward may use it."""
+    """An input or output of a module. `shape` is None if unknown. `trains` is True if backward may
+    use it.
+    """
 
     shape: Shape | None
     digest: str
@@ -31,7 +33,7 @@ class WatchedTensor(msgspec.Struct, frozen=True):
 
 
 class ModuleCall(msgspec.Struct, frozen=True):
-    """The `call`-th call of a module in forward pass `number` of the step; inputs and outputs are
+    """The `call`-th call of a module in forward pass `number` of the step. Inputs and outputs are
     indices of tensors.
     """
 
@@ -44,14 +46,17 @@ class ModuleCall(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """The identity of the call across runs."""
+        """Return the identity of the call across runs."""
         return self.name, self.number, self.call
 
 
 class WatchedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """All modules of a step. Calls are ordered by completion, so a module comes after its
-    submodules; `backward` lists tensors in the order in which gradients came. `left_out` is the
-    number of omitted calls beyond the limit; `compiled` are modules whose inside is not recorded.
+    """All modules of a step. Calls are in order of completion, so a module comes after its
+    submodules.
+
+    backward  tensors, in the order in which backward computed their gradients
+    left_out  number of calls beyond the limit, which are omitted
+    compiled  modules whose submodules are not recorded
     """
 
     calls: tuple[ModuleCall, ...] = ()
@@ -61,7 +66,7 @@ class WatchedCalls(msgspec.Struct, frozen=True, kw_only=True):
     compiled: tuple[str, ...] = ()
 
     def fits(self, sums: torch.Tensor) -> bool:
-        """Return True if every index is valid, and `sums` covers all tensors."""
+        """Return True if every index is valid, and `sums` has a row for every tensor."""
         places = [one for call in self.calls for one in (*call.inputs, *call.outputs)]
         inside = all(place < len(self.tensors) for place in (*places, *self.backward))
         shape = (len(self.tensors), 2, SLOTS)
@@ -75,7 +80,9 @@ class WatchedStep(NamedTuple):
     sums: torch.Tensor
 
     def places(self) -> dict[str, int]:
-        """Return tensors' indices by role in the first call that has them: `2/layers.0#0/out 0`."""
+        """Return tensors' indices by role in the first call that has them, as in `2/layers.0#0/out
+        0`.
+        """
         named: dict[int, str] = {}
         for call in self.watched.calls:
             for name, place in named_places(call):
@@ -105,13 +112,15 @@ def prefix_of_rank(rank: int) -> str:
 
 
 def packed(seen: WatchedStep, of: str) -> dict[str, torch.Tensor]:
-    """Return recorded modules as tensors for a file; their names begin with `of`."""
+    """Return recorded modules as named tensors for a file; names begin with `of`."""
     text = bytearray(msgspec.json.encode(seen.watched))
     return {f"{of}record": torch.frombuffer(text, dtype=torch.uint8), f"{of}sums": seen.sums}
 
 
 def unpacked(found: Mapping[str, torch.Tensor], of: str) -> WatchedStep | None:
-    """Read packed modules; None if there are none. Raises ValueError if they do not fit."""
+    """Read the modules that `packed` stored; None if there are none. Raises ValueError if they do
+    not fit.
+    """
     if f"{of}record" not in found:
         return None
     watched = decode_json(bytes(found[f"{of}record"].tolist()), WatchedCalls)

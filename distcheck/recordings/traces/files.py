@@ -3,7 +3,7 @@
     index.bin             headers and tables, as in memory
     slot-N.safetensors    gradients of step N and the state before it, as rank/kind/name
 
-A trace with digests only has the index and no slot files. A tensor that several ranks share is
+A trace without tensors has the index, but no slot files. A tensor that several ranks share is
 stored once, under the rank that holds it. complex32 and complex128, which safetensors lacks, are
 stored as pairs of real numbers.
 """
@@ -43,8 +43,8 @@ _DAMAGE = (
 
 @SAVE.does
 def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Write the traces to folders run-1 and run-2 (the rerun's), and return the digest of each
-    index. Raises CannotRunError.
+    """Write the traces to folders run-1 and run-2 (the rerun). Return the digest of each index.
+    Raises CannotRunError.
     """
     indexes = []
     try:

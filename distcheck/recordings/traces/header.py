@@ -1,7 +1,7 @@
-"""The non-tensor record of a rank's step, and its binary form in a trace.
+"""The record of a rank's step without tensors, and its binary form in a trace.
 
-The source lines that each gradient of the step passed through follow the header, in a space of
-fixed size: lines that do not fit are not written.
+The header is followed by the source lines that each gradient of the step passed through, in a space
+of fixed size. Lines that do not fit are not written.
 """
 
 import mmap
@@ -22,14 +22,16 @@ _NOT_COUNTED = -1  # tokens and positions of a workload without token counts
 
 @dataclass(frozen=True, kw_only=True)
 class StepHeader:
-    """The non-tensor record of a step.
+    """The record of a step without tensors.
 
-    `ids` are indices of samples; `ready_order` lists parameter indices in the order in which
-    backward finished their gradients. `loss_factor` is the derivative of backward's loss by the
-    shard's mean loss. `rng_state` is that of torch's generators; `library_states` and `settings`
-    come from the functions of that name in `seeds`, `implementation` from that in `optimizers`.
-    `stretches` is the number of micro-batches per batch in the strategy's own backward: 1 to 255.
-    `tokens` is the number of tokens in the loss, of `positions` with padding; None if not counted.
+    ids             indices of samples
+    ready_order     parameter indices in the order in which backward finished their gradients
+    loss_factor     derivative of backward's loss by the shard's mean loss
+    rng_state       state of torch's generators
+    library_states, settings, implementation   results of the functions of that name in `seeds` and
+                    `optimizers`
+    stretches       number of micro-batches per batch in the strategy's own backward: 1 to 255
+    tokens          number of tokens in the loss, of `positions` with padding; None: not counted
     """
 
     ids: tuple[int, ...]
@@ -49,18 +51,20 @@ class StepHeader:
 
     @property
     def optimizer(self) -> str:
-        """Empty: a case has the same settings in every run."""
+        """Return "": a case has the same optimizer settings in every run."""
         return ""
 
     @property
     def loss_over(self) -> int:
-        """The number of tokens (without token counts: samples) in the loss's mean."""
+        """Return the number of tokens in the mean of the loss; the number of samples if tokens are
+        not counted.
+        """
         return len(self.ids) if self.tokens is None else self.tokens
 
 
 def write_header(index: mmap.mmap, layout: TraceLayout, at: int, header: StepHeader) -> None:
-    """Write a header to its place, which marks its step as written. The RNG digest covers only
-    torch's generators: any code may use the libraries', and effects show elsewhere.
+    """Write a header to its place, and mark its step as written. The RNG digest covers only torch's
+    generators: any code may use the generators of libraries, and effects show elsewhere.
     """
     missing = len(layout.model.parameters) - len(header.ready_order)
     order = (*header.ready_order, *[-1] * missing)
@@ -119,12 +123,12 @@ _MOST_LINES = 8  # of a step
 
 
 class StepLines(msgspec.Struct, frozen=True):
-    """Source lines of a step. `lines` are FILE:LINE, "" for calls without one; other fields are
-    indices.
+    """Source lines of a step.
 
-    `reducing` are lines that only reduce. Per parameter, `given` are the lines of calls that
-    received memory of its gradient, and `perhaps` those that may have received copies; a parameter
-    without a gradient has neither, and is not in `known`.
+    `lines` are FILE:LINE, "" for a call without a line; all other fields are indices into it.
+    `reducing` are lines that only reduce. For each parameter, `given` are the lines of calls that
+    received memory of its gradient, and `perhaps` the lines of calls that may have received copies.
+    A parameter without a gradient has neither, and is not in `known`.
     """
 
     lines: Annotated[tuple[str, ...], Meta(max_length=_MOST_LINES)]
@@ -135,7 +139,7 @@ class StepLines(msgspec.Struct, frozen=True):
 
 
 def write_lines(index: mmap.mmap, layout: TraceLayout, at: int, lines: StepLines) -> None:
-    """Write lines to their place, if they fit."""
+    """Write the source lines of a step to their place, if they fit."""
     data = msgspec.msgpack.encode(lines)
     if len(lines.lines) <= _MOST_LINES and len(data) <= layout.line_bytes - _LENGTH:
         index[at + _LENGTH : at + _LENGTH + len(data)] = data
@@ -143,7 +147,7 @@ def write_lines(index: mmap.mmap, layout: TraceLayout, at: int, lines: StepLines
 
 
 def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | None:
-    """Read lines; None if there are none, or they are malformed."""
+    """Read the source lines of a step; None if there are none, or if they are malformed."""
     length = int.from_bytes(index[at : at + _LENGTH], "little") if layout.line_bytes else 0
     if not 0 < length <= layout.line_bytes - _LENGTH:
         return None
@@ -158,7 +162,7 @@ def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | No
 
 
 def room_for_lines(parameters: int) -> int:
-    """Return the bytes for a step's lines: some paths, and a few numbers per parameter."""
+    """Return the bytes for the lines of a step: some paths, and a few numbers per parameter."""
     return 1024 + 16 * parameters
 
 
@@ -168,7 +172,9 @@ def lines_of(
     perhaps: Mapping[str, frozenset[str]],
     reducing: frozenset[str],
 ) -> StepLines:
-    """Return the lines of parameters; `names`, in layout order, maps to True with a gradient."""
+    """Return the lines of parameters. `names`, in layout order, maps to True if there is a
+    gradient.
+    """
     nothing = frozenset[str]()
     lines = sorted(nothing.union(*given.values(), *perhaps.values()))
     number = {line: place for place, line in enumerate(lines[:256])}

@@ -1,14 +1,14 @@
 """Layout of the trace of one world.
 
 A trace is one file of fixed layout (a memfd: shared memory without a name, so nothing remains when
-processes die). Every rank writes into its own regions:
+processes die). Every rank writes into separate regions:
 
     step headers    per rank and step: sample ids, loss, RNG states, order of gradients
     slot table      per rank, kind, slot and tensor: digest and place of the bytes
     data            per rank, kind, slot and tensor: the bytes
 
-The file is sparse: an unwritten region uses no memory. Ranks with equal bits store them once (the
-others' table entries refer to the first), which keeps the trace of a correct run small.
+The file is sparse: an unwritten region uses no memory. Ranks with equal bits store them once: the
+table entries of all ranks refer to the first copy. This keeps the trace of a correct run small.
 """
 
 import mmap
@@ -59,11 +59,11 @@ def spec_bytes(spec: TensorSpec) -> int:
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the order of a tensor's dimensions in memory, outermost first, four bits each; 0 if
-    there is only one order, or too many dimensions.
+    """Return the order of a tensor's dimensions in memory, outermost first, four bits each. Return
+    0 if only one order is possible, or if there are too many dimensions.
 
-    Of dimensions with one stride, all but one have size 1, and that one is the innermost of the
-    others' possible order: it goes first.
+    If several dimensions have the same stride, at most one has a size other than 1; it is the
+    innermost of them.
     """
     if len(shape) > _MOST_ORDERED:
         return 0
@@ -88,8 +88,8 @@ def _align(offset: int) -> int:
 class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Byte offsets of everything in the trace of `world` ranks over `steps` steps.
 
-    `outputs` is the table of model outputs for at most `max_shard` samples, if recorded;
-    `line_bytes` the space for a step's lines, 0 for none.
+    `outputs` is the table of model outputs for at most `max_shard` samples, if recorded.
+    `line_bytes` is the space for the source lines of a step, or 0.
     """
 
     world: World
@@ -136,7 +136,7 @@ class TraceLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def index_bytes(self) -> int:
-        """Size of headers and tables, which a reader maps at once."""
+        """Size of headers and tables, which a reader maps together."""
         return _align(self.table_offset + self.world * self.entries_per_rank * ENTRY.size)
 
     @cached_property

@@ -16,9 +16,10 @@ _CPU = torch.device("cpu")
 
 
 class TraceReader:
-    """Reads the trace behind a file descriptor, which may still be growing. Nothing is copied,
-    except to a `device` other than the CPU. Without `tensors` the trace holds only digests, and
-    requesting a tensor raises LookupError.
+    """Reads the trace behind a file descriptor, which may still be growing.
+
+    Nothing is copied, except to a `device` other than the CPU. With `tensors` False, the trace has
+    only digests, and a request for a tensor raises LookupError.
     """
 
     def __init__(
@@ -66,16 +67,18 @@ class TraceReader:
         return read_lines(self._map, self._of_file, at)
 
     def steps_written(self) -> int:
-        """Return the number of steps, from the first, that every rank of the file has completed."""
+        """Return the number of steps, from the first, that every rank in the file has completed."""
         return steps_written(self._map, self._of_file)
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """Return the table entry of one tensor; for an owned gradient, the owner's entry."""
+        """Return the table entry of a tensor. If a rank owns the gradient, return the entry of the
+        owner.
+        """
         owner = self.owner(rank, kind, slot, index)
         return self._entry(self.ranks[rank] if owner is None else owner, kind, slot, index)
 
     def owner(self, rank: int, kind: Kind, slot: int, index: int) -> int | None:
-        """Return the rank (of the file) that owns a tensor; None if every rank has its own."""
+        """Return the rank (of the file) that owns a tensor; None if no single rank owns it."""
         if kind is not Kind.GRADIENT:
             return None
         at = self._of_file.entry_offset(self.ranks[rank], kind, slot, index)
@@ -91,11 +94,11 @@ class TraceReader:
         return Entry(EntryState(state), digest, EntrySource(source), holder, known, together)
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """Return the recorded tensor, mapped; None if none has the layout's shape."""
+        """Return the recorded tensor, memory-mapped; None if no entry has the layout's shape."""
         return self._tensor_of(self.entry(rank, kind, slot, index), kind, slot, index)
 
     def own_tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """Return the rank's own tensor, even if another rank owns it."""
+        """Return the tensor that this rank recorded, even if a different rank owns it."""
         return self._tensor_of(self._entry(self.ranks[rank], kind, slot, index), kind, slot, index)
 
     def _tensor_of(self, entry: Entry, kind: Kind, slot: int, index: int) -> torch.Tensor | None:

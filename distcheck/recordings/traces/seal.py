@@ -1,9 +1,10 @@
-"""Checksums of a saved trace, so that a damaged one is refused and never judged.
+"""Checksums of a saved trace, so that a damaged trace is rejected and never judged.
 
-    checksums.json    the digest of about.json, and that of the index.bin of every run
+    checksums.json    digests of about.json and of the index.bin of every run
 
-The index has the tensors' digests. A trace without this file, or of another schema, is refused: its
-damage could not be detected. A separate process moves traces between memory and folders.
+The index has the digests of the tensors. A trace without this file, or with a different schema, is
+rejected, because damage could not be detected. A separate process moves traces between memory and
+folders.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def write_about(folder: Path, about: bytes, indexes: Sequence[str]) -> None:
 
 def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
     """Return the content of about.json and the digests of the indexes, one per run. Raises
-    UsageError if anything is missing, damaged or of another schema.
+    UsageError if a file is missing, damaged or of a different schema.
     """
     seal = _read(folder)
     try:
@@ -99,8 +100,10 @@ TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
 class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to move traces between shared memory and a folder. SAVE returns the digests of the
-    indexes, which LOAD expects in `indexes`. Without `tensors`, only the indexes are moved.
+    """Request to move traces between shared memory and a folder.
+
+    SAVE returns the digests of the indexes; LOAD requires them in `indexes`. With `tensors` False,
+    only the indexes are moved.
     """
 
     folder: str

@@ -16,10 +16,10 @@ class TraceWriter:
     """Writes one rank's part of a trace.
 
     Bytes are written with `pwrite`, not through a mapping, so that they do not count as the rank's
-    memory. A tensor whose digest another rank (or the same slot of the baseline run) already
-    published is not written again. Two ranks that publish at the same moment may both write, which
-    is redundant but correct. Local gradients are not shared between ranks, because a second
-    backward writes to their slot again.
+    memory. A tensor is not written if a different rank, or the same slot of the baseline run, has
+    already published its digest. Two ranks that publish at the same moment may both write, which is
+    redundant but correct. Local gradients are not shared between ranks, because a second backward
+    overwrites their slot.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TraceWriter:
         self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None, *, order: int = 0
     ) -> None:
         """Record one tensor (or its absence) and the `memory_order` of its dimensions. The tensor
-        may be reused after this returns.
+        may be reused after this call.
         """
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:

@@ -1,8 +1,8 @@
-"""The table of causes: description, symptoms and repair of each. No torch.
+"""The table of causes: description, symptoms and fix of each cause. Does not import torch.
 
 Each family has a TOML file, in the order of the documentation; `Cause` describes the fields. Only
-`name_cause` creates a diagnosis: a cause named in code must be in the table, and suggestions are
-written nowhere else. The files are read on first use.
+`name_cause` creates a diagnosis. It rejects a cause that is not in the table. Suggestions are
+written only in the table. The files are read on first use.
 """
 
 import tomllib
@@ -26,7 +26,7 @@ By = Literal["verify", "job", "guard", "compare"]
 
 
 class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Symptoms and repair of a cause of `verify` in a whole job, if they differ there."""
+    """Symptoms and fix of a cause in a whole job, if they differ from those in `verify`."""
 
     when: tuple[str, ...]
     repair: str
@@ -36,10 +36,10 @@ class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the table.
 
-    what        the mistake, in one sentence of one line
-    when        observable symptoms; any of them is enough to name the cause
+    what        the mistake, in one sentence on one line
+    when        observable symptoms; any one of them suffices to name the cause
     repair      a short instruction that starts with a verb
-    confused    other causes with the same or similar symptoms
+    confused    causes with the same or similar symptoms
     needs       requirements on a run; without them the cause is never named
     by          commands that name the cause; the default is `job` in the family `jobs`, and
                 `verify` in the others
@@ -86,7 +86,7 @@ def causes() -> Mapping[str, Cause]:
 
 @cache
 def shared() -> Mapping[str, str]:
-    """Return suggestions that several causes share, by the name of the variant."""
+    """Return the suggestions that several causes share, by name of the variant."""
     return msgspec.convert(read_table("shared"), dict[str, str])
 
 
@@ -95,8 +95,8 @@ def read_table(name: str) -> dict[str, dict[str, object]]:
 
 
 def name_cause(cause: str, evidence: str, /, *variants: str, **given: object) -> Diagnosis:
-    """Return a diagnosis with the suggestions of these variants; `given` fills their placeholders.
-    Raises KeyError for a cause that is not in the table.
+    """Return a diagnosis with the suggestions of the given variants; `given` has the values of
+    their placeholders. Raises KeyError for a cause that is not in the table.
     """
     return Diagnosis(
         cause=cause, evidence=evidence, suggestion=suggested(cause, *variants, **given)
@@ -104,6 +104,6 @@ def name_cause(cause: str, evidence: str, /, *variants: str, **given: object) ->
 
 
 def suggested(cause: str, /, *variants: str, **given: object) -> str:
-    """Return the suggestions of these variants, joined."""
+    """Return the suggestions of the given variants, joined."""
     texts = {**shared(), **causes()[cause].suggestions}
     return "; ".join(texts[variant].format(**given) for variant in variants or (_USUAL,))

@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_property(strategy: str, world: int, workload: str, prop: str) -> None:
-    """Pass if every check of this property has passed; fail if one is unknown."""
+    """Pass if every check of this property passes; fail if one fails or is unknown."""
     report = _cached_report(strategy, world, workload)
     if isinstance(report, LeftOutError):
         pytest.skip(str(report))
