@@ -60,7 +60,7 @@ def named_by(command: str) -> str:
 
 def of_symptoms() -> str:
     """Return the table of symptoms with their commands and causes."""
-    rows = ["| symptom | command | can name |\n|---|---|---|\n"]
+    rows = ["| symptom | command | causes it can report |\n|---|---|---|\n"]
     for one in symptoms().values():
         commands = "<br>".join(f"`{command}`" for command in one.commands)
         names = ", ".join(f"`{name}`" for name in one.causes)

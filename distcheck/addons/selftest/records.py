@@ -80,14 +80,14 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
     unexplained: int
     correct: int
     passed: int
-    false_alarms: int
+    false_positives: int
     left_out: int  # correct cases that their strategy or the backend cannot run
     unknown: int  # planned mutants or correct cases without a verdict
 
     @property
     def exit_code(self) -> ExitCode:
         """Exit code: a missed mutant, a wrong cause and a false positive are each a mismatch."""
-        if self.missed or self.named_wrong or self.false_alarms:
+        if self.missed or self.named_wrong or self.false_positives:
             return ExitCode.MISMATCH
         nothing = self.caught + self.passed == 0
         return ExitCode.UNKNOWN if self.unknown or nothing else ExitCode.PASS
@@ -103,7 +103,8 @@ def detection_counts(
         return sum(all(getattr(r, n) == value for n, value in wanted.items()) for r in matching)
 
     caught, missed = of("mutant", verdict="caught"), of("mutant", verdict="missed")
-    passed, false_alarms = of("correct", verdict="passed"), of("correct", verdict="false positive")
+    passed = of("correct", verdict="passed")
+    false_positives = of("correct", verdict="false positive")
     left_out = of("correct", verdict="left out")
     planted -= of("mutant", verdict="left out")
     return DetectionCounts(
@@ -115,9 +116,9 @@ def detection_counts(
         unexplained=of("mutant", naming="unexplained"),
         correct=correct,
         passed=passed,
-        false_alarms=false_alarms,
+        false_positives=false_positives,
         left_out=left_out,
-        unknown=planted - caught - missed + correct - passed - false_alarms - left_out,
+        unknown=planted - caught - missed + correct - passed - false_positives - left_out,
     )
 
 

@@ -86,7 +86,7 @@ def totals(found: SelftestResults) -> Iterator[str]:
     if counts.correct:
         yield (
             f"correct   {counts.correct} cases: {counts.passed} passed, "
-            f"{counts.false_alarms} false positives"
+            f"{counts.false_positives} false positives"
         )
     out = [(row.name, row.detail) for row in found.rows if row.verdict == "left out"]
     for name, why in dict.fromkeys(out):
