@@ -34,7 +34,7 @@ _SHOWN: dict[WorldName, str] = {"world": "first run", "rerun": "rerun", "further
 
 def is_separate(case: Case) -> bool:
     """Return True if a case's rerun uses separate interpreters: on the CPU, where LOCAL_RANK
-    selects no device, and outside MPI jobs and single-process worlds.
+    selects no device, and not for MPI jobs and single-process worlds.
     """
     own_ranks = name_of(case.backend) in ("mpi", "simulated")
     return case.separate and case.rerun and case.device == "cpu" and not own_ranks
@@ -44,13 +44,17 @@ def is_separate(case: Case) -> bool:
 class CaseRun:
     """A case, its required coverage, the exit status of its ranks, and the judges' results.
 
-    `surroundings` are those of the rerun; `rerun_in` describes them, or why they differ from the
-    request. `taking_apart` bisects a rerun that differed, `of_rerun` are the results of its own
-    steps, `separation` is the outcome. `seen` are the measurements of a failed case, `like` a case
-    that fails in the same way and was measured instead. `not_run` is why no rank was started, or
-    why the run does not count, `defect` a defect of distcheck that ended a rank, `refused` the
-    error with which a rank refused to run. Only the session changes a case while it runs; the owner
-    closes a `kept` one.
+    surroundings  of the rerun; `rerun_in` describes them, or why they differ from the request
+    taking_apart  bisects a rerun that differed; `separation` is the result
+    of_rerun      check results of the rerun's steps, if it was judged as well
+    seen          measurements of a failed case
+    like          case that fails in the same way and was measured instead
+    not_run       reason that no rank was started, or that the run does not count
+    defect        defect of distcheck that ended a rank
+    refused       error with which a rank refused to run
+    kept          True if the owner closes the case, not the session
+
+    Only the session changes a case while it runs.
     """
 
     case: Case
@@ -83,7 +87,7 @@ class CaseRun:
         return self.facts.contract
 
     def cut_short(self) -> None:
-        """Note that the run ended before pending measurements."""
+        """Record that the run ended before pending measurements."""
         if self.seen is None and not self.finished and diagnosis.needs_diagnosis(self.results):
             self.seen = Measurements(world=self.case.world, trouble=_INTERRUPTED)
 
@@ -92,21 +96,21 @@ class CaseRun:
             os.close(self.traces.popitem()[1])
 
     def keep(self, fd: int, what: WorldName) -> None:
-        """Keep the trace of a world, in place of an earlier one of its kind."""
+        """Keep the trace of a world; close an earlier trace of the same kind of world."""
         if what in self.traces:
             os.close(self.traces[what])
         self.traces[what] = fd
 
     @property
     def rerun_differed(self) -> bool:
-        """True if the rerun ended differently from the first world, or with other bits."""
+        """Return True if the rerun ended differently from the first world, or with different bits."""
         if any(outcome.outcome != RankEnd.FINISHED for outcome in self.rerun_outcomes):
             return True
         return any(r.check == "rerun" and r.verdict == "fail" for r in self.results)
 
     def decide_surroundings(self, why_not: str) -> None:
-        """Set the rerun's surroundings; `why_not` is why there are no separate interpreters. The
-        user's delays apply only to the first world; the rerun, which shows their effect, has none.
+        """Set the rerun's surroundings. `why_not` is the reason that no separate interpreters are
+        available. The user's delays apply only to the first world; the rerun shows their effect.
         """
         case = self.case
         in_one_process = name_of(case.backend) == "simulated"
@@ -125,8 +129,8 @@ class CaseRun:
         self.rerun_in = self.surroundings.describe(case.world)
 
     def conclude(self, found: Separation) -> None:
-        """Set the outcome of bisecting the rerun, with suspicious source lines, and if it was right
-        as well.
+        """Set the result of bisecting the rerun, with suspicious source lines, and record if the
+        rerun passed all checks.
         """
         finished = all(outcome.outcome == RankEnd.FINISHED for outcome in self.rerun_outcomes)
         passed = bool(self.of_rerun) and all(r.verdict == "pass" for r in self.of_rerun or ())
@@ -135,8 +139,8 @@ class CaseRun:
         self.separation = msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
 
     def deadline_s(self, what: WorldName) -> float:
-        """Return the deadline of a world: shorter for those that bisect a rerun, since several may
-        hang, and the first world shows the usual duration.
+        """Return the deadline of a world. Worlds that bisect a rerun have a shorter one, since
+        several may hang, and the first world shows the usual duration.
         """
         if what != "further":
             return self.case.deadline_s
@@ -155,7 +159,7 @@ class CaseRun:
 
 
 def new_trace(layout: TraceLayout) -> int:
-    """Allocate shared memory for a trace; unwritten parts use none."""
+    """Allocate shared memory for a trace. Unwritten parts use no memory."""
     try:
         return sealed_memory("distcheck-trace", layout.total_bytes)
     except OSError as error:

@@ -1,9 +1,10 @@
-"""The features that the cases of a run covered, and therefore the limits of its pass. No torch.
+"""Determines the features that the cases of a run covered, and therefore the limits of its pass.
+Does not import torch.
 
 A pass shows nothing about features that no case had: a larger tensor, a later step, a second param
-group. These limits are derived from the cases. Among them, features that the strategy's code uses
-matter most (`training/adapters/uses.py` derives these from the code as hints, which fail nothing):
-they are warnings, with the options that exercise them.
+group. These limits are derived from the cases. The most important limits are features that the
+strategy's code uses: they are warnings, with the options that exercise them. They are hints from
+the source (`training/adapters/uses.py`) and fail nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def contents_of(
     *,
     surroundings: Surroundings = TOGETHER,
 ) -> Contents:
-    """Return the features of a case that ran; `surroundings` are its rerun's."""
+    """Return the features of a case that ran; `surroundings` are those of its rerun."""
     model, training = facts.model, facts.training
     with_data = len(case.with_data)
     sizes = shard_sizes(case.steps, size=facts.train_size, batch=case.batch, world=with_data)
@@ -254,7 +255,7 @@ _EXERCISED: Mapping[str, Callable[[UsedFeature, Sequence[Contents]], bool]] = {
 
 
 def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
-    """Return the reports, with a warning per gap in the first report of each passing strategy."""
+    """Return the reports. The first report of each passing strategy gets a warning for each gap."""
     found = list(reports)
     for strategy in dict.fromkeys(report.case.strategy for report in reports):
         own = [n for n, report in enumerate(reports) if report.case.strategy == strategy]
@@ -267,7 +268,7 @@ def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
 
 
 def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
-    """Yield a warning for each gap of one strategy, the most specific ones first."""
+    """Yield a warning for each gap of one strategy, most specific first."""
     seen = set[str]()
     for use in sorted(_open(cases), key=lambda use: (_ORDER.index(use.feature), use.line)):
         what, option = _GAPS[use.feature]

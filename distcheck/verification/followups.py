@@ -1,27 +1,28 @@
-"""Reruns of failed cases, and cases that do not count, for known kinds of failure.
+"""Runs follow-up cases after known kinds of failure, and leaves out cases that do not count. Does
+not import torch.
 
-A failure that may come from an unwaited call is run once in a simulated world, which sees every use
-of a tensor in flight; processes see only its accidental contents. If the simulated world stops at
-such a call, that is the cause, and replaces its consequences.
+A failure that may come from an unwaited call is run once in a simulated world. It detects every use
+of a tensor in flight; processes only show the accidental content of the tensor. If the simulated
+world stops at such a call, the call is the cause, and replaces its consequences.
 
 Five kinds of correct code fail in the default cases, but not in typical trainings:
 
 - code that cannot handle a scalar (0-d) parameter (`x[:]`, `len(x)`), which workloads `exact` and
-  `composite` have, or a 5-d one (`channels_last`), which `composite` has. These cases rerun with
-  another parameter in its place, and replace the first reports
-- code of one tensor that its author calls on a vector of all gradients, and that cannot handle a
-  small tensor (`torch.chunk(x, world_size)`). These cases rerun with such a vector
+  `composite` have, or a 5-d one (`channels_last`), which `composite` has. Such a case reruns with
+  a different parameter, and the new report replaces the first
+- code for one tensor that its author calls on a vector of all gradients, and that cannot handle a
+  small tensor (`torch.chunk(x, world_size)`). Such a case reruns with a vector of all gradients
 - code that computes in float32 whatever the gradients' dtype: it fails in the float64 case added
   for full batch float64, with values representable in float32 or an exception that names a dtype.
-  If every float32 case passed, that case is left out
+  If every float32 case passed, the float64 case is left out
 - code that ignores gradients missing on some ranks: it raises or hangs in the cell that the default
   run adds for them, which is then left out (`plan/cells_to_run.py`)
-- code that weights ranks equally although shards are uneven: it is wrong there, and stays so. A
-  case with equal shards runs to report if it passes; also if the failure is unexplained, since
-  weights may hide a cause that has a name
+- code that weights ranks equally although shards are uneven. The failure remains. A case with equal
+  shards runs to report if it passes; also if the failure is unexplained, since weights may hide a
+  cause that has a name
 
 A note lists the properties that are not judged for such a reason, with the option that tests them.
-A rank that is killed, exits or is stopped excuses nothing. No torch here.
+A rank that is killed, exits or is stopped never leads to a follow-up.
 """
 
 import re
@@ -79,22 +80,24 @@ _MOST_SHOWN = 160  # characters of an error
 
 
 class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to run because of another case's report."""
+    """A case to run because of the report of a failed case."""
 
     case: Case
     kind: Kind
     of: CaseReport
 
     def replaces(self, done: CaseReport) -> bool:
-        """Return True if its report replaces the first one, also if it shows another reason for the
-        failure, the dtype.
+        """Return True if the follow-up's report replaces the first one. It also does so if it shows
+        that the dtype is the reason for the failure.
         """
         by_dtype = _is_companion(self.case) and _names_dtype(done)
         return self.kind in _ODD and (done.ranks_finished or by_dtype)
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
-    """Return the cases to run after these; with equal shards at most one per strategy and world."""
+    """Return the cases to run after these reports; with equal shards, at most one per strategy and
+    world.
+    """
     found: dict[tuple[object, ...], FollowUp] = {}
     for report in (report for report in reports if not is_untrained(report)):
         for kind in _KINDS:
@@ -221,8 +224,9 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
 
 
 def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
-    """Return the reports that count, with notes on the others, and by id why those do not: float64
-    cases of float32 code, and default cells that ranks do not finish.
+    """Return the reports that count, with notes on the others, and by id the reason that a report
+    does not count: it is a float64 case of float32 code, or a default cell that ranks do not
+    finish.
     """
     out: dict[str, str] = {}
     untrained = [r for r in reports if is_untrained(r) and _siblings(r, reports)]
@@ -280,17 +284,20 @@ def _float64_note(report: CaseReport, why: str) -> str:
 
 
 def stands(report: CaseReport) -> bool:
-    """Return True if no other case can excuse this report's failure; known before these run."""
+    """Return True if no follow-up can excuse this report's failure. Known before any follow-up
+    runs.
+    """
     excused = is_untrained(report) or _is_companion(report.case)
     odd = any(report.case.workload in names for names in _WITHOUT.values())
     return report.verdict == "fail" and not excused and not (odd and _crashed(report))
 
 
 def is_untrained(report: CaseReport) -> bool:
-    """Return True if the code could not train a case that only counts if ranks finish: it raised,
-    deadlocked, had mismatched calls (for which gloo may kill a rank), or did not synchronize, such
-    as buckets that wait for every parameter. Ranks that ended otherwise show nothing about the
-    code.
+    """Return True if the code could not train a case that counts only if its ranks finish.
+
+    The code then raised, deadlocked, had mismatched calls (for which gloo may kill a rank), or did
+    not synchronize, as with buckets that wait for every parameter. Ranks that ended for a different
+    reason show nothing about the code.
     """
     ended = report.ranks_failed and not any(map(_is_gone, report.outcomes))
     return (ended or _exchanged_nothing(report)) and counts_if_finished(report.case)
@@ -360,8 +367,8 @@ _OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
 
 
 def schedules_are_due(report: CaseReport) -> bool:
-    """Return True if schedules of a case must be searched: after a pass, a failure is due to them;
-    if ranks did not finish, buffered sends may be what saves it.
+    """Return True if schedules of a case must be searched. After a pass, only schedules can reveal
+    a failure. If ranks did not finish, buffered sends may show the reason.
     """
     passed = report.verdict != "fail"
     return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)

@@ -1,10 +1,10 @@
-"""Strategies given as objects: the names by which ranks import them.
+"""Finds or creates names by which ranks can import strategies that are passed as objects.
 
 Ranks import the code that they judge. A notebook is not a module, and a script that calls
 `distcheck.verify` outside `if __name__ == "__main__":` would call it again in every rank. So a
-definition there is copied into a file from its source, together with the names that it uses:
-imports, constants, and other definitions of `__main__`. Other values cannot be written into a file,
-and are refused.
+definition there is copied from its source into a file, together with the names that it uses:
+imports, constants, and other definitions of `__main__`. Values of other kinds cannot be written to
+a file, and raise an error.
 """
 
 import __future__
@@ -36,9 +36,9 @@ _PLAIN = (int, str, bytes, bool, type(None))
 
 
 def copy_of_definition(name: str) -> str:
-    """Return the path of a file with the definition of `name` in `__main__`. Raises UsageError if
-    the source is unknown or uses values that cannot be copied, CannotRunError if it cannot be
-    written.
+    """Copy the definition of `name` in `__main__` to a file, and return its path. Raises UsageError
+    if the source is unknown or uses values that cannot be copied, CannotRunError if the file cannot
+    be written.
     """
     text = _Copy(vars(sys.modules["__main__"]), name).text()
     digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
@@ -53,7 +53,7 @@ def copy_of_definition(name: str) -> str:
 
 
 def is_running_unguarded(script: ModuleType) -> bool:
-    """Return True if the code of a script runs now, outside an `if` that tests `__name__`."""
+    """Return True if a script is running code that is not inside an `if` that tests `__name__`."""
     frame = inspect.currentframe()
     while frame is not None and not (
         frame.f_globals is vars(script) and frame.f_code.co_name == "<module>"
@@ -208,10 +208,10 @@ def _importing(name: str, value: Any) -> str:
 def names_of(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
 ) -> tuple[str, ...]:
-    """Return names unchanged, and the one name of an object.
+    """Return the name of an object in a tuple; return names unchanged.
 
     Raises UsageError for an object that ranks would not find under its name: they import its module
-    again, and would judge another object. For a notebook, its source is copied.
+    again, and would judge a different object. For a notebook, the source of the object is copied.
     """
     if isinstance(strategy, str | os.PathLike):
         return (os.fspath(strategy),)

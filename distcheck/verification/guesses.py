@@ -1,10 +1,10 @@
 """Treats the guess about how code is called as a hypothesis: if it fails, alternatives are tried.
 
 The form of code, and the methods that are called, may be guesses. If a case fails under the first
-guess, the strategy's other cases wait, and the smallest case runs with that guess and with every
-other way that the code admits (`training/adapters/hypotheses.py`). `decide` then keeps the guess,
-takes another way, or asks the user. A guess that has passed a case is no longer in question. Only
-failing code takes extra time.
+guess, the strategy's other cases wait. The smallest case runs with that guess and with every
+alternative that the code admits (`training/adapters/hypotheses.py`). `decide` then keeps the guess,
+selects an alternative, or asks the user. A guess that has passed a case is final. Only failing code
+takes extra time.
 """
 
 import linecache
@@ -50,9 +50,13 @@ _SMALL_SHARD = 12  # Heuristic: samples of each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A way to call code, and its result: `seen` as text, if communication was observed, if a cause
-    explains the resulting values, and if it is `broken`: after a reduction it raised an error that
-    no statement of the code raises and that does not point to missing set-up.
+    """One way to call code, and its result.
+
+    exchanged  True if communication was observed
+    explained  True if a cause explains the resulting values
+    broken     True if the code raised an error after a reduction that none of its statements raises,
+               and that does not indicate missing set-up
+    seen       the result as text
     """
 
     way: Adaptation
@@ -65,8 +69,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decision:
-    """The guess stands, a way replaces it, or the user must choose one of `ways`. It is `sure` if
-    every way has the same result, or the arguments are flags: no other form or value can be right.
+    """The guess stands, an alternative replaces it, or the user must choose one of `ways`. `sure`
+    is True if every way has the same result, or the arguments are flags: no other form or value can
+    be right.
     """
 
     what: Literal["stands", "take", "ask"]
@@ -78,11 +83,11 @@ class Decision:
 def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     """Decide, given trials on the smallest case.
 
-    A guess that passes there is right, and failures elsewhere are failures. If only one other way
-    passes, it is the form; if several differ only in an argument for which every value passes, the
-    first one is used. If several others pass, or none, the user is asked, unless a cause explains
-    the synchronized values: under the guess, or in exactly one way, or the code communicates in
-    every way and then fails with the same error.
+    If the guess passes this case, it is right, and failures of other cases are failures. If only
+    one alternative passes, it is the form. If the passing alternatives differ only in an argument
+    for which every value passes, the first one is used. Otherwise the user is asked, except in two
+    cases: a cause explains the synchronized values under the guess or in exactly one way; or the
+    code communicates in every way and then fails with the same error.
     """
     if guess.passed:
         return Decision("stands")
@@ -158,8 +163,12 @@ def _is_of_update(report: CaseReport) -> bool:
 
 @dataclass(eq=False)
 class Guess:
-    """The guess about one strategy: if it is `right` (has passed a case), has `failed` one, and is
-    `settled`; finished cases, and waiting ones.
+    """The guess about one strategy.
+
+    right    True if a case passed
+    failed   True if a case failed
+    settled  True after a decision
+    It also holds finished cases, and cases that wait for the decision.
     """
 
     strategy: str
@@ -250,7 +259,7 @@ class Guess:
         return decide(replace(first, way=guessed), others)
 
     def close(self) -> None:
-        """Free the traces of its cases."""
+        """Free the traces of the guess's cases."""
         for run in self.done:
             run.close()
 
@@ -267,8 +276,8 @@ class Guesses:
         report_of: Callable[[CaseRun], CaseReport | None],
         set_aside: Callable[[str], list[CaseRun]],
     ) -> bool:
-        """Return True if a finished case is kept until its guess is decided, together with its
-        strategy's unstarted cases; a pass confirms the guess.
+        """Return True if a finished case must wait until its guess is decided, together with its
+        strategy's unstarted cases. If the case passed, the guess is right.
         """
         guess = self._of.setdefault(run.case.strategy, Guess(run.case.strategy))
         if guess.settled or run.case.world == 1 or not run.facts.guessed or run.not_run:
@@ -292,11 +301,11 @@ class Guesses:
         return True
 
     def open(self) -> list[Guess]:
-        """Return the guesses with kept cases."""
+        """Return the guesses for which cases wait."""
         return [guess for guess in self._of.values() if guess.done and not guess.settled]
 
     def close(self) -> None:
-        """Free all kept cases."""
+        """Free all waiting cases."""
         for guess in self._of.values():
             guess.close()
 
@@ -322,7 +331,7 @@ def _smallest(case: Case) -> Case:
 
 
 def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
-    """Return the report's note on a way that replaced the guess."""
+    """Return the report's note on an alternative that replaced the guess."""
     if of_any_value:
         return (
             f"{FOUND_AS}an argument was unknown, and the code passes with every value that was "

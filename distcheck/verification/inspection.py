@@ -43,7 +43,7 @@ from distcheck.worlds.rendezvous import enter_world_of_one
 
 
 def check_loss(case: Case, strategy: LoadedStrategy) -> None:
-    """Raise UsageError for a loss contract in addition to a strategy's own."""
+    """Raise UsageError if a loss contract is requested for a strategy that declares one."""
     promised = strategy.contract.loss
     if promised and strategy.backward is not None:
         raise UsageError(
@@ -65,7 +65,7 @@ def check_loss(case: Case, strategy: LoadedStrategy) -> None:
 
 
 def check_global_sum(case: Case, facts: CaseFacts) -> None:
-    """Raise UsageError for a loss that needs the tokens of all ranks before backward."""
+    """Raise UsageError for a loss that needs the number of tokens on all ranks before backward."""
     if case.loss == "sum/global" and facts.by_tokens:
         raise UsageError(
             f"--loss sum/global is a sum over samples, but the loss of workload {case.workload} "
@@ -87,7 +87,7 @@ def check_without_data(case: Case, strategy: LoadedStrategy) -> None:
 
 
 def check_mesh(case: Case, contract: Contract) -> None:
-    """Raise UsageError for a mesh that does not fit the world, or incompatible options."""
+    """Raise UsageError for a mesh that does not fit the world, and for incompatible options."""
     try:
         mesh = contract.mesh(case.world)
     except ValueError as error:
@@ -110,7 +110,7 @@ def check_mesh(case: Case, contract: Contract) -> None:
 
 
 def takes_loss(strategy: LoadedStrategy) -> bool:
-    """Return True if `--loss` applies: the strategy promises nothing about its loss."""
+    """Return True if `--loss` applies, because the strategy promises nothing about its loss."""
     return strategy.backward is None and strategy.contract.observes_loss
 
 
@@ -120,7 +120,7 @@ _SAME_ROWS = 1e-2  # Heuristic, relative to their norm: far above rounding; othe
 
 @INSPECT.does
 def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) -> CodeFacts:
-    """Load everything once. Raises UsageError or CannotRunError with the problem."""
+    """Load every strategy and workload once. Raises UsageError or CannotRunError for a problem."""
     if why := backends.missing_for(job.cases[0].backend, job.ranks_here):
         raise CannotRunError(why)
     seeds.pin_determinism()
@@ -200,7 +200,7 @@ def _syncs_statistics(file: str) -> bool:
 
 
 def environment(backend: str = "gloo", device: str = "cpu") -> dict[str, Any]:
-    """Return versions, machine and settings, as recorded in a report."""
+    """Return versions, machine and settings, as a report records them."""
     return {
         "distcheck": __version__,
         "torch": str(torch.__version__),

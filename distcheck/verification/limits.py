@@ -18,8 +18,8 @@ _FDS_SPARE = 64
 
 
 def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> int:
-    """Estimate the peak in bytes: ranks training here, the trace of all, one active reference.
-    Local gradients are stored once per rank, everything else once if the ranks agree.
+    """Estimate the peak memory: ranks on this machine, the trace of all ranks, and one active
+    reference. Local gradients are stored once per rank, everything else once if the ranks agree.
     """
     model = sum(
         _size(layout, kind) for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER)
@@ -31,7 +31,7 @@ def needed_bytes(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_her
 
 
 def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
-    """Estimate the bytes of one judge: the full batch, and every rank's gradients."""
+    """Estimate the memory of one judge: the full batch, and every rank's gradients."""
     model = _size(layout, Kind.PARAMETER) + _size(layout, Kind.OPTIMIZER)
     gradients = (case.world + 5) * _size(layout, Kind.GRADIENT)  # 5: mean and bound in float64
     if facts.training.accumulate > 1:  # summed absolute values of the passes, in float64
@@ -40,7 +40,7 @@ def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
 
 
 def trace_bytes(case: Case, layout: TraceLayout) -> int:
-    """Return the bytes of a correct case's traces: the rerun shares the first run's tensors."""
+    """Return the bytes of a correct case's traces. The rerun shares the tensors of the first run."""
     runs = 2 if case.rerun else 1
     shared = _size(layout, Kind.GRADIENT) + _size(layout, Kind.PARAMETER)
     shared += _size(layout, Kind.BUFFER) * case.world + _size(layout, Kind.OPTIMIZER)
@@ -49,8 +49,8 @@ def trace_bytes(case: Case, layout: TraceLayout) -> int:
 
 
 def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
-    """Raise CannotRunError if memory or file descriptors cannot suffice for this machine's ranks
-    and the traces of all.
+    """Raise CannotRunError if memory or file descriptors do not suffice for this machine's ranks
+    and the traces of all ranks.
     """
     _raise_descriptor_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

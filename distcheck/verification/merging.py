@@ -1,6 +1,6 @@
 """Merges the reports of a plan's parts, and those of jobs: `distcheck merge`.
 
-It works on documents as written, and only adds missing items: a planned cell in no report is
+It reads the documents as written, and only adds missing items: a planned cell without a report is
 unknown. Reports of jobs and replays have no plan: they contain everything that was requested.
 """
 
@@ -39,7 +39,7 @@ class MatrixPart:
 
 
 def merge_command(files_in: Sequence[str], *, files: Mapping[str, str], quiet: bool) -> int:
-    """Read, merge, write and show reports; return the exit code of the whole."""
+    """Read reports; merge, write and print them. Return the exit code of the merged report."""
     check_outputs(files)
     parts = [read_part(file) for file in dict.fromkeys(files_in)]
     with damaged_file_as_usage_error(*(part.file for part in parts)):
@@ -53,7 +53,7 @@ def read_part(file: str) -> MatrixPart:
 def show_whole(
     whole: dict[str, Any], parts: Sequence[MatrixPart], *, files: Mapping[str, str], quiet: bool
 ) -> int:
-    """Show the merged report and write its files; return its exit code."""
+    """Print the merged report and write its files; return its exit code."""
     lines = summary_lines(decoded(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
@@ -65,8 +65,8 @@ def show_whole(
 
 
 def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Merge documents; `lost` gives, by a part's number, why it is missing. Raises UsageError for
-    parts of different or conflicting plans.
+    """Merge documents; `lost` maps the number of each missing part to the reason. Raises UsageError
+    for parts of different or conflicting plans.
     """
     for part in parts:
         check_document(part.document, part.file)

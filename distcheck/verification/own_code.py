@@ -1,16 +1,16 @@
 """Limits the code for which a process provides ranks, and distinguishes defects of distcheck from
 those of the code under test.
 
-A process that provides ranks only runs code of its own command line. The front-end process selects
-the case of a rank: it may choose another built-in workload, batch or delay, as follow-ups do;
-strategies, and modules or files that a case names, must be among those that this process was
+A process that provides ranks runs only code from its command line. The front-end process selects
+the case of a rank. It may change the built-in workload, the batch or the delays, as follow-ups do.
+Strategies, and modules or files that a case names, must be among those that this process was
 started with.
 
 A traceback alone does not prove a defect of distcheck: objects of a strategy or workload may make
-code of distcheck fail, with only its own frames in the traceback. An exception is a defect if its
-traceback and class indicate one (`root_cause.own_defect`) and no foreign code or data were loaded:
-the rank had not got that far, or the case names none. Otherwise the rank has crashed, and its
-outcome names the place.
+code of distcheck fail, with only its frames in the traceback. An exception is a defect if its
+traceback and class indicate one (`root_cause.own_defect`), and the rank had not loaded any foreign
+code or data, or the case names none. Otherwise the rank has crashed, and its outcome names the
+place.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class _Training(msgspec.Struct, frozen=True):
 
 
 class Allowed:
-    """Set of the code of `cases`; built-in code is always allowed."""
+    """The code that this process may run: the code of `cases`, and built-in code."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._named = {one for case in cases for one in named_code(case)}
@@ -80,7 +80,9 @@ class Allowed:
 
 
 def is_built_in(what: str, spec: str) -> bool:
-    """Return True if a case's workload or backend is distcheck's own; False for all other parts."""
+    """Return True if a case's workload or backend belongs to distcheck; False for strategies and
+    values.
+    """
     place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
         return place in loading.workload_names() or spec != class_of_cell(spec)
@@ -101,7 +103,7 @@ def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> Inte
 
 
 def runs_only_distcheck_code(case: Case) -> bool:
-    """Return True if a case runs only distcheck's own code, on generated data."""
+    """Return True if a case runs only code of distcheck, on generated data."""
     if case.data in FILE_DATASETS or case.adaptation != Adaptation():
         return False
     return all(_is_own(what, spec) for what, spec in named_code(case))

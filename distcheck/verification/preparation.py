@@ -1,4 +1,4 @@
-"""Prepares a run before ranks start: data into memory, inspection of the code, calibration."""
+"""Prepares a run before ranks start: loads data into memory, inspects the code, calibrates."""
 
 import contextlib
 import os
@@ -65,8 +65,8 @@ _BY_THE_KERNEL = "sent by the kernel's out-of-memory killer or by kill -9"
 
 
 def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
-    """Return the error for a finished world of one process that gave neither a result nor an error;
-    None if it gave one.
+    """Return the error for a finished world of one process without a result and without an error;
+    None if it returned one of them.
     """
     child = world.children[0]
     if child.done is not None or child.raised is not None or child.spawn_error or child.lost:
@@ -109,7 +109,7 @@ _confirmed: WeakKeyDictionary[Pool, dict[str, Calibration]] = WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Data:
-    """A file data set in shared memory; `fd` is None if samples are computed."""
+    """A file data set in shared memory. `fd` is None if samples are computed."""
 
     fd: int | None = None
     description: bytes = b""
@@ -117,13 +117,13 @@ class Data:
 
     @property
     def fds(self) -> dict[str, int]:
-        """The file descriptors for a process that reads it."""
+        """The file descriptors for a process that reads the data."""
         return {} if self.fd is None else {"data": self.fd}
 
 
 @contextlib.contextmanager
 def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
-    """Read a file data set once, in its own process. Raises CannotRunError."""
+    """Read a file data set once, in a separate process. Raises CannotRunError."""
     if name not in FILE_DATASETS:
         yield Data()
         return
@@ -146,7 +146,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
-    """Load every strategy and workload once; return facts. Raises UsageError, CannotRunError."""
+    """Load every strategy and workload once, and return facts. Raises UsageError, CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
         description=data.description,
@@ -181,11 +181,11 @@ def plan_runs(
     data: Data,
     spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
-    """Return the layout and planned checks of every case, and the reason for each case left out;
-    calibrate the orders that the bitwise layer relies on, once per world.
+    """Return the layout and planned checks of every case, and the reason for each case left out.
+    Calibrate, once per world, the orders that the bitwise layer relies on.
 
-    A case is left out, with a note on its sibling cases, if its strategy's wire dtype cannot carry
-    its numbers, or if it does not fit on this machine and its world is in `spare`. Raises
+    A case is left out, with a note on its sibling cases, if its strategy's wire dtype cannot
+    represent its numbers, or if it does not fit on this machine and its world is in `spare`. Raises
     CannotRunError for any other case that does not fit on this machine, or on its backend.
     """
     for case, about in zip(cases, facts, strict=True):
@@ -242,7 +242,7 @@ def plan_runs(
 
 
 def planned(pool: Pool, cases: Sequence[Case], data: Data) -> list[CaseRun]:
-    """Return the planned runs of further cases, without those that cannot run."""
+    """Return the planned runs of additional cases, without those that cannot run."""
     try:
         return plan_runs(pool, cases, inspect(pool, cases, data).cases, data)[0]
     except (UsageError, CannotRunError):
@@ -361,7 +361,7 @@ def calibrate(
     deadline_s: float,
     device: str = "cpu",
 ) -> Calibration:
-    """Run a calibrating world; return its result. Raises CannotRunError if that fails."""
+    """Run a calibrating world and return its result. Raises CannotRunError if it fails."""
 
     def request(rendezvous: Rendezvous) -> CalibrationRequest:
         return CalibrationRequest(

@@ -1,8 +1,9 @@
 """Finds lines of the code under test that read state which differs between processes.
 
 The lines come from the syntax tree of the strategy's file and the modules next to it; nothing is
-imported. The source does not show which line is responsible, so all candidates are listed: in the
-strategy's file, those reachable by name from its definition, by the factor that made a difference:
+imported. The source does not show which line is responsible, so all candidates are listed. In the
+strategy's file, these are lines that its definition reaches by name. Candidates depend on the
+factor that made a difference:
 
     interpreters, memory   iterates over a set; hash(), id(), data_ptr()
     nodes                  LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, get_node_local_rank()
@@ -50,7 +51,7 @@ _FACTORS_OF = {
 
 
 class StateLine(msgspec.Struct, frozen=True):
-    """A line that reads process state; `what` says how."""
+    """A line that reads process state; `what` describes the read."""
 
     file: str
     line: int
@@ -62,8 +63,8 @@ class StateLine(msgspec.Struct, frozen=True):
 
 
 def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
-    """Return the lines, as text and at most four, of the strategy's code that read the state which
-    made the difference. `line` is the strategy's definition, 0 if unknown.
+    """Return at most four lines, as text, of the strategy's code that read the state which made the
+    difference. `line` is the line of the strategy's definition; 0 if unknown.
     """
     wanted = set(found.factors if found.depends else (_BY_CHANCE,))
     lines = [
@@ -74,8 +75,9 @@ def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
 
 
 def lines_of(path: Path, line: int = 0) -> list[StateLine]:
-    """Return all such lines of a file and the modules next to it, the file's own first: those
-    reachable from the definition at `line`, or all. Empty if the file cannot be read.
+    """Return all lines that read process state in a file and the modules next to it, the file's
+    lines first. Of the file, only lines that the definition at `line` reaches, if it is known.
+    Return an empty list if the file cannot be read.
     """
     try:
         contents = {name: file.data for name, file in sources_of(path).items()}
@@ -88,8 +90,8 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
 
 
 def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
-    """Return a call site with the text of its line, if that is in the strategy's file or a module
-    next to it: a rank sends the file name, and no other file is read.
+    """Return a call site with the text of its line. The file must be the strategy's file or a
+    module next to it, because a rank sent the name; no other file is read.
     """
     if site is None or not site.file or not site.line:
         return site

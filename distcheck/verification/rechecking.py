@@ -1,4 +1,4 @@
-"""`distcheck recheck`: judges the traces of a saved run again; starts no rank."""
+"""`distcheck recheck`: judges the traces of a saved run again. Starts no rank."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -23,11 +23,11 @@ from distcheck.worlds.pool import Pool
 def recheck(
     folder: Path, traces: Sequence[SavedTrace], *, pool: Pool, listener: Listener | None = None
 ) -> Report:
-    """Judge the traces of a saved run again; start no rank.
+    """Judge the traces of a saved run again, without starting a rank.
 
-    On another machine, or with another torch, recorded bits differ from those computed now: a
-    failure against computed bits becomes unknown. Raises UsageError for a damaged folder, or one
-    whose report contradicts it, as after cases were removed.
+    On a different machine, or with a different torch, recorded bits may differ from bits computed
+    here. A failure against computed bits then becomes unknown. Raises UsageError for a damaged
+    folder, and for one whose report contradicts it, as after cases were removed.
     """
     listener, origin = listener or Silent(), origin_here()
     lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
@@ -85,7 +85,8 @@ def _check_planned(trace: SavedTrace) -> None:
 
 def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
     """Return the planned cases that failed according to a run's report, but have no trace in
-    `there`: it was too large to keep, or removed. Raises UsageError for a damaged report or case.
+    `there`: it was too large to keep, or was removed. Raises UsageError for a damaged report or
+    case.
     """
     written = folder / "report.json"
     said = read_report(written) if written.exists() else {"cases": []}

@@ -1,5 +1,5 @@
-"""Builds the report: adds each case result as it finishes, and saves it; also for runs that end
-before every case is judged.
+"""Builds the report: adds each case result as it finishes, and saves it. Also builds partial
+reports of runs that end before every case is judged.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class ReportBuilder:
         return list(self._reports.values())
 
     def change(self, runs: Sequence[CaseRun]) -> None:
-        """Replace cases, by id, that run differently than planned."""
+        """Replace planned cases by cases with the same ids that run differently."""
         changed = {run.case.id: run for run in runs}
         self._runs = [changed.get(run.case.id, run) for run in self._runs]
         for run in runs:
@@ -71,12 +71,14 @@ class ReportBuilder:
                 self._keep.write_case(run.case, self._made.get(run.case.id))
 
     def report_of(self, run: CaseRun) -> CaseReport | None:
-        """Return the report of a finished case before it is entered; None if it need not finish."""
+        """Return the report of a finished case before it is entered; None if the case need not
+        finish.
+        """
         report = verdicts.report_of(run, replay="")
         return None if self.settles and followups.is_untrained(report) else report
 
     def replace(self, run: CaseRun) -> None:
-        """Enter a changed case that ran again, in place of the first with its id."""
+        """Enter a changed case that ran again, in place of the first run with its id."""
         if self._keep is not None:
             self._keep.write_case(run.case, self._made.get(run.case.id))
         self.enter(run)
@@ -88,23 +90,23 @@ class ReportBuilder:
                 self.amend(report)
 
     def amend(self, report: CaseReport) -> None:
-        """Replace a report by one that extends it."""
+        """Replace a report by a report that extends it."""
         self._reports[report.case.id] = report
         self._note_finished(report)
 
     @property
     def not_counted(self) -> dict[str, str]:
-        """The ids of cases that ran but do not count, with reasons."""
+        """Return the ids of cases that ran but do not count, with reasons."""
         return followups.leave_out(self.finished)[1] if self.settles else {}
 
     def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
-        """Add the extent of a search, and its cases."""
+        """Add the coverage of a search, and the cases that it found."""
         self.explored.append(explored)
         self._found += found
 
     def enter(self, run: CaseRun) -> str:
-        """Enter a finished case; return its verdict, or NOT_FINISHED. Its traces may be freed
-        afterwards. Raises the error with which a rank refused to run.
+        """Enter a finished case; return its verdict, or NOT_FINISHED. The traces of the case may be
+        freed afterward. If a rank refused to run, raises the rank's error.
         """
         if run.refused is not None:
             raise run.refused
@@ -117,7 +119,7 @@ class ReportBuilder:
         return report.verdict
 
     def stands(self, case: Case) -> bool:
-        """Return True if a finished case has failed, whatever else is run."""
+        """Return True if a finished case has failed and no follow-up can change that."""
         return followups.stands(self._reports[case.id])
 
     def _save(self, run: CaseRun, report: CaseReport) -> None:
@@ -225,12 +227,12 @@ class ReportBuilder:
 
 
 def abandoned_report(report: Report, error: DistcheckError) -> Report:
-    """Return a report with the reason why the run ended before every case was judged."""
+    """Return a report with the reason that the run ended before every case was judged."""
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
 def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
-    """Restore a saved case as after its last world; `fds` are its traces, which it closes."""
+    """Restore a saved case to the state after its final world. It closes `fds`, its traces."""
     return CaseRun(
         **{name: getattr(saved, name) for name in _SAVED},
         traces=dict(zip(("world", "rerun"), fds, strict=False)),
@@ -257,7 +259,7 @@ class GivenUpError(HelperError):
 
 @contextlib.contextmanager
 def reported(builder: ReportBuilder) -> Iterator[None]:
-    """Attach the report so far to exceptions that end the running of cases."""
+    """Attach the report so far to exceptions that end the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -274,7 +276,7 @@ def nothing_judged(
     *,
     unfinished: bool = False,
 ) -> Report:
-    """Return the report of a run that was given up before any rank started."""
+    """Return the report of a run that ended before any rank started."""
     unknown = [
         CaseReport(
             case=case,

@@ -69,13 +69,14 @@ set_report_renderers(
 class RunOptions:
     """Options of a run.
 
-    keep       store of cases, traces and the report; `listener` receives progress
+    keep       store of cases, traces and the report
+    listener   receives progress
     download   True to fetch missing files of a data set
     made       provenance of earlier runs, by case id
     whole      the plan that the cases are part of
     follow_up  True to run failures again that `followups` may explain
     left_out   reasons for cases of the plan that are not run
-    `beside`   searches, and worlds that may be left out
+    extras     searches, and worlds that may be left out
     """
 
     keep: Store | None = None
@@ -92,8 +93,8 @@ _USUAL = RunOptions()
 
 
 def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
-    """Run and judge cases on this process's own pool, as `verify` does, with follow-ups; in turn
-    with other test processes.
+    """Run and judge cases on this process's pool, with follow-ups, as `verify` does. Test processes
+    take turns.
     """
     with _pool_lock, turns.turn():
         pool = shared_pool()
@@ -108,7 +109,7 @@ def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
 
 def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -> Report:
     """Run and judge cases; return the report. Raises Interrupted, with a partial report, on Ctrl-C
-    and SIGTERM, and GivenUpError if the helper or a process that lends ranks has ended.
+    and SIGTERM, and GivenUpError if the helper or a process that provides ranks has ended.
     """
     origin, whole = origin_here(), options.whole
     try:
@@ -265,7 +266,7 @@ _pool_lock = threading.Lock()
 
 
 def shared_pool() -> Pool:
-    """Return this process's pool; a forked child makes its own."""
+    """Return this process's pool. A forked child creates a new one."""
     global _pool
     if _pool is None or not _pool.usable:
         _pool = Pool()

@@ -3,10 +3,10 @@
 A case is a sequence of worlds (processes that train and record a trace in memory) and judges
 (processes that compare a trace with references). `Session._whole_case` is this sequence:
 
-- The judges of its steps share them by groups of checks (`groups_of_checks`) and blocks of steps
-  (`steps_of_judges`). The rerun of a case goes to the front of the queue of worlds.
-- The whole-run checks have one more judge; if there is no rerun to compare, and the case's last
-  judge still waits, that one takes them, too.
+- Several judges share the steps of a case: each judges a group of checks (`groups_of_checks`) and a
+  block of steps (`steps_of_judges`). The case's rerun goes to the front of the queue of worlds.
+- One more judge makes the whole-run checks. If there is no rerun to compare, and the case's last
+  judge has not started, that judge makes them instead.
 - A rerun in separate interpreters that differed is bisected by further worlds
   (`RerunBisection`), each compared with the first trace.
 - A failure is measured in detail (`ObserveRequest`, the closer look).
@@ -22,7 +22,7 @@ Invariants:
 - An exception ends all processes. Traces are closed, except of cases that `on_finished` keeps by
   returning None.
 
-A worked example: case A, a strategy with 2 ranks and 3 steps, and case B, the same with another
+A worked example: case A, a strategy with 2 ranks and 3 steps, and case B, the same with a different
 workload, on 4 cores. A's first world takes 0.6 s, that is 1.2 s of two cores, so two judges share
 its steps:
 
@@ -86,7 +86,7 @@ class Listener(Protocol):
         return
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
-        """Receive every case to run; `before` others were judged in an earlier start of the run."""
+        """Receive the cases to run. An earlier start of the run judged `before` further cases."""
         return
 
     def progress(self, case: Case, what: str) -> None:
@@ -101,12 +101,12 @@ class Silent(Listener):
 
 
 def step_in_words(step: int, steps: int, phase: str) -> str:
-    """Return a rank's position: "step 2 of 3, sync". There are phases after the last step, too."""
+    """Return a rank's position: "step 2 of 3, sync". The final step is followed by further phases."""
     return f"step {step + 1} of {steps}, {phase}" if step < steps else f"all steps done, {phase}"
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Return steps counted from 1: "step 3", "steps 1 to 4"; for none: "the whole run"."""
+    """Return steps, counted from 1: "step 3", "steps 1 to 4"; "the whole run" for none."""
     numbers = [step + 1 for step in sorted(steps)]
     if not numbers:
         return "the whole run"
@@ -124,9 +124,11 @@ _JUDGE_DEADLINE_S = 600.0  # Heuristic: without any progress; a judge reports wh
 
 @dataclass(frozen=True)
 class JudgeTask:
-    """A judge's task: of `what`, the first world, the rerun in its place, or the bits of a further
-    world. One without `steps` makes the whole-run checks; `of_run` are those that a judge of some
-    steps makes, too.
+    """A judge's task for one world.
+
+    what    the first world, the rerun in its place, or a further world, whose bits are compared
+    steps   steps to judge; if empty, the judge makes the whole-run checks
+    of_run  whole-run checks that the judge of some steps makes as well
     """
 
     run: CaseRun
@@ -140,9 +142,9 @@ class JudgeTask:
 def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
     """Return the steps of each judge, for at most `most` judges.
 
-    Steps are not shared if workload `exact`, which trains from its own start, or events of a run
-    need all of them, or a GPU judges, where a step takes less time than the start of a process. A
-    short world gets fewer judges: starting one takes the cores from the rerun's ranks.
+    One judge gets all steps in three cases: workload `exact`, which trains from its start; events
+    of a run that need all steps; and a GPU, where a step takes less time than starting a process. A
+    short world gets fewer judges: starting one takes cores from the ranks of the rerun.
     """
     if steps == 0:
         return []
@@ -158,9 +160,9 @@ def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tup
 
 
 def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
-    """Return the checks of each judge of a block of steps. After a long world the two references,
-    of similar cost, are separated, the longer one (which also runs the batch without ghosts) first,
-    so that the cores finish together.
+    """Return the checks of each judge of a block of steps. After a long world, the two references,
+    which take similar time, are judged separately. The longer one (which also runs the batch
+    without ghosts) starts first, so that the cores finish together.
     """
     planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
     if run.timings_s.get("world", 0.0) <= _LONG_WORLD_S:
@@ -203,7 +205,7 @@ def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
 
 
 def observed_measurements(world: World, run: CaseRun) -> Measurements:
-    """Return the measurements of a closer look, or the reason for its failure as `trouble`."""
+    """Return the measurements of a closer look. If it failed, `trouble` is the reason."""
     try:
         return OBSERVE.decode(job_result(world))
     except DistcheckError as error:
@@ -211,7 +213,7 @@ def observed_measurements(world: World, run: CaseRun) -> Measurements:
 
 
 def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
-    """Return a judge's results; unknown for each planned check if it failed."""
+    """Return a judge's results. If it failed, each planned check is unknown."""
     try:
         return JUDGE.decode(job_result(world))
     except DistcheckError as raised:
@@ -225,11 +227,12 @@ def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
 
 
 class DiagnosisQueue:
-    """Selects the failed cases that get a closer look: one of those that fail in the same way.
+    """Selects failed cases for a closer look: one of those that fail in the same way.
 
-    A closer look costs as much as a case. Once a case is explained, another one of the same code in
-    which the same check fails first, at the same step, counts as the same failure, and its report
-    says so. During a closer look, other failed cases of its code wait for the result.
+    A closer look costs as much as a case. Once a case is explained, a case of the same code whose
+    first failed check and step are the same counts as the same failure, and its report refers to
+    the explained case. During a closer look, other failed cases of the same code wait for the
+    result.
     """
 
     def __init__(self) -> None:
@@ -238,7 +241,9 @@ class DiagnosisQueue:
         self._explained: list[CaseRun] = []
 
     def explained(self, run: CaseRun) -> bool:
-        """Return True if a case fails like an explained one, which becomes its `like`."""
+        """Return True if a case fails like an explained case, and set the explained case as its
+        `like`.
+        """
         alike = (
             r
             for r in self._explained
@@ -248,14 +253,16 @@ class DiagnosisQueue:
         return run.like is not None
 
     def waits(self, run: CaseRun) -> bool:
-        """Return True if a case waits for another of its code; False if it gets the closer look."""
+        """Return True if a case must wait for a case of the same code; False if it gets the closer
+        look.
+        """
         if self._looking.setdefault(_same_key(run), run) is run:
             return False
         self._waiting.append(run)
         return True
 
     def taken_up(self, run: CaseRun) -> Iterator[CaseRun]:
-        """Take in an observed case; yield the cases that waited for it."""
+        """Take in a measured case; yield the cases that waited for it."""
         self._looking.pop(_same_key(run), None)
         found = diagnosis.diagnose((), run.results, run.seen, accept=run.case.accept)
         if all(one.cause != "unexplained" for one in found):
@@ -292,7 +299,7 @@ _Stages = Generator[WorldName | None, Any, None]
 
 
 class Session:
-    """Runs cases to their end; `on_finished` is called with each when it is done."""
+    """Runs cases to their end; calls `on_finished` with each case when it is done."""
 
     def __init__(self, pool: Pool, data: Data, listener: Listener) -> None:
         self.pool, self.data, self.listener = pool, data, listener
@@ -310,7 +317,7 @@ class Session:
         self._most_judges = min(2 * self._cores, _MOST_JUDGES)
 
     def run(self, runs: Sequence[CaseRun], *, on_finished: OnFinished) -> None:
-        """Block until every case is finished; end everything it started if interrupted."""
+        """Block until every case is finished. If interrupted, end everything that was started."""
         self._on_finished = on_finished
         for run in runs:
             run.finished = False
@@ -318,7 +325,7 @@ class Session:
         self._until_finished(runs)
 
     def rejudge(self, run: CaseRun, *, on_finished: OnFinished) -> None:
-        """Judge a case whose traces exist, and close them; start no rank."""
+        """Judge a case whose traces exist, and close them. Starts no rank."""
         self._on_finished = on_finished
         with closing(run):
             self._begin_case(run, self._judge_traces(run))
@@ -418,7 +425,9 @@ class Session:
                 run.close()
 
     def set_aside(self, strategy: str | None = None) -> list[CaseRun]:
-        """Remove and return cases, of a strategy or all, that have not begun and may run later."""
+        """Remove and return cases, of one strategy or of all, that have not begun and may run
+        later.
+        """
         found = [
             one
             for one in self._worlds

@@ -45,8 +45,8 @@ _BIT_SETTINGS = (
 
 
 def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
-    """Return the report of a finished or interrupted case; `elsewhere` is the result of
-    `recorded_elsewhere` for its traces.
+    """Return the report of a finished or interrupted case. `elsewhere` is the result of
+    `recorded_elsewhere` for the traces of the case.
     """
     outcomes = _deciding_outcomes(run)
     results = _mark_consequences(_allow_for(elsewhere, _results(run, outcomes)))
@@ -146,8 +146,8 @@ def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
 
 
 def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """Return the differences between the machine that recorded traces and this one that bits may
-    depend on; "" if there are none.
+    """Return differences between this machine and the one that recorded traces, if bits may depend
+    on them; "" if there are none.
     """
     other = [
         f"{name} {recorded.get(name)} there, {here.get(name)} here"

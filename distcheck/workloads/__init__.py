@@ -1,5 +1,5 @@
-"""Reference workloads on which strategies are verified, one file each; each defines `workload`.
-This file holds the facts that the front end needs without importing torch.
+"""Reference workloads on which strategies are verified. Each file defines a `workload`. This file
+holds the facts that the front end needs without importing torch.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from distcheck.records.layers import IN_FLOAT32
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a workload before it is loaded; the defaults apply to any user's workload.
+    """Facts about a workload before it is loaded. The defaults apply to workloads of users.
 
     steps       3 cover errors that begin after the first synchronization, and rebuilt DDP buckets;
                 12, if a step is cheap, cover errors that begin later
-    data        its own data set, whatever `--data` selects; empty if it uses that
+    data        a data set that replaces `--data`; empty: `--data` applies
     in_float64  True if its float64 case takes seconds, not minutes
     without     checks that do not apply to it
-    least       samples that each rank needs: BatchNorm cannot normalize a single one
+    least       samples that each rank needs: BatchNorm cannot normalize a single sample
     """
 
     steps: int = 3
@@ -48,9 +48,9 @@ STEPS_IN_FLOAT64 = 2
 class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
     """Use of a workload in the default run, in addition to training and judging it once.
 
-    if_it_can  correct code may be unable to train it: crashed or hung ranks are ignored
-    promised   only for a strategy with this contract, as in `@strategy(...)`
-    steps      fewer than its own, because another workload covers late errors
+    if_it_can  True if correct code may be unable to train it: then crashes and hangs are ignored
+    promised   contract (`@strategy(...)`) that a strategy must have; empty: any
+    steps      number of steps, if a different workload covers late errors
     """
 
     in_float64: bool = False
@@ -73,5 +73,5 @@ DEFAULT_RUN: Mapping[str, InDefaultRun] = {
 
 
 def about(name: str) -> About:
-    """Return the facts about a workload, also a user's; of a variant, its workload's."""
+    """Return the facts about a workload, built in or not. A variant has the facts of its workload."""
     return ABOUT.get(name.partition(":")[0], About())

@@ -2,24 +2,24 @@
 dimensions.
 
 It combines features that simple models lack: deeply nested modules, many tensors of one shape,
-sizes from 1 to over 1 M elements, an embedding of which every rank touches other rows, LayerNorm,
+sizes from 1 to over 1 M elements, an embedding of which every rank uses different rows, LayerNorm,
 GroupNorm and BatchNorm, constant, integer and non-persistent buffers, dropout, two parameter groups
 with different rates and weight decay, a learning rate that starts at 0 and changes with every step,
-and a layer that only few samples reach, so that its gradient is zero on some ranks at some steps.
-(It is never None on only some ranks: code that does not support None is correct for most models.
-The cells cover that.)
+and a layer that only few samples use, so that its gradient is zero on some ranks at some steps. (It
+is never None on only some ranks: code that does not support None is correct for most models. The
+cells cover that.)
 
 The number of tensors is prime, and small primes do not divide the size of the largest, so equal
-parts do not fit by chance. Every sample contains the first word and the last one, so both ends of
-the embedding have a gradient.
+parts do not fit by chance. Every sample contains the first and the last word of the vocabulary, so
+both ends of the embedding have a gradient.
 
 Three choices keep every tensor worth comparing:
 
-- Its gradient is far from zero wherever any sample reaches it. A bias in front of BatchNorm, or of
-  an attention's keys, has a zero gradient by construction, so there are none.
-- All functions are smooth (GELU, tanh), so rounding decides nothing.
-- Dropout would leave no full batch to compare with, because masks differ between shards. In
-  float64, which exists for full batch float64, it is off.
+- Its gradient is far from zero on every rank with a sample that uses it. A bias in front of
+  BatchNorm, or of an attention's keys, would always have a zero gradient, so there are none.
+- All functions are smooth (GELU, tanh), so no result depends on the rounding near a kink.
+- With dropout, no full batch is comparable, because masks differ between shards. In
+  float64, the dtype of full batch float64, dropout is off.
 
 In float64 the optimizer is AdamW, elsewhere SGD with momentum: two dtypes cover two updates.
 AdamW's first rate is not 0, so that full batch float64 judges parameters updated by a single step.
@@ -51,9 +51,8 @@ _COLUMNS = {"tokens": 2 * TOKENS, "marked": 1, "volume": _VOXELS}
 
 
 class CompositeSamples(ComputedSamples):
-    """Rows of numbers: the digits of six tokens, always from the first word to the last one, a mark
-    that one sample in 48 has, and a volume of 4x6x6 values in [-1, 1). Bit-identical in every
-    process.
+    """Rows of numbers: the digits of six tokens, which include the first and the last word; a mark
+    on one sample in 48; and a volume of 4x6x6 values in [-1, 1). Bit-identical in every process.
     """
 
     shape = (sum(_COLUMNS.values()),)
@@ -135,7 +134,7 @@ class Vision(nn.Module):
         self.project = nn.Sequential(nn.Linear(16, WIDTH, bias=False), nn.BatchNorm1d(WIDTH))
 
     def forward(self, volume: torch.Tensor) -> torch.Tensor:
-        """Apply 3-d, 3x3, 1x1 and transposed convolutions, and average over all places."""
+        """Apply 3-d, 3x3, 1x1 and transposed convolutions, and average over all positions."""
         flat = isinstance(self.volume, nn.Conv2d)
         seen = self.volume(volume if flat else volume.unsqueeze(1))
         maps = torch.tanh(seen if flat else seen.flatten(1, 2))
@@ -153,7 +152,7 @@ class Text(nn.Module):
         self.neighbors = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return each token's vector, mixed with its neighbors'."""
+        """Return the vector of each token, mixed with those of its neighbors."""
         found: torch.Tensor = self.neighbors(self.embedding(tokens).transpose(1, 2))
         return torch.tanh(found).transpose(1, 2)
 
@@ -179,7 +178,7 @@ class Composite(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Process a vector of the volume together with those of the tokens, through all blocks."""
+        """Process the vector of the volume and the vectors of the tokens through all blocks."""
         digits, mark, volume = inputs.split(list(_COLUMNS.values()), dim=1)
         high, low = digits.long().unflatten(1, (TOKENS, 2)).unbind(-1)
         words = high * DIGIT + low
@@ -198,7 +197,9 @@ class Composite(nn.Module):
 
 
 class CompositeWorkload(Classifier):
-    """Cross-entropy; SGD with momentum, in two groups, with rates that change at every step."""
+    """Cross-entropy; SGD with momentum, in two groups, with learning rates that change at every
+    step.
+    """
 
     def __init__(self, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
         self._gain, self._flat = gain, flat
@@ -210,7 +211,7 @@ class CompositeWorkload(Classifier):
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return two groups: weights decay; vectors and scalars do not, and learn at half the
+        """Return two groups: weights decay; vectors and scalars do not, and have half the learning
         rate.
         """
         listed = list(parameters)
@@ -236,8 +237,8 @@ class CompositeWorkload(Classifier):
         return torch.optim.SGD(given, lr=LEARNING_RATE, momentum=0.9)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Set the rates: up from 0 as in a warm-up, then down to a tenth, so that consecutive steps
-        differ. AdamW begins with the second rate.
+        """Set the learning rates: up from 0 as in a warm-up, then down to a tenth, so that
+        consecutive steps differ. AdamW begins with the second rate.
         """
         for group in optimizer.param_groups:
             rate = group.get("initial_lr", LEARNING_RATE)
@@ -254,12 +255,12 @@ def _by_adamw(parameters: Iterable[Any]) -> bool:
 
 
 class WithAdamW(CompositeWorkload):
-    """Trained by AdamW, with the same groups and schedule."""
+    """The composite workload with AdamW in place of SGD; groups and schedule are the same."""
 
     must_happen = (RateChanged(),)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return AdamW: its updates depend on the signs of a gradient more than its magnitude."""
+        """Return AdamW: its updates depend on the sign of a gradient more than on its magnitude."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE / FOR_ADAMW)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
@@ -274,8 +275,8 @@ workload = CompositeWorkload()
 
 
 def described(words: str) -> CompositeWorkload:
-    """Return a variant: `no-scalar` for code without support of scalar (0-d) parameters,
-    `no-volume` for code without support of five dimensions. Raises UsageError.
+    """Return a variant: `no-scalar` for code that does not support scalar (0-d) parameters,
+    `no-volume` for code that does not support five dimensions. Raises UsageError.
     """
     if words not in ("no-scalar", "no-volume"):
         raise UsageError(

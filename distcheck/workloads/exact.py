@@ -2,8 +2,8 @@
 
 Inputs, weights and cotangents are small integers and every layer is piecewise linear, so each
 gradient is a sum of integers that float32 represents exactly, in any summation order. The correct
-gradient is then known in closed form (`distcheck.judge.oracles.integers`), from a program that
-shares nothing with this one.
+gradient is then known in closed form. `distcheck.judge.oracles.integers` computes it without any
+code of this module.
 
 Three devices keep it exact over many steps:
 
@@ -11,7 +11,7 @@ Three devices keep it exact over many steps:
   values of the weights never enter the loss, which is a separate sum of integers.
 - The learning rate is a power of two and there is no momentum.
 - A mean over a shard of n = odd * 2^k samples is not exact. The loss is scaled by total / 2^k
-  instead of 1 / n: as if each sample's own loss carried the factor odd * total.
+  instead of 1 / n, as if the loss of each sample had the factor odd * total.
 """
 
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ class IntegerModel(nn.Module):
                 parameter.copy_(_integers(parameter.numel(), column, 3).view(parameter.shape))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs [n, columns] -> each sample's loss [n], an integer."""
+        """inputs [n, columns] -> the loss of each sample [n], an integer."""
         part = dict(zip(WIDTHS, inputs.split(list(WIDTHS.values()), dim=1), strict=True))
         image = part["image"].view(-1, 1, IMAGE, IMAGE)
         hidden = F.relu(self.dense(part["features"]))
@@ -95,8 +95,8 @@ def _only_gradient(value: torch.Tensor) -> torch.Tensor:
 class IntegerSamples(ComputedSamples):
     """Sample i, column j is `mix(i, j)`: cotangents in -1..1, all other columns in -2..2.
 
-    The cotangents of the scalar and the large vector are in 1..3, so that their gradients, each a
-    single sum over the samples, can never be zero.
+    The cotangents of the scalar and the large vector are in 1..3, so that their gradients, which
+    are single sums over the samples, can never be zero.
     """
 
     shape = (sum(WIDTHS.values()),)
@@ -123,7 +123,7 @@ class Exact:
         self._scalar_shape = scalar_shape
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build a model with the same integers for every seed."""
+        """Build a model with the same integers, whatever the seed."""
         return IntegerModel(self._scalar_shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

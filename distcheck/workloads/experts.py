@@ -16,7 +16,7 @@ WIDTH, EXPERTS = 32, 8
 
 
 class Experts(nn.Module):
-    """[n, width] -> [n, width]: each row through the expert that the gate selects for it."""
+    """[n, width] -> [n, width]: each row passes through the expert that the gate selects for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A table of features, one row per sample, for a loss or a metric that communicates itself.
+"""A table of features, one row per sample, for a loss or a metric that communicates.
 
-With `--as loss` the code under test is the loss, and with `--as metric` the measurement;
-`training/adapters/forms/loss.py` inserts it here. Each row receives the gradient of
-its own sample only, so an error in one rank's part is not hidden in a sum over the samples.
+With `--as loss` the code under test is the loss, and with `--as metric` the metric;
+`training/adapters/forms/loss.py` inserts it here. The gradient of a row depends only on the sample
+of that row, so an error in one rank's part is not hidden in a sum over the samples.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ _OF_CROSS_ENTROPY = {"input": "features", "target": "labels"}
 
 
 class NumberSamples:
-    """Sample i is the number i, and its label a class unrelated to it."""
+    """Sample i is the number i. Its label is a class computed from a hash of i."""
 
     shape = (1,)
     classes = CLASSES
@@ -49,8 +49,8 @@ def _table(seed: int) -> torch.Tensor:
 
 
 class Table(nn.Module):
-    """Sample numbers and labels -> the loss. `given` maps arguments of the loss to "labels", or to
-    one more view of the samples ("features").
+    """Sample numbers and labels -> the loss. `given` maps each argument of the loss to "labels", or
+    to a separate view of the samples ("features").
     """
 
     def __init__(self, loss: Loss, given: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ class Table(nn.Module):
 
 
 class Workload:
-    """Trains a table under a loss; cross-entropy by default."""
+    """Trains a table of features under a loss; cross-entropy by default."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Workload:
 
 
 class MetricResults(nn.Module):
-    """A metric's result for the samples as the gradient of `compute`, which is recorded and
-    compared on every rank. The loss is zero.
+    """Makes the result of a metric the gradient of `compute`, which is recorded and compared on
+    every rank. The loss is zero.
     """
 
     def __init__(self, make: Callable[[], Any], given: Mapping[str, str]) -> None:
@@ -149,10 +149,10 @@ def _slices(samples: int) -> list[slice]:
 
 
 class Measuring(Workload):
-    """Measures the table by a metric, which `make` creates."""
+    """Measures the table with a metric, which `make` creates."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Return the result as a module, which is not trained."""
+        """Return the metric's result as a module, which is not trained."""
         return MetricResults(self._make, self._given)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,13 +6,13 @@ words.
 There is no cancellation: inputs, weights and cotangents are positive, so every gradient is a sum of
 positive terms, over the samples and within the network. A gradient that is a small difference of
 large terms would be as small as its rounding errors, and correct code would differ from the full
-batch by more than full batch float32 permits. For the same reason layers are followed by tanh: it
-has no kink at which rounding decides the branch. No layer increases magnitudes, however many are
-stacked: if a tanh is nearly 1, its slope is the small difference 1 - tanh^2.
+batch by more than full batch float32 permits. For the same reason, layers are followed by tanh,
+which has no kink. No layer increases magnitudes, however many are stacked: for large inputs of
+tanh, the slope 1 - tanh^2 would be a small difference.
 
 BatchNorm is the exception: gradients through it sum to zero. It precedes every layer that trains,
-and a sigmoid makes its results positive again; the gradient of its own weight is a difference of
-larger terms, and full batch float32 compares it on the scale of its bias gradient, which is not.
+and a sigmoid makes its results positive again. The gradient of BatchNorm's weight is a difference
+of larger terms, so full batch float32 compares it on the scale of the gradient of its bias.
 """
 
 from collections.abc import Iterable
@@ -86,7 +86,7 @@ class Conv(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiplies by one scalar (0-d) parameter."""
+    """Multiplies its input by one scalar (0-d) parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Table(nn.Module):
 
 
 class RunningMeanLayer(nn.Module):
-    """A buffer that tracks the mean of the inputs, which pass unchanged."""
+    """Tracks the mean of its inputs in a buffer; returns the inputs unchanged."""
 
     mean: torch.Tensor
 
@@ -134,8 +134,9 @@ class Norm(nn.BatchNorm2d):
 
 
 class Chain(nn.Sequential):
-    """A sequence of layers. Those in `rare` apply to the `chosen` samples [n] only, and are skipped
-    if there are none: each contributes half of the mean of its output for such a sample.
+    """A sequence of layers. Layers in `rare` apply only to the `chosen` samples [n], and are
+    skipped without such samples. Each of them adds half of the mean of its output to a chosen
+    sample.
     """
 
     chosen: torch.Tensor
@@ -145,7 +146,7 @@ class Chain(nn.Sequential):
         self.rare: set[str] = set()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layers; the output has the shape of the last layer that is not rare."""
+        """Run the layers. The output has the shape of the last layer that is not in `rare`."""
         for name, layer in self._modules.items():
             assert layer is not None
             if name not in self.rare:
@@ -171,7 +172,7 @@ class Model(Chain):
 
 
 class GeneratedSamples:
-    """Numbers in [0.5, 1.5), 2x4x4 per sample; labels are the samples' own indices."""
+    """Numbers in [0.5, 1.5), 2x4x4 per sample; the label of a sample is its index."""
 
     shape = SHAPE
     classes = 1
@@ -180,7 +181,7 @@ class GeneratedSamples:
         self._samples = samples
 
     def size(self, *, train: bool) -> int:
-        """Return the number in the description; the test split has equally many."""
+        """Return the described number of samples; the test split has the same number."""
         return self._samples
 
     def read(
@@ -193,7 +194,7 @@ class GeneratedSamples:
 
 
 class Generated:
-    """The workload of a description."""
+    """The workload that a description defines."""
 
     def __init__(self, words: ModelWords) -> None:
         self._words = words
@@ -239,7 +240,9 @@ class Generated:
         return Scale() if layer.kind == "scale" else RunningMeanLayer()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean over the samples of the model's output times a weight per sample."""
+        """Return the mean over the samples of the model's output, multiplied by a weight per
+        sample.
+        """
         weights = random_between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
         loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
         return loss

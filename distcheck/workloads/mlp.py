@@ -30,7 +30,7 @@ class MLP(Classifier):
         self._most_inputs = most_inputs
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build it with ReLU between the layers, for any sample shape."""
+        """Build the model, with ReLU between the layers, for any sample shape."""
         inputs = min(prod(sample_shape), self._most_inputs or prod(sample_shape))
         return nn.Sequential(
             nn.Flatten() if self._most_inputs is None else FirstNumbers(inputs),

@@ -2,8 +2,8 @@
 
 Each position predicts the next token. A sequence is padded to the length of the longest, and the
 loss is the mean over the real targets of the batch, so a rank must be weighted by its tokens and
-not by its samples. One sequence in eight is long, one has no target at all, the others are short:
-shards have very different numbers of tokens, and a shard of few samples may have none.
+not by its samples. One sequence in eight is long, one has no target at all, and the others are
+short. Shards therefore have very different numbers of tokens, and a small shard may have none.
 
 Attention is causal, so padding at the end changes no target's logits. The keys have no bias, which
 would cancel in the softmax. GELU and no dropout, as in `transformer`.
@@ -27,7 +27,9 @@ _ONE_IN, _SHORT = 8, 5
 
 
 class Sequences(ComputedSamples):
-    """Sample i: its tokens, and the token that follows each; the same in every process."""
+    """Sample i: a sequence of tokens, and the next token at each position. The same in every
+    process.
+    """
 
     shape = (LENGTH,)
     classes = VOCABULARY
@@ -49,7 +51,7 @@ class Sequences(ComputedSamples):
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same shape; a token attends to itself and earlier ones."""
+    """[n, tokens, width] -> the same shape; a token attends to itself and to earlier tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class Workload:
         return LanguageModel()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the cross-entropy, the mean over the real targets; 0 if there are none."""
+        """Return the cross-entropy, averaged over the real targets; 0 if there are none."""
         logits = model(batch.inputs).flatten(0, 1)
         targets = batch.labels.flatten()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -1,8 +1,8 @@
 """A small transformer over the patches of an image, which model-parallel layouts shard.
 
-It has the parts in which they go wrong: attention with several heads, LayerNorm, residual
-connections, a mean over the tokens. No dropout, and GELU instead of ReLU, so that rounding never
-decides a branch.
+It has the modules in which sharding errors occur: attention with several heads, LayerNorm, residual
+connections, a mean over the tokens. No dropout, and GELU instead of ReLU, so that no branch depends
+on rounding.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ TOKENS, WIDTH, HEADS, BLOCKS = 8, 32, 4, 2
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same shape, by independent heads, of which a rank may have some."""
+    """[n, tokens, width] -> the same shape. Heads are independent, so a rank may have some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """A sample's numbers, split into patches, as tokens with a position."""
+    """Splits a sample's numbers into patches, and returns them as tokens with a position."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Workload(Classifier):
     """The transformer, trained by AdamW."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build it for samples that can be split into equal patches. Raises UsageError."""
+        """Build the model for samples that can be split into equal patches. Raises UsageError."""
         numbers = prod(sample_shape)
         if numbers % TOKENS:
             raise UsageError(

@@ -1,7 +1,7 @@
 """A tiny floating-point model that is trained for twelve steps, for errors that begin late.
 
-Compression after a warm-up, a mask, a switch: these may begin at any step, and integer-valued
-training may not show them. A step of this model is very cheap, so there are twelve.
+Compression after a warm-up, a mask, or a switch may begin at any step, and integer-valued training
+may not reveal them. A step of this model is very cheap, so there are twelve.
 
 Its gradients have two features that most models lack:
 

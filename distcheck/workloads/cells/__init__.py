@@ -1,6 +1,6 @@
 """Cells: small trainings, each with one feature that real trainings have and simple ones lack.
 
-`distcheck verify --thorough` runs all of them. A cell is a workload, so `--workload NAME` runs a
+`distcheck verify --thorough` runs all cells. A cell is a workload, so `--workload NAME` runs a
 single one; this table holds the facts that the front end needs without importing torch. A strategy
 that does not support a cell declines it in its contract, and a user excludes it with `--without`.
 """
@@ -19,8 +19,10 @@ BATCH = 256  # samples per step over all ranks; some cells rely on it for the en
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a cell before it is loaded.
 
-    `place` is its class; `about` a sentence for reports and lists; `without` the checks that do not
-    apply to it. With `own_batch`, its epoch length requires steps of exactly 256 samples.
+    place      import path of its class
+    about      sentence for reports and lists
+    without    checks that do not apply to it
+    own_batch  True if its epoch length requires steps of exactly 256 samples
     """
 
     place: str
@@ -30,8 +32,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     own_batch: bool = False
 
     def batch(self, asked: int, world: int) -> int:
-        """Return the samples per step: about 256, and equally many for each rank if `asked` is
-        divisible by `world`: code for equal shards only is correct in a training without others.
+        """Return the samples per step, about 256. If `asked` is divisible by `world`, so is the
+        result: code for equal shards is correct in a training that has no others.
         """
         equal = asked % world == 0 and not self.own_batch
         return max(BATCH // world * world if equal else BATCH, world)
@@ -231,7 +233,7 @@ CELLS: Mapping[str, Cell] = {
 
 
 def class_of_cell(spec: str) -> str:
-    """Return the place of a cell's class; any other workload unchanged."""
+    """Return the import path of a cell's class; return the name of any other workload unchanged."""
     return CELLS[spec].place if spec in CELLS else spec
 
 
@@ -260,9 +262,9 @@ def _shown_by(workload: str, training: Training) -> list[str]:
 
 
 def why_declined(workload: str, contract: Contract, training: Training, *, own_update: bool) -> str:
-    """Return why a strategy does not support a cell, or a workload with that `training`: its
-    contract declines it, or the loop cannot provide a requirement; empty if it does. `own_update`:
-    it takes the optimizer's step, or synchronizes within it.
+    """Return the reason that a strategy cannot train a cell, or a workload with that `training`:
+    its contract declines it, or the loop cannot provide a requirement. Empty if it can.
+    `own_update` is True if the strategy takes the optimizer's step, or synchronizes within it.
     """
     for name in _shown_by(workload, training):
         if name in contract.declines:

@@ -12,7 +12,7 @@ _SAMPLES, _COLUMNS = 512, 8
 
 
 class MixedLayers(nn.Module):
-    """Layers that each compute in their own dtype."""
+    """Layers with different dtypes; each computes in its dtype."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ComplexParameters(CellWorkload):
 
 
 class LongComplexLayers(ComplexLayers):
-    """The same with complex128; the real layer stays in float32."""
+    """`ComplexLayers` with complex128; the real layer stays in float32."""
 
     dtype = torch.complex128
 
@@ -86,7 +86,7 @@ class NumberedSamples(CellSamples):
 
 
 class Words(nn.Module):
-    """An embedding row for every two samples, which are often on different ranks."""
+    """An embedding with one row for every two samples, which are often on different ranks."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _coalesce(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class SparseGradients(CellWorkload):
-    """Gradients with few rows."""
+    """Sparse gradients with few rows."""
 
     must_happen = (RowsApart(parameter="words.weight"),)
 
@@ -119,7 +119,8 @@ class SparseGradients(CellWorkload):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return SGD without momentum, which accepts sparse gradients. Duplicate rows are coalesced
-        first; otherwise the update's bits would depend on whether the synchronization has done so.
+        first; otherwise the update's bits would depend on whether the synchronization coalesces
+        them.
         """
         optimizer = torch.optim.SGD(parameters, lr=0.05)
         optimizer.register_step_pre_hook(_coalesce)

@@ -1,8 +1,8 @@
 """Cells with gradients of unusual magnitude: infinities and NaN, close to the largest float32, and
 subnormal.
 
-They belong to one small parameter whose value affects nothing: next to it, the model trains as
-usual, whatever happens to the parameter.
+One small parameter without any effect on the loss has these gradients. The rest of the model trains
+as usual, whatever happens to this parameter.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class _Silent(torch.autograd.Function):
 
 
 class Gate(nn.Module):
-    """A parameter with the mean of `factors` times a pixel's magnitude as its gradient."""
+    """A parameter whose gradient is the mean of `factors` times a pixel's magnitude."""
 
     def __init__(self, factors: Sequence[float]) -> None:
         super().__init__()

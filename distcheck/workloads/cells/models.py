@@ -19,7 +19,7 @@ CHANGES_AT = 2  # step at which a layer is frozen, unfrozen or left out
 
 
 class TiedLayers(Layers):
-    """A second hidden layer with the first one's weight, and its own bias."""
+    """A second hidden layer that shares the weight of the first, and has a separate bias."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -33,7 +33,7 @@ class TiedLayers(Layers):
 
 
 class TiedWeights(CellWorkload):
-    """Two layers share one weight, which has the name of its first layer."""
+    """Two layers share one weight; its name is that of the first layer."""
 
     must_happen = (Tied(),)
     layers = TiedLayers
@@ -57,7 +57,7 @@ class UnusedLater(CellWorkload):
     must_happen = (NoGradient(parameter="middle.weight", after_one=True),)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Leave the layer out; its momentum stays unchanged and unused."""
+        """Stop calling the layer; its momentum stays unchanged and unused."""
         assert isinstance(model, Layers)
         model.skips_middle = step >= CHANGES_AT
 
@@ -95,7 +95,7 @@ class UnfrozenLater(CellWorkload):
         self.before_step(model, 0)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Unfreeze the layer, which the optimizer has had from the beginning."""
+        """Unfreeze the layer; the optimizer has had it from the beginning."""
         assert isinstance(model, Layers)
         model.middle.requires_grad_(step >= CHANGES_AT)
 
@@ -127,7 +127,7 @@ class WithDropout(CellWorkload):
 
 
 class RunningMeanModel(Layers):
-    """Keeps a running mean of its inputs, in a new tensor every time."""
+    """Keeps a running mean of its inputs, assigned to a new tensor in every step."""
 
     mean: torch.Tensor
 
@@ -136,7 +136,7 @@ class RunningMeanModel(Layers):
         self.register_buffer("mean", torch.zeros(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layers; the mean is assigned, not updated in place, without effect on the
+        """Run the layers. Assigns the mean instead of updating it in place; it does not affect the
         loss.
         """
         self.mean = 0.9 * self.mean + 0.1 * inputs.detach().flatten(1).mean(0)
@@ -144,7 +144,7 @@ class RunningMeanModel(Layers):
 
 
 class ReassignedBuffers(CellWorkload):
-    """A reassigned buffer: code that keeps its first tensor uses a stale one."""
+    """A reassigned buffer: code that holds on to its first tensor uses a stale buffer."""
 
     must_happen = (BufferReplaced(buffer="mean"),)
     layers = RunningMeanModel

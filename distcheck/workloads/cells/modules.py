@@ -1,4 +1,4 @@
-"""Cells that differ in the kinds of modules and buffers of a model, and in its mode."""
+"""Cells that differ in the kinds of modules and buffers, and in the mode of the model."""
 
 import copy
 
@@ -15,7 +15,7 @@ _LETTERS, _EMBEDDED = 8, 8
 
 
 class Copies(nn.Module):
-    """Layers of one shape that are copies of one, so that they also start with equal parameters."""
+    """Copies of one layer, so that shapes and initial parameters are equal."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Symmetric(nn.Module):
 
 
 class Factors(nn.Module):
-    """Parameters in a list and in a dictionary, and one of a subclass."""
+    """Parameters in a list and in a dictionary, and one parameter of a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,9 @@ class Normalized(nn.Module):
 
 
 class InEvalMode(CellWorkload):
-    """A model with BatchNorm, passed to the strategy in eval mode, and trained so for two steps."""
+    """A model with BatchNorm. The strategy receives it in eval mode, and two steps run in this
+    mode.
+    """
 
     must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
     layers = Normalized
@@ -180,5 +182,5 @@ class InEvalMode(CellWorkload):
         model.eval()
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Return to training mode at step 2."""
+        """Set training mode at step 2."""
         model.train(step >= CHANGES_AT)

@@ -16,7 +16,9 @@ _CLASSES = 4
 
 
 class CellSamples(ComputedSamples):
-    """`size` images of 3x8x8 with values in [-1, 1), four classes; also in the test split."""
+    """`size` images of 3x8x8 with values in [-1, 1) and four classes; the test split has the same
+    size.
+    """
 
     shape = SHAPE
     classes = _CLASSES
@@ -38,11 +40,11 @@ class CellSamples(ComputedSamples):
         return images, hash24(rows * 8191 + 1) % _CLASSES
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Mark samples in their first pixels [n], for a cell that must recognize them."""
+        """Write a mark to the first pixels [n] of samples, for a cell that must recognize them."""
 
 
 class Layers(nn.Module):
-    """inputs [n, 3, 8, 8] -> logits [n, classes]; `middle` may be left out."""
+    """inputs [n, 3, 8, 8] -> logits [n, classes]; the layer `middle` is optional."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -66,7 +68,9 @@ class Classifier:
         return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return SGD, learning rate 0.05, momentum 0.9: an earlier wrong update shows later."""
+        """Return SGD, learning rate 0.05, momentum 0.9: with momentum, a wrong update also affects
+        later steps.
+        """
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 

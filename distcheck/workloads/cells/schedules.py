@@ -30,7 +30,7 @@ class RaggedBatch(CellWorkload):
     must_happen = (ShortBatch(),)
 
     def samples(self) -> CellSamples:
-        """Return samples whose last batch has 20, enough for up to 20 ranks."""
+        """Return samples for three batches; the third has 20 samples, enough for up to 20 ranks."""
         return CellSamples(3 * BATCH + 20)
 
 
@@ -71,7 +71,7 @@ class Clipping(CellWorkload):
 
 
 class Resume(CellWorkload):
-    """Resume from a checkpoint in the same process, with a strategy that is loaded again."""
+    """Resume from a checkpoint in the same process, with a newly loaded strategy."""
 
     must_happen = (Resumed(),)
 
@@ -79,7 +79,7 @@ class Resume(CellWorkload):
 
 
 class KeptGradients(CellWorkload):
-    """Gradients are zeroed between steps, in the tensors of the previous step."""
+    """Between steps, gradients are set to zero in place, not to None."""
 
     must_happen = (GradientsKept(),)
 
@@ -96,7 +96,7 @@ class Evaluation(CellWorkload):
 
 
 class MarkedSamples(CellSamples):
-    """Samples of which one is marked."""
+    """Samples with a mark on one of them."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
         """Mark sample 0."""
@@ -104,8 +104,8 @@ class MarkedSamples(CellSamples):
 
 
 class Overflowing(Layers):
-    """One parameter's gradient overflows float32 if the marked sample is in the shard and the loss
-    is scaled. Nothing else changes: the parameter adds zero to the logits.
+    """If the marked sample is in the shard and the loss is scaled, the gradient of one parameter
+    overflows float32. The parameter adds zero to the logits, so nothing else changes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -119,7 +119,7 @@ class Overflowing(Layers):
 
 
 class LossScaling(CellWorkload):
-    """The loss is multiplied by 1024; if the marked sample is read, a gradient is infinite."""
+    """The loss is multiplied by 1024. A rank that reads the marked sample has an infinite gradient."""
 
     must_happen = (ScalerSkips(),)
 
@@ -127,5 +127,5 @@ class LossScaling(CellWorkload):
     layers = Overflowing
 
     def samples(self) -> CellSamples:
-        """Return samples of which the marked one occurs once in two steps, on one rank."""
+        """Return samples so that one rank reads the marked sample once in two steps."""
         return MarkedSamples(2 * BATCH)

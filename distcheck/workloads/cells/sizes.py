@@ -15,11 +15,11 @@ _BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
 
 
 class Additions(nn.Module):
-    """A linear layer whose logits receive a small term from each of some parameters of any shape.
+    """A linear layer. Additional parameters of any shape each add a small term to its logits.
 
-    Parameter k adds the mean of its elements, each times a small integer and, for every third
-    element, times a different feature. Neighboring elements of its gradient therefore differ, and
-    ranks' gradients are not multiples of each other.
+    Parameter k adds the mean of its elements. Each element is multiplied by a small integer, and
+    every third element by a different feature. Neighboring elements of its gradient therefore
+    differ, and ranks' gradients are not multiples of each other.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], classes: int) -> None:
@@ -58,7 +58,7 @@ class OneElement(_Added):
 
 
 class ZeroSize(_Added):
-    """Parameters without elements, around one with some."""
+    """Parameters without elements, before and after a parameter with elements."""
 
     must_happen = (Shapes(shapes=((0,), (4, 0))),)
 
@@ -119,7 +119,7 @@ class OneStorage(CellWorkload):
     must_happen = (happenings.OneStorage(),)
 
     def layers(self, classes: int) -> nn.Module:
-        """Return a model after its parameters were flattened, as by code that moves them as one."""
+        """Return a model whose parameters were flattened to one tensor."""
         model = Layers(classes)
         parameters = list(model.parameters())
         flat = nn.utils.parameters_to_vector(parameters).detach()
@@ -128,7 +128,7 @@ class OneStorage(CellWorkload):
 
 
 class Transposed(CellWorkload):
-    """Parameters [a, b] with strides (1, a), as for their gradients."""
+    """Parameters [a, b] with strides (1, a); their gradients have the same strides."""
 
     must_happen = (Permuted(),)
     layers = TransposedLayers
@@ -136,7 +136,7 @@ class Transposed(CellWorkload):
 
 class Wide(nn.Module):
     """A matrix [products, width] that maps products of pixels to a wide hidden layer with a fixed
-    sum over it: every element has a different gradient, at little cost.
+    sum over it. Every element has a different gradient, at little cost.
     """
 
     def __init__(self, products: int, width: int, classes: int) -> None:

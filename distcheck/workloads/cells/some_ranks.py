@@ -1,4 +1,4 @@
-"""Cells in which ranks differ: in layers that their samples reach, or in initial parameters."""
+"""Cells in which ranks differ: in the layers that their samples use, or in initial parameters."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ _BRANCH = 250  # wide, so that padding does not make gradients of different rank
 
 
 class HalfMarked(CellSamples):
-    """Samples of which the second half is marked."""
+    """Samples with a mark on the second half."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
         pixels[ids >= _SIZE // 2] = _MARK
@@ -44,7 +44,7 @@ class _Divided(CellWorkload):
 
 
 class Branches(Layers):
-    """Marked samples go through one layer, the others through another; each layer is called on
+    """Marked samples use one layer, and all other samples a second layer. Each layer is called on
     every rank, possibly without samples.
     """
 
@@ -64,11 +64,11 @@ class Branches(Layers):
 
 
 class Experts(Layers):
-    """Marked samples go through one branch, the others through another, and in one step all go
-    through a third: a branch without samples is not called, and has no gradient.
+    """Marked samples use one branch, and all other samples a second; in one step, all samples use a
+    third. A branch without samples is not called, and has no gradient.
 
-    Sizes differ, so code that synchronizes only the existing gradients fails loudly: its
-    collectives do not match, and it ends with an error.
+    Sizes differ, so code that synchronizes only the existing gradients fails with an error: its
+    collectives do not match.
     """
 
     def __init__(self, classes: int) -> None:
@@ -94,8 +94,8 @@ class Experts(Layers):
 
 
 class AbsentOnSome(_Divided):
-    """One layer is used on the last rank only, another on every rank but the last, and one in step
-    1 only: a layer without samples has no gradient.
+    """One layer is used on the last rank only, one on every rank but the last, and one in step 1
+    only. A layer without samples has no gradient.
     """
 
     must_happen = (
@@ -111,13 +111,13 @@ class AbsentOnSome(_Divided):
         model.uses_late = step == 1
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return plain SGD: a zero gradient has the effect of none, so code may fill in zeros."""
+        """Return plain SGD: a zero gradient has the same effect as none, so code may fill in zeros."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 
 class ZeroOnSome(_Divided):
-    """One layer has samples on the last rank only, another on every rank but the last: a layer
-    without samples has a zero gradient.
+    """One layer has samples on the last rank only, one on every rank but the last. A layer without
+    samples has a zero gradient.
     """
 
     must_happen = (
@@ -136,7 +136,7 @@ class LayersWithBuffer(Layers):
 
 
 class DifferentStarts(CellWorkload):
-    """Every rank but rank 0 starts with different parameters, and a different buffer."""
+    """Every rank except rank 0 starts with different parameters and a different buffer."""
 
     must_happen = (StartsApart(),)
     layers = LayersWithBuffer

@@ -1,7 +1,7 @@
-"""Data sets: `synthetic` from a hash, or files read through torchvision.
+"""Data sets: `synthetic`, computed from a hash, or files read through torchvision.
 
-Files are read once, in a separate process, into shared memory; ranks and references map it. A
-module here that defines `files` is a file-based data set, found by its name.
+Files are read once, in a separate process, into shared memory, and mapped by ranks and references.
+A module here that defines `files` is a file-based data set, found by its name.
 """
 
 import pkgutil
@@ -17,7 +17,7 @@ FILE_DATASETS = ("cifar10", "mnist")
 
 
 class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Read a data set into the descriptor that accompanies the request."""
+    """Request to read a data set into the file descriptor that accompanies the request."""
 
     name: str
     data_dir: str
@@ -29,7 +29,7 @@ PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, 
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the bytes, and their digest; `mean` and `std` per channel, pixels in 0..1."""
+    """Layout and digest of the arrays in memory; `mean` and `std` per channel, for pixels in 0..1."""
 
     shape: tuple[int, int, int]
     classes: int
@@ -42,7 +42,7 @@ class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dataset_names() -> dict[str, str]:
-    """Return every data set that `--data` accepts: name to module."""
+    """Return the module of every data set that `--data` accepts, by name."""
     folder = [str(Path(__file__).parent)]
     known = {found.name: f"{__name__}.{found.name}" for found in pkgutil.iter_modules(folder)}
     return {name: known[name] for name in (SYNTHETIC, *FILE_DATASETS)}

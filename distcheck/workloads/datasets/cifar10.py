@@ -23,7 +23,7 @@ _OF_ARRAYS = (
 
 
 class CIFAR10Files:
-    """The Python version of the data set, as published by its authors."""
+    """The Python version of the data set, as its authors publish it."""
 
     name = "cifar10"
     folder = "cifar-10-batches-py"
@@ -32,7 +32,9 @@ class CIFAR10Files:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return the parent folder's data, the folder itself, and the archive."""
+        """Return the possible places: a folder in the given one, the given folder itself, and the
+        archive.
+        """
         return [where / self.folder, where, where / _ARCHIVE]
 
     def locate(self, where: Path) -> Path | None:
@@ -48,8 +50,8 @@ class CIFAR10Files:
             (root / self.folder).symlink_to(found.resolve(), target_is_directory=True)
 
     def read(self, root: Path, *, train: bool) -> Split:
-        """Read one split. torchvision is not used, because it unpickles any file, which runs any
-        code in it. Checksums only produce a note: users also verify on excerpts.
+        """Read one split, without torchvision, which unpickles any file and so runs any code in it.
+        A wrong checksum only produces a note: users also verify on excerpts.
         """
         names = _TRAIN if train else _TEST
         batches = [_read_batch(root / self.folder / name) for name in names]
@@ -58,13 +60,13 @@ class CIFAR10Files:
         return Split(images.view(-1, 3, 32, 32), torch.tensor(labels))
 
     def fetch(self, root: Path) -> None:
-        """Download from the authors' site, with checksums verified."""
+        """Download from the authors' site, and verify checksums."""
         from torchvision.datasets import CIFAR10
 
         CIFAR10(str(root), download=True)
 
     def remark(self, found: Path) -> str:
-        """Return a note if these are not the published files."""
+        """Return a note if the files are not the published ones."""
         from torchvision.datasets import CIFAR10
 
         known: list[list[str]] = CIFAR10.train_list

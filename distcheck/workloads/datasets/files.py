@@ -40,7 +40,7 @@ class FileDataset(Protocol):
     classes: int
 
     def locate(self, where: Path) -> Path | None:
-        """Return `where` if it is the folder or archive with the files; else None."""
+        """Return `where` if it is the folder or archive with the files, or else None."""
         ...
 
     def candidates(self, where: Path) -> list[Path]:
@@ -64,7 +64,7 @@ class FileDataset(Protocol):
 
 @PREPARE.does
 def prepare_job(job: PrepareRequest, fds: Descriptors, reporter: Reporter) -> bytes:
-    """Read (or download) files in a single process, and return their description."""
+    """Read (or download) files in a separate process, and return their description."""
     reporter.progress(0, f"read {job.name}")
     return prepare(job.name, job.data_dir, download=job.download, fd=fds["data"])
 
@@ -189,9 +189,9 @@ def too_large(archive: Path) -> str:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpack a tar archive below `root`; members outside it are refused.
+    """Unpack a tar archive below `root`. Members that would be outside of it raise an error.
 
-    Raises CannotRunError if this Python has no filter for such members.
+    Raises CannotRunError if this Python version cannot filter such members.
     """
     if not hasattr(tarfile, "data_filter"):
         raise CannotRunError(

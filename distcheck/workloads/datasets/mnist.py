@@ -16,7 +16,7 @@ _FILES = (
 
 
 class MNISTFiles:
-    """The four idx files, compressed with gzip or not."""
+    """The four idx files, with or without gzip compression."""
 
     name = "mnist"
     folder = "MNIST/raw"
@@ -25,7 +25,9 @@ class MNISTFiles:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return the places for a parent folder, for `MNIST`, and for the files' folder."""
+        """Return the possible places: a parent folder, the folder `MNIST`, and the folder of the
+        files.
+        """
         return [where / "MNIST" / "raw", where / "raw", where]
 
     def locate(self, where: Path) -> Path | None:
@@ -52,13 +54,13 @@ class MNISTFiles:
         return Split(data.data.unsqueeze(1), data.targets)
 
     def fetch(self, root: Path) -> None:
-        """Download from torchvision's mirrors, with checksums verified."""
+        """Download from torchvision's mirrors, and verify checksums."""
         from torchvision.datasets import MNIST
 
         MNIST(str(root), download=True)
 
     def remark(self, found: Path) -> str:
-        """Return an empty note: the format has no checksum."""
+        """Return "": the format has no checksum to verify."""
         return ""
 
     def _file(self, where: Path, name: str) -> Path | None:

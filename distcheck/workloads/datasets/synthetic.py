@@ -1,7 +1,7 @@
 """CIFAR-shaped images computed from a hash of their index: no download, no RNG state, learnable.
 
-Every class has a coarse pattern; a sample is its class's pattern plus noise. The same index gives
-bit-identical data in every process, whatever random numbers were consumed before.
+Every class has a coarse pattern; a sample is the pattern of its class plus noise. The same index
+gives bit-identical data in every process, whatever random numbers were consumed before.
 """
 
 from functools import cache
@@ -57,7 +57,7 @@ class ComputedSamples:
         return 50_000 if train else 10_000
 
     def rows(self, ids: torch.Tensor, *, train: bool) -> torch.Tensor:
-        """Return numbers that are unique among the samples of both splits."""
+        """Return a unique number for each sample of both splits."""
         return ids if train else ids + _TEST_OFFSET
 
 
@@ -89,7 +89,7 @@ _made: dict[tuple[bytes, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] 
 
 
 class RememberedSamples(SyntheticSamples):
-    """Synthetic samples for a process that reads the same ones many times: they are cached up to
+    """Synthetic samples for a process that reads them many times. They are cached, up to
     _MOST_BYTES, and copied.
     """
 
