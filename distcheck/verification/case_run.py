@@ -103,7 +103,7 @@ class CaseRun:
 
     @property
     def rerun_differed(self) -> bool:
-        """Return True if the rerun ended differently from the first world, or with different bits."""
+        """Return True if the rerun ended differently from the first world, or its bits differ."""
         if any(outcome.outcome != RankEnd.FINISHED for outcome in self.rerun_outcomes):
             return True
         return any(r.check == "rerun" and r.verdict == "fail" for r in self.results)

@@ -54,8 +54,8 @@ class Trial:
 
     exchanged  True if communication was observed
     explained  True if a cause explains the resulting values
-    broken     True if the code raised an error after a reduction that none of its statements raises,
-               and that does not indicate missing set-up
+    broken     True if the code raised an error after a reduction, none of its statements raises
+               that error, and the error does not indicate missing set-up
     seen       the result as text
     """
 

@@ -40,7 +40,7 @@ def reference_bytes(case: Case, facts: CaseFacts, layout: TraceLayout) -> int:
 
 
 def trace_bytes(case: Case, layout: TraceLayout) -> int:
-    """Return the bytes of a correct case's traces. The rerun shares the tensors of the first run."""
+    """Return the bytes of a correct case's traces. The rerun shares tensors of the first run."""
     runs = 2 if case.rerun else 1
     shared = _size(layout, Kind.GRADIENT) + _size(layout, Kind.PARAMETER)
     shared += _size(layout, Kind.BUFFER) * case.world + _size(layout, Kind.OPTIMIZER)

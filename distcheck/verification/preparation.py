@@ -146,7 +146,7 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
 
 
 def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
-    """Load every strategy and workload once, and return facts. Raises UsageError, CannotRunError."""
+    """Load every strategy and workload once. Raises UsageError, CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
         description=data.description,

@@ -101,7 +101,9 @@ class Silent(Listener):
 
 
 def step_in_words(step: int, steps: int, phase: str) -> str:
-    """Return a rank's position: "step 2 of 3, sync". The final step is followed by further phases."""
+    """Return a rank's position: "step 2 of 3, sync"; for phases after the training: "all steps
+    done, sync".
+    """
     return f"step {step + 1} of {steps}, {phase}" if step < steps else f"all steps done, {phase}"
 
 

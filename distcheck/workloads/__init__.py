@@ -73,5 +73,5 @@ DEFAULT_RUN: Mapping[str, InDefaultRun] = {
 
 
 def about(name: str) -> About:
-    """Return the facts about a workload, built in or not. A variant has the facts of its workload."""
+    """Return the facts about a workload, built in or not; a variant has those of its workload."""
     return ABOUT.get(name.partition(":")[0], About())

@@ -19,7 +19,7 @@ TOKENS, WIDTH, HEADS, BLOCKS = 8, 32, 4, 2
 
 
 class Attention(nn.Module):
-    """[n, tokens, width] -> the same shape. Heads are independent, so a rank may have some of them."""
+    """[n, tokens, width] -> the same shape. Heads are independent, so ranks may share them out."""
 
     def __init__(self) -> None:
         super().__init__()

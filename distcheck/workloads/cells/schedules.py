@@ -119,7 +119,7 @@ class Overflowing(Layers):
 
 
 class LossScaling(CellWorkload):
-    """The loss is multiplied by 1024. A rank that reads the marked sample has an infinite gradient."""
+    """The loss is multiplied by 1024; ranks that read the marked sample have infinite gradients."""
 
     must_happen = (ScalerSkips(),)
 

@@ -111,7 +111,7 @@ class AbsentOnSome(_Divided):
         model.uses_late = step == 1
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return plain SGD: a zero gradient has the same effect as none, so code may fill in zeros."""
+        """Return plain SGD: a zero gradient has the same effect as none, so code may use zeros."""
         return torch.optim.SGD(parameters, lr=0.05)
 
 

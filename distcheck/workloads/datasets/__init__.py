@@ -29,7 +29,7 @@ PREPARE = Job("distcheck.workloads.datasets.files:prepare_job", PrepareRequest, 
 
 
 class ArrayDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout and digest of the arrays in memory; `mean` and `std` per channel, for pixels in 0..1."""
+    """Layout and digest of the arrays; `mean` and `std` per channel, for pixels in 0..1."""
 
     shape: tuple[int, int, int]
     classes: int
