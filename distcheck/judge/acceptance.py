@@ -1,4 +1,5 @@
 """Deviations by design that the user accepts (`--accept KIND`), and the expectations under them.
+Does not import torch.
 
     low-precision:bf16          gradients are rounded to that dtype (or fp16, fp32). The rounding
                                 bound, full batch float32 and float64 are widened as for a
@@ -8,12 +9,12 @@
                                                                             oracles/quantum.py
     low-rank:RANK               a matrix is reduced as its projection on RANK directions, and
                                 the rest is carried over (PowerSGD)         oracles/low_rank.py
-    low-rank:RANK:no-feedback   the same, and the rest is dropped
+    low-rank:RANK:no-feedback   the same, but the rest is dropped
     local-sgd:PERIOD            ranks step locally, and average their parameters after every
-                                PERIOD-th step (1: after every one)         oracles/averaging.py
+                                PERIOD-th step (1: after every step)        oracles/averaging.py
 
-All checks that remain possible are made: checks that start from recorded state (local gradients,
-the optimizer step, the loss of each rank, a rerun) are unaffected. No torch.
+All checks that remain possible are made. Checks that start from recorded state (local gradients,
+the optimizer step, the loss of each rank, a rerun) are unaffected.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +39,7 @@ KINDS = (
 
 
 class AcceptedDeviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed kind; `amount` is the number of bits, the matrix rank, or the number of steps."""
+    """A parsed kind. `amount` is the number of bits, the matrix rank, or the number of steps."""
 
     family: str
     amount: int = 0
@@ -47,7 +48,7 @@ class AcceptedDeviation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requires_mean(self) -> bool:
-        """True if gradients must be the mean over the ranks, within some bound."""
+        """Return True if gradients must be the mean over the ranks, within some bound."""
         return self.family in ("low-precision", "quantized")
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ DTYPES = ("float32", "float64")  # dtypes in which accepted deviations have a bo
 
 
 def read(text: str | None) -> AcceptedDeviation | None:
-    """Parse a kind. Raises UsageError for anything without a bound."""
+    """Parse a kind of deviation. Raises UsageError for a kind without a bound."""
     if text is None:
         return None
     family, _, rest = text.partition(":")
@@ -86,7 +87,7 @@ def spelled(text: str | None) -> str | None:
 def check_asked(
     text: str | None, *, dtype: str | None, steps: int, workloads: Sequence[str]
 ) -> None:
-    """Raise UsageError for conflicts that are visible before anything is loaded."""
+    """Raise UsageError for conflicts that can be found before anything is loaded."""
     accepted = read(text)
     if accepted is None:
         return
@@ -107,7 +108,9 @@ def check_asked(
 
 
 def check_promise(case: Case, contract: Contract) -> None:
-    """Raise UsageError if a strategy promises the accepted deviation, or the opposite."""
+    """Raise UsageError if the strategy already promises the accepted deviation, or promises the
+    opposite.
+    """
     accepted = read(case.accept)
     if accepted is None:
         return
@@ -127,7 +130,9 @@ def check_promise(case: Case, contract: Contract) -> None:
 
 
 def contract_for_case(case: Case, contract: Contract) -> Contract:
-    """Return the contract that a case is judged by: an accepted dtype acts like a promised one."""
+    """Return the contract that a case is judged by. An accepted dtype has the effect of a promised
+    one.
+    """
     accepted = read(case.accept)
     if accepted is None or accepted.wire is None:
         return contract
@@ -135,8 +140,8 @@ def contract_for_case(case: Case, contract: Contract) -> Contract:
 
 
 def requires_full_batch(text: str | None) -> bool:
-    """Return True if gradients must be the full batch's, within some bound (full batch float32 and
-    float64).
+    """Return True if gradients must be those of the full batch, within some bound (full batch
+    float32 and float64).
     """
     accepted = read(text)
     return accepted is None or accepted.requires_mean
@@ -149,14 +154,14 @@ def keeps_scalars(text: str | None) -> bool:
 
 
 def keeps_exact_sums(text: str | None) -> bool:
-    """Return True if workload `exact` remains meaningful: sums that are exact or rounded."""
+    """Return True if workload `exact` still applies, because sums are exact or rounded."""
     accepted = read(text)
     return accepted is None or accepted.family == "low-precision"
 
 
 def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
-    """Return a reason if a run under low-rank compressed nothing, according to the gradient check's
-    findings, else "".
+    """Return a reason if a run under low-rank compressed nothing, according to the findings of the
+    gradient check, or else "".
     """
     accepted = read(case.accept)
     if accepted is None or accepted.family != "low-rank" or FindingKind.COMPRESSED in kinds:

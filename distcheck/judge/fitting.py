@@ -1,5 +1,5 @@
-"""Least-squares fits of tensors to combinations of others, on which factors and weights in `verify`
-and `job` are based. Oracles do not use it.
+"""Least-squares fits of tensors to combinations of tensors, on which factors and weights in
+`verify` and `job` are based. Oracles do not use them.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ class LeastSquaresFit(NamedTuple):
 
     left      L2 norm of the residual
     size      L2 norm of the fitted tensors
-    `apart`   smallest over largest singular value of the bases: if tiny, they are multiples of
-              each other, and the factors mean nothing
+    `apart`   ratio of the smallest to the largest singular value of the bases; if it is tiny, bases
+              are multiples of each other, and the factors mean nothing
     moved_by  largest change of each factor for an error of 1 in the fitted tensors
     """
 
@@ -34,9 +34,9 @@ class LeastSquaresFit(NamedTuple):
 
 
 def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
-    """Fit the first tensor of each row by the others, with the same factors in all rows; None if a
-    base is zero everywhere, or an element is not finite. [bases, actual] = Q R is computed block by
-    block: factors and residual follow from the last R.
+    """Fit the first tensor of each row by the remaining ones, with the same factors in all rows.
+    Return None if a base is zero everywhere, or if an element is not finite. [bases, actual] = Q R
+    is computed block by block: factors and residual follow from the last R.
     """
     r: torch.Tensor | None = None
     for actual, *bases in rows:

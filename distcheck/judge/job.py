@@ -1,4 +1,4 @@
-"""The judging job: oracles and checks over a recorded trace, in a separate process."""
+"""The judging job: runs oracles and checks over a recorded trace, in a separate process."""
 
 import os
 import traceback
@@ -57,8 +57,8 @@ def judge_trace(
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
     """Run every planned check over the job's steps. A check that crashes is unknown, never a pass.
-    Step by step, expectations for the checks' layers are computed first, then compared; those of a
-    step are freed before the next one.
+    At each step, the expectations for the checks' layers are computed first, then compared, and
+    freed before the next step.
     """
     references = References(ingredients, job.contract, trace)
     evidence = evidence_of(job, ingredients, references, rerun)
@@ -98,8 +98,8 @@ def evidence_of(
 def expect_step(
     references: References, step: int, planned: Sequence[Pair]
 ) -> dict[Pair, Expectation | Exception]:
-    """Compute the expectations that the planned checks need at a step, and no more; an error takes
-    the place of an expectation that it prevented.
+    """Compute only the expectations that the planned checks need at a step. If that raises an
+    error, the error takes the place of the expectation.
     """
     at = references.at(step)
     headers = tuple(at.trace.header(rank, step) for rank in range(at.trace.layout.world))
@@ -154,13 +154,13 @@ class CheckRun:
 
     @property
     def goes_on(self) -> bool:
-        """True unless the check itself has raised an error."""
+        """Return True unless the check has raised an error."""
         return self._ended is None
 
     def compare_step(
         self, evidence: Evidence, expected: Mapping[Pair, Expectation | Exception]
     ) -> None:
-        """Compare one step; checks over all steps keep the expectation until the end."""
+        """Compare one step. A check over all steps keeps the expectation until the end."""
         if not self.goes_on:
             return
         try:

@@ -1,4 +1,4 @@
-"""Requests to processes that judge or measure a case. No torch."""
+"""Requests to processes that judge or measure a case. Does not import torch."""
 
 import msgspec
 
@@ -21,8 +21,10 @@ class _OfCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeRequest(_OfCase, frozen=True, kw_only=True):
-    """A request to judge: `planned` lists (check, layer). With `of_rerun` the rerun is judged
-    instead of the first run. `of_run` lists checks of the whole run in addition to the steps.
+    """A request to judge; `planned` lists (check, layer).
+
+    With `of_rerun`, the rerun is judged instead of the first run. `of_run` lists checks of the
+    whole run, to be made in addition to those of the steps.
     """
 
     planned: tuple[tuple[str, str], ...]
@@ -31,8 +33,8 @@ class JudgeRequest(_OfCase, frozen=True, kw_only=True):
 
 
 class ObserveRequest(_OfCase, frozen=True, kw_only=True):
-    """A request to measure steps of a failed case, those of gradients first; `failed` lists the
-    failed (check, layer).
+    """A request to measure steps of a failed case, first those whose gradients failed. `failed`
+    lists the failed (check, layer).
     """
 
     failed: tuple[tuple[str, str], ...]

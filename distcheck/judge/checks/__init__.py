@@ -5,12 +5,12 @@ One file per check, in report order:
     outcome, data, initial_state, outputs, local_gradients, gradients, loss, parameters, buffers,
     agreement, rerun
 
-A check module defines `compare(evidence, tally)`; `tally.layer` is the layer, and the plan decides
-whether it is judged step by step or over the whole run. A check trains nothing, stores nothing,
-starts no process, reads no clock, and does not depend on other checks: expectations are computed
-before (`judge/job.py`) and frozen. It receives one step at a time in order, or all steps at once
-with `OVER_STEPS = True`. Only `outcome` needs no trace; the front-end process judges it. `purpose`
-cannot fail: it reports whether the events that a workload exists for have happened.
+A check module defines `compare(evidence, tally)`. The layer is `tally.layer`. The plan decides if a
+check is judged step by step or over the whole run. A check trains nothing, stores nothing, starts
+no process, reads no clock, and does not depend on other checks: expectations are computed before
+(`judge/job.py`) and frozen. It receives one step at a time in order, or all steps at once with
+`OVER_STEPS = True`. Only `outcome` needs no trace; the front-end process judges it. `purpose`
+cannot fail: it reports if the events that a workload exists for have happened.
 
 Shared parts:
 
@@ -51,12 +51,12 @@ class Check(Protocol):
     """Interface of a check module."""
 
     def compare(self, evidence: "Evidence", tally: "Tally") -> None:
-        """Compare everything the check covers, and record it in the tally."""
+        """Compare everything that the check covers, and record it in the tally."""
         ...
 
 
 def module_names() -> dict[str, str]:
-    """Return the module of every check by name, in report order."""
+    """Return the module of every check by name of the check, in report order."""
     return {name.replace("_", " "): f"{__name__}.{name}" for name in ORDER}
 
 

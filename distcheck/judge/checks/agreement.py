@@ -1,9 +1,8 @@
-"""All ranks hold the same gradients, parameters and (unless sharded) optimizer state, bitwise.
+"""All ranks hold bitwise equal gradients, parameters and (unless sharded) optimizer state.
 
-Agreement proves little (all ranks may hold the same wrong value), but replicas that differ in one
-bit diverge further, whatever the bounds. Under local SGD, parameters agree after every average. A
-tensor that ranks unshard collectively is the same on all of them anyway, and does not count as
-compared.
+Agreement proves little, because all ranks may hold the same wrong value. But replicas that differ
+in one bit diverge further, whatever the bounds. Under local SGD, parameters agree after every
+average. Tensors that ranks unshard collectively are always equal, and do not count as compared.
 """
 
 from functools import partial
@@ -19,7 +18,7 @@ from distcheck.records.layers import TOGETHER
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare every rank with the first that has data, by digest, then by value."""
+    """Compare every rank with the first rank that has data, by digest, then by value."""
     layout, trace, compared_with = evidence.trace.layout, evidence.trace, evidence.with_data[0]
     _remark_on_idle(evidence, tally)
     kinds = [Kind.GRADIENT, Kind.PARAMETER]

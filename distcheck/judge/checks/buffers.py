@@ -1,8 +1,8 @@
 """Running statistics and other buffers equal those of a single process, shard by shard.
 
-The contract defines the buffers at the start of a forward pass: the rank's own, or rank 0's.
-Without a promise either is allowed. A strategy may also copy one rank's buffer to all ranks after
-forward, bitwise, or average it over the ranks, evenly or by samples, within the bound of a mean
+The contract defines the buffers at the start of a forward pass: those of the rank, or those of rank
+0. Without a promise, both are allowed. After forward, a strategy may also copy one rank's buffer to
+all ranks, bitwise, or average it over the ranks, evenly or by samples, within the bound of a mean
 (`oracles/rounding.py`). Code that communicates in forward must leave the buffers of the full batch
 on every rank.
 """
@@ -23,7 +23,7 @@ from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare bitwise, per rank, with the recomputed forward pass of the shard."""
+    """Compare each rank bitwise with the recomputed forward pass of its shard."""
     for expectation in evidence.expectations:
         if isinstance(expectation.what, AfterBatch):
             _compare_batch(evidence, expectation, expectation.what, tally)

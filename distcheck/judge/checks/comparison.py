@@ -1,7 +1,7 @@
 """Compares two tensors in three ways: bitwise, within a bound, by relative L2 norm.
 
-Each comparison returns the place that is closest to failing (or fails worst) and the first failing
-one. `index` is the position in the tensor; ranks and steps are unknown here.
+Each comparison returns the first failing place, and the place that is closest to failing (or fails
+worst). `index` is the position in the tensor; ranks and steps are unknown here.
 """
 
 import math
@@ -43,10 +43,10 @@ class ComparedElement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one tensor; for a failed one, the worst few `places`.
+    """The comparison of one tensor; if it failed, `places` are the worst few.
 
     `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`). `undecided`
-    is the reason why a failed comparison shows no mistake.
+    is the reason that a failed comparison does not prove a mistake.
     """
 
     ok: bool
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers, so that -0 differs from +0 and NaN equals itself."""
+    """Return the tensor's bits as integers: -0 differs from +0, and NaN equals the same NaN."""
     tensor = real_parts(tensor).contiguous()
     return tensor.view(_INTEGER[tensor.element_size()])
 
@@ -106,8 +106,9 @@ def within(
     """Compare |actual - expected| <= bound elementwise; `expected` and `bound` in float64.
 
     Nothing is within a negative, infinite or NaN bound. NaN is not within any bound, unless
-    `nan_is_expected`: then NaN is right if NaN is expected. Complex numbers are within if both
-    parts are; places then have an additional index, 0 for the real and 1 for the imaginary part.
+    `nan_is_expected`: then NaN is right if NaN is expected. A complex number is within the bound if
+    both parts are. Its place then has an additional index, 0 for the real and 1 for the imaginary
+    part.
     """
     if actual.is_complex():
         parts = within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
@@ -161,8 +162,9 @@ def by_norm(
     *,
     nan_is_expected: bool = False,
 ) -> Comparison:
-    """Compare the L2 norm of the difference with `tolerance`. An infinite tolerance excludes
-    nothing; an expected infinity must be matched exactly; `nan_is_expected` as in `within`.
+    """Compare the L2 norm of the difference with `tolerance`; everything is within an infinite one.
+    An expected infinity must be matched exactly. `nan_is_expected` has the same meaning as in
+    `within`.
     """
     if actual.is_complex():
         pair = real_parts(actual), real_parts(expected)
@@ -191,8 +193,8 @@ def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
     """Return a histogram of signed ULP distances: bin (powers of two) to number of elements, see
     `distcheck.records.picture_sums`.
 
-    Large tensors are sampled evenly and counts scaled up. `expected` is rounded to the dtype of
-    `actual`; empty for dtypes that are not floats.
+    Large tensors are sampled evenly, and counts scaled up. `expected` is rounded to the dtype of
+    `actual`. The result is empty for dtypes other than floats.
     """
     elements = actual.numel()
     if actual.dtype not in _FLOATS or elements == 0:
@@ -221,8 +223,8 @@ def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
-    """Return the signed number of representable steps between two numbers, limited to `MOST`
-    (float64 has more between 2 and -2), or None if undefined.
+    """Return the signed number of representable steps between two numbers; None if undefined. It is
+    limited to `MOST` (float64 has more steps between 2 and -2).
     """
     if dtype not in _STRUCT or not (math.isfinite(actual) and math.isfinite(expected)):
         return None

@@ -1,11 +1,11 @@
 """Every sample that a single process would read at a step is read by exactly one rank.
 
 The expectation is computed by position, without a sampler: position p of the epoch's shuffle
-belongs to rank p mod W at step p div batch, for the W ranks with data. A workload with its own
+belongs to rank p mod W at step p div batch, for the W ranks with data. A workload with a custom
 sampler has fewer requirements: no sample twice in an epoch, shards of the right size, and a
 different order in every epoch. In a mesh, ranks of one data coordinate read the same samples. Ranks
-that draw equal random numbers for different samples get a warning only: a workload may not draw
-any.
+that draw equal random numbers for different samples get only a warning, because a workload may not
+draw any.
 """
 
 from collections import defaultdict
@@ -55,8 +55,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def first_shared_rng_state(
     trace: TraceReader, ranks: Sequence[int]
 ) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
-    """Return the first step that several ranks started from one RNG state: the library, the step,
-    and groups of these ranks; empty if all states differ.
+    """Return the first step that several ranks started from one RNG state, as (library, step,
+    groups of these ranks). Return an empty tuple if all states differ.
     """
     half = seeds.LIBRARY_STATES_BYTES // 2
     for step in range(trace.steps_written()):

@@ -1,4 +1,4 @@
-"""The input of a check: the case, the trace, and the expectations. All of it is frozen."""
+"""The input of a check, all frozen: the case, the trace, and the expectations."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,9 @@ from distcheck.records.mistakes import Shown
 class Expectation:
     """The expectation at a step under the check's layer.
 
-    `headers` are those of the ranks with data, numbered from 0. `what` is one of the frozen forms
-    of `oracles/forms.py`, or None. `shown` lists, per parameter, the mistakes that comparing its
-    gradient would reveal (`sensitivity.py`).
+    headers  of the ranks with data, numbered from 0
+    what     one of the frozen forms of `oracles/forms.py`, or None
+    shown    per parameter, the mistakes that comparing its gradient would reveal (`sensitivity.py`)
     """
 
     step: int
@@ -32,10 +32,11 @@ class Expectation:
 class Evidence:
     """A trace, the expectation at each judged step, and the rerun's trace if there is one.
 
-    `train_size` and `own_sampler` describe the data; `training`, `must_happen` and
-    `draws_random_numbers` the workload. `averages` gives the steps at which parameters are averaged
-    under local SGD; `holding` are the ranks that must hold the mean gradient; `mesh` is that of a
-    model-parallel layout.
+    train_size, own_sampler   describe the data
+    training, must_happen, draws_random_numbers   describe the workload
+    averages  steps at which parameters are averaged under local SGD
+    holding   ranks that must hold the mean gradient
+    mesh      the mesh of a model-parallel layout
     """
 
     case: Case
@@ -58,7 +59,7 @@ class Evidence:
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """The ranks that read a shard, in the order of the expectations; in a mesh, one per data
-        coordinate.
+        """Return the ranks that read a shard, in the order of the expectations; in a mesh, one per
+        data coordinate.
         """
         return self.case.with_data if self.mesh is None else self.mesh.readers

@@ -1,7 +1,7 @@
 """Detects events of the training loop: its steps, epochs, modes and random numbers.
 
-The function of an event returns "" if the event happened, and otherwise describes the recording.
-The ranks' reaction is irrelevant: a GradScaler met an overflow even if the strategy then hid it.
+Each event has a function here. It returns "" if the event happened, and otherwise describes the
+recording. The strategy's reaction is irrelevant: an overflow counts even if the strategy hides it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ from distcheck.records import expected_events as events
 
 
 class RunOfEvents:
-    """A run, as searched for events: only ranks with data, numbered from 0."""
+    """A run in which events are searched for; it has only ranks with data, numbered from 0."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.case, self.training = evidence.case, evidence.training
@@ -88,7 +88,7 @@ def _describe_counts(found: Sequence[tuple[int, Sequence[bool]]], what: str) -> 
 
 
 def no_gradient(event: events.NoGradient, run: RunOfEvents) -> str:
-    """Detect None as a gradient, which backward leaves if the loss is independent of it."""
+    """Detect None as a gradient, which backward leaves if the loss does not use the parameter."""
     found = [(step, [g is None for g in own]) for step, own in run.named(event.parameter)]
     had = not event.after_one
     for _, absent in found:
@@ -118,7 +118,7 @@ def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
 
 
 def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
-    """Detect magnitudes that occur at one step on every rank together."""
+    """Detect the magnitudes if all ranks have them at the same step."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
         there = [as_float64(g).abs().flatten() for g in own if g is not None]
@@ -150,7 +150,7 @@ def _is_nonzero(gradient: torch.Tensor | None) -> bool:
 
 
 def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
-    """Detect nonzero gradients of all dtypes; complex ones need both parts."""
+    """Detect nonzero gradients of all dtypes; complex gradients must be nonzero in both parts."""
     found = {
         spec.dtype
         for index, spec in enumerate(run.specs)
@@ -188,7 +188,7 @@ def _there(run: RunOfEvents, holds: Callable[[TensorSpec], bool]) -> list[Tensor
 
 
 def shapes(event: events.Shapes, run: RunOfEvents) -> str:
-    """Detect shapes, also those without elements, whose gradients are always zero."""
+    """Detect shapes, including shapes without elements, whose gradients are always zero."""
     found = {spec.shape for spec in _there(run, lambda spec: spec.shape in event.shapes)}
     missing = [shape for shape in event.shapes if shape not in found]
     return f"seen: none of shape {', '.join(map(str, missing))}" if missing else ""
@@ -228,14 +228,14 @@ def tied(event: events.Tied, run: RunOfEvents) -> str:
 
 
 def one_storage(event: events.OneStorage, run: RunOfEvents) -> str:
-    """Detect parameters in one storage, in the model as the workload builds it."""
+    """Detect parameters that share one storage in the model that the workload builds."""
     shared = run.as_prepared[0].in_one_storage
     found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
     return "" if len(found) > 1 else f"seen: {len(shared)} parameters that share a storage"
 
 
 def kinds(event: events.Kinds, run: RunOfEvents) -> str:
-    """Check every parameter, on some rank and at some step."""
+    """Detect the classes; every parameter must have a gradient on some rank at some step."""
     there = run.as_prepared[0].kinds
     missing = [kind for kind in event.kinds if kind not in there]
     if missing:
@@ -291,7 +291,7 @@ def other_order(event: events.OtherOrder, run: RunOfEvents) -> str:
 
 
 def resumed(event: events.Resumed, run: RunOfEvents) -> str:
-    """Detect a resume, after which at least one step was made."""
+    """Detect a resume with at least one later step."""
     before = run.training.resume_before
     if before is not None and any(step.step >= before for step in run.steps):
         return ""
@@ -380,7 +380,7 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
 
 
 def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:
-    """Detect different initial models by repeating the workload's initialization of each rank."""
+    """Detect different initial models by repeating the workload's initialization for each rank."""
     alike = run.as_prepared[0].starts_alike
     return "seen: the same parameters on every rank" if alike else ""
 
@@ -405,7 +405,7 @@ def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:
 
 
 def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
-    """Detect eval mode by the modules' mode, and by a buffer that changes in training mode only."""
+    """Detect eval mode by the modules' mode, and by a buffer that changes only in training mode."""
     still, moved = set[int](), set[int]()
     trains = {expectation.step: expectation.what.training_mode for expectation in run.steps}
     for step, before, after in run.buffers(event.buffer):

@@ -1,4 +1,4 @@
-"""Every rank's gradients before any communication are those of its own shard."""
+"""Every rank's gradients before any communication are those of its shard."""
 
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import comparison_with, match_ranks
@@ -7,7 +7,7 @@ from distcheck.recordings.recording import EntryState, Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare each rank bitwise with the recomputed shard, or with the closed form (exact)."""
+    """Compare each rank bitwise with its recomputed shard, or with the closed form (exact)."""
     for expectation in evidence.expectations:
         for rank, own in zip(evidence.with_data, expectation.what.parts, strict=True):
             for index, form in enumerate(own):

@@ -1,4 +1,6 @@
-"""Every rank computed the loss of its own shard, and their weighted mean is the batch's loss."""
+"""Every rank computed the loss of its shard, and the weighted mean of these losses is the loss of
+the batch.
+"""
 
 from collections.abc import Sequence
 
@@ -11,8 +13,8 @@ from distcheck.records.mesh import Mesh
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare bitwise per rank (bitwise, exact), or the weighted mean with the batch (full batch
-    float32, full batch float64).
+    """Compare each rank bitwise (layers bitwise and exact), or the weighted mean with the batch
+    (full batch float32 and float64).
     """
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):

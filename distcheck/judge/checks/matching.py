@@ -1,5 +1,5 @@
-"""Compares the tensors of all ranks with an expectation; ranks with equal bits are compared once,
-and all are counted.
+"""Compares the tensors of all ranks with an expectation. Ranks with equal bits are compared once,
+and all of them are counted.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,11 +40,12 @@ def match_ranks(
     slot: int | None = None,
     zero_will_do: bool = False,
 ) -> None:
-    """Compare one tensor of every rank with one expectation, after the step or in another `slot`.
+    """Compare one tensor of every rank with one expectation, after the step or in a different
+    `slot`.
 
-    `compare` is None if no tensor is expected (a parameter without a gradient); with `zero_will_do`
-    a zero tensor is accepted then. A tensor that was never recorded is not counted, so the verdict
-    becomes unknown.
+    `compare` is None if no tensor is expected (a parameter without a gradient). With
+    `zero_will_do`, a zero tensor is accepted in that case. A tensor that was never recorded is not
+    counted, so the verdict becomes unknown.
     """
     if slot is None:
         slot = step if kind in OF_A_STEP else step + 1
@@ -70,7 +71,7 @@ def match_ranks(
 
 
 def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
-    """Return the comparison for a form; None if there must be no tensor. Records excuses."""
+    """Return the comparison for a form; None if no tensor is expected. Excuses are recorded."""
     if form is None:
         return None
     if isinstance(form, Bits):
@@ -95,7 +96,7 @@ def _compare_norm(form: Near, actual: torch.Tensor) -> Comparison:
 
 
 def comparison_of(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
-    """Turn the fit of a low-rank result into a comparison of norms."""
+    """Convert the fit of a low-rank result to a comparison of norms."""
     place = ComparedElement(
         index=(),
         actual=float(actual.double().norm()),
@@ -126,7 +127,7 @@ def _compare_either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Com
 def note_not_given(
     tally: Tally, trace: TraceReader, kind: Kind, slot: int, index: int, ranks: Iterable[int]
 ) -> None:
-    """Report that a strategy's accessor omitted a tensor on ranks that completed the step."""
+    """Report tensors that a strategy's accessor omitted on ranks that completed the step."""
     accessor = "full_gradients" if kind is Kind.GRADIENT else "full_parameters"
     for rank in ranks:
         unwritten = trace.entry(rank, kind, slot, index).state is EntryState.UNWRITTEN
@@ -184,7 +185,7 @@ def compare_pair(
     has_tensors: bool = True,
 ) -> int:
     """Add a pair whose digests differ; return the number of elements compared by value. Without
-    tensors, digests stand for them.
+    tensors, the digests are reported in place of values.
     """
     place: dict[str, Any] = {"parameter": name, "rank": pair.rank, "step": pair.step}
     if pair.kind is None:

@@ -1,4 +1,6 @@
-"""Merges the results of one check, and compares them with the required coverage. No torch."""
+"""Merges the results of one check, and compares them with the required coverage. Does not import
+torch.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ Result = TypeVar("Result", bound=Any)  # of a check: `CheckResult`, or its entry
 
 
 def share_of_bound(difference: Difference) -> float:
-    """Return error / bound; with a bound of zero, every error is practically infinite."""
+    """Return error / bound. With a bound of zero, any error gives a very large number."""
     error, bound = float(difference.error), float(difference.bound)
     if math.isnan(error):
         return math.inf
@@ -53,7 +55,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
 
 
 def with_excuse(result: CheckResult) -> CheckResult:
-    """Return a complete result with its excuses in the reason, unless it failed."""
+    """Return a complete result with its excuses moved to the reason. A failed result loses them."""
     reasons = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
     return msgspec.structs.replace(result, reason="; ".join(filter(None, reasons)), excuse="")
 
@@ -87,10 +89,10 @@ def _insensitive(parts: Sequence[CheckResult], compared: Compared) -> Compared:
 
 
 def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -> Result | None:
-    """Return the failed result (or one with another `verdict`) that diverges first: by step, then
-    in the order of the checks.
+    """Return the failed result (or one with a different `verdict`) that diverges first: by step,
+    then in the order of the checks.
 
-    A wrong gradient changes results at the next step, so the order of the checks would name a
+    A wrong gradient changes results at the next step, so the order of the checks alone would name a
     consequence. Results that failed without a place come last.
     """
     failed = [result for result in results if result.verdict == verdict]
@@ -102,7 +104,7 @@ def earliest_failure(results: Sequence[Result], verdict: VerdictName = "fail") -
 
 
 def require_coverage(result: CheckResult, required: Compared) -> CheckResult:
-    """Turn a pass with less than the planned coverage into unknown, and list the missing part."""
+    """Change a pass with less than the planned coverage to unknown, and list the missing part."""
     if result.verdict != "pass":
         return result
     compared, insensitive = result.compared, result.insensitive

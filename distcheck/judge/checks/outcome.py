@@ -1,5 +1,5 @@
 """Every rank finished: none raised, exited, was killed or hung.
 
-Judged by the front-end process (`distcheck.verification.verdicts`), which supervises the ranks;
-this module only defines the name.
+The front-end process (`distcheck.verification.verdicts`) supervises the ranks and judges this
+check; the module only defines its name.
 """

@@ -1,7 +1,7 @@
 """In a layout, the model's outputs equal those of a single process for the same samples.
 
-A loss hides some errors of a model: cross-entropy is invariant to a constant added to all logits,
-and a mean over samples to the order of rows.
+A loss hides some errors of a model: cross-entropy does not change if a constant is added to all
+logits, and a mean over samples does not depend on the order of rows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from distcheck.records.layers import NO_OUTPUTS
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare every rank with outputs with those for its data coordinate's samples."""
+    """Compare the outputs of each rank with those expected for its data coordinate's samples."""
     mesh = evidence.mesh
     if mesh is None:
         return

@@ -1,10 +1,10 @@
 """Given the reduced gradients, the optimizer's update is that of a single process.
 
-Gradients are judged separately; here each rank's recorded gradients, parameters and optimizer state
-go through the same optimizer in one process, and the result must be bit-identical. In workload
-`exact`, parameters are known in closed form. Sharded optimizer state is taken from, and compared
-on, the rank that holds it. Under local SGD, ranks must hold the mean of their own updates after
-every average (rounding).
+A different check judges the gradients. Here each rank's recorded gradients, parameters and
+optimizer state go through the same optimizer in one process, and the result must be bit-identical.
+In workload `exact`, parameters are known in closed form. Sharded optimizer state is compared on the
+rank that holds it. Under local SGD, ranks must hold the mean of all ranks' updates after every
+average (layer rounding).
 """
 
 from collections.abc import Sequence

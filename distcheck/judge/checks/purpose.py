@@ -1,9 +1,9 @@
-"""Reports whether the events that a workload exists for happened in this run.
+"""Reports if the events that a workload exists for happened in this run.
 
-A workload declares events that must happen (`records/expected_events.py`): a cell for a short last
-batch shows nothing in a run without one. Each event is searched for in the ranks' recording. If one
-is missing, the verdict is unknown, with the expectation and the recording. This check never fails:
-other checks judge the ranks.
+A workload declares events that must happen (`records/expected_events.py`). For example, a cell for
+a short last batch tests nothing in a run without a short batch. Each event is searched for in the
+ranks' recording. If one is missing, the verdict is unknown, with the expectation and the recording.
+This check never fails: other checks judge the ranks.
 """
 
 import re
@@ -20,7 +20,7 @@ OVER_STEPS = True  # judges all steps together
 
 
 def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
-    """Return the function in `happened` with an event's name."""
+    """Return the function in `happened` that detects an event."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower()
     look: Callable[[Any, RunOfEvents], str] = getattr(happened, name)
     return look

@@ -1,4 +1,4 @@
-"""A second world of new ranks with the same seeds produced the same bits everywhere."""
+"""A second world of new ranks with the same seeds produces the same bits everywhere."""
 
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence
@@ -11,7 +11,7 @@ OVER_STEPS = True  # judges all recorded steps together
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare everything that both runs recorded, by digest, and by value if digests differ."""
+    """Compare all recorded values of both runs by digest; if digests differ, compare the values."""
     if evidence.rerun is None:
         return
     layout, then, now = evidence.trace.layout, evidence.trace, evidence.rerun

@@ -1,7 +1,7 @@
 """Computes the mistakes that the comparisons of a step would have revealed, given their bounds.
 
-The summands of a mean are the ranks' recorded local gradients, or recomputed ones if a rank's were
-not recorded. Nothing is trained.
+The summands of a mean are the ranks' recorded local gradients, or recomputed ones if any rank's
+gradients were not recorded. Nothing is trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,13 @@ _IN_DOUBLE = 2.0**-48
 class MeanSummands:
     """The summands of a mean, all in float64.
 
-    `gradients` [W, n] and `shares` [W] give the mean as `shares @ gradients`; `own` [W] is the
-    factor of a rank's gradient if it keeps its local one; `weights` [W] are the rank weights, with
-    sum 1. `bound` is elementwise [n], or a number for the L2 norm. `expected` [n] are the compared
-    bits, if any; `bound` is then only the distance of a mistaken sum from its exact value.
+    gradients  [W, n]
+    shares     [W]; the mean is `shares @ gradients`
+    own        [W]; the factor of a rank's gradient if the rank keeps its local gradient
+    weights    [W]; the rank weights, with sum 1
+    bound      elementwise [n], or a number for the L2 norm; with `expected`, only the distance of a
+               mistaken sum from its exact value
+    expected   [n]; the compared bits, if any
     """
 
     gradients: torch.Tensor
@@ -55,9 +58,9 @@ def shown_by(
 ) -> Shown:
     """Return the mistakes that comparing one tensor at one step would have revealed.
 
-    `parts_at(k)` returns every k-th element. `before` is the tensor after the previous step, and
-    `others` are those of other parameters of this shape at this step, as recorded. `ranks` are the
-    ranks' numbers in the report.
+    `parts_at(k)` returns every k-th element. `before` is the tensor after the previous step.
+    `others` are recorded tensors of parameters with the same shape at this step. `ranks` are the
+    numbers of the ranks in the report.
     """
     stride = max(1, -(-elements // _SAMPLE))
     found = _apply_mistake(parts_at(stride), stride, ranks, before, others)
@@ -153,11 +156,11 @@ def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
 def mistakes_shown_at_step(
     trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
 ) -> dict[str, tuple[Shown | None, ...]]:
-    """Return the mistakes that comparing each parameter's reduced gradient would reveal, by layer,
-    at a step; None if only one rank has data, since there is nothing to synchronize.
+    """Return, by layer, the mistakes that comparing each parameter's reduced gradient at a step
+    would reveal; None if only one rank has data, since there is nothing to synchronize.
 
-    `trace` is that of the ranks with data. The bitwise layer is stricter than The rounding bound:
-    mistakes revealed by the rounding bound are revealed by bits, so they are tried once.
+    `trace` has only ranks with data. The bitwise layer is stricter than the rounding bound, so each
+    mistake that the rounding bound reveals is tried only once.
     """
     indices = range(len(trace.layout.model.parameters))
     looks = {layer: _Look(trace, step, forms) for layer, forms in layers.items()}
@@ -179,8 +182,8 @@ def mistakes_shown_at_step(
 
 
 def mistakes_shown_by_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
-    """Return, for code that communicates by itself, the mistakes that would be revealed: no
-    communication, or another factor. `forms.computed` are each rank's gradients without
+    """Return the mistakes that would be revealed in code that communicates in forward: no
+    communication, or a wrong factor. `forms.computed` are each rank's gradients without
     communication.
     """
     return tuple(
@@ -190,7 +193,7 @@ def mistakes_shown_by_exchange(ranks: Sequence[int], forms: GradientForms) -> tu
 
 
 def mistakes_shown_by_buffers(after: AfterBatch) -> tuple[Shown, ...]:
-    """Return the same for the buffers of such code."""
+    """Return the same as `mistakes_shown_by_exchange` for the buffers of such code."""
     return tuple(
         mistakes_shown_by_tensor(after.ranks, near, [own[index] for own in after.alone])
         for index, near in enumerate(after.buffers)
@@ -200,7 +203,9 @@ def mistakes_shown_by_buffers(after: AfterBatch) -> tuple[Shown, ...]:
 def mistakes_shown_by_tensor(
     ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]
 ) -> Shown:
-    """Return the mistakes revealed by comparing one tensor; `own`: values without communication."""
+    """Return the mistakes that comparing one tensor would reveal; `own` has values without
+    communication.
+    """
     if isinstance(form, EitherForm):
         form = form.first
     if not isinstance(form, Near):

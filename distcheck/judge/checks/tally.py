@@ -151,18 +151,18 @@ class Tally:
         self.sums = Sums()
 
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
-        """Record, before a tensor is compared, the mistakes that this would reveal."""
+        """Record, before a tensor is compared, the mistakes that the comparison would reveal."""
         before = self._shown.get(parameter)
         self._shown[parameter] = found if before is None else merge_two_shown(before, found)
         if not found.counts:
             self._insensitive.add((parameter, step))
 
     def can_differ(self, parameter: str, step: int, *, can: bool) -> None:
-        """Record, before a tensor is compared, if its ranks can differ."""
+        """Record, before a tensor is compared, if it can differ between ranks."""
         (self._insensitive.discard if can else self._insensitive.add)((parameter, step))
 
     def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
-        """Add the comparison of one tensor of one rank at one step. An undecided one is not
+        """Add the comparison of one tensor of one rank at one step. An undecided comparison is not
         counted, and makes the check unknown.
         """
         if comparison.undecided:
@@ -181,7 +181,7 @@ class Tally:
                 self._first = _difference(place, parameter, rank, step)
 
     def count(self, *, parameter: str, rank: int, step: int, elements: int) -> None:
-        """Count a comparison, separately if it could reveal no mistake."""
+        """Count a comparison; separately if it cannot reveal any mistake."""
         counts = (
             self._insensitive_counts if (parameter, step) in self._insensitive else self._counts
         )
@@ -222,17 +222,17 @@ class Tally:
             self._worst = difference
 
     def remark(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
-        """Add a sentence to the report without effect on the verdict."""
+        """Add a sentence to the report. The verdict does not change."""
         self._reasons.append(reason)
         self._kinds[kind] = None
 
     def missing(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
-        """Record that something could not be judged: the check is unknown, or fails."""
+        """Record that something could not be judged. The check becomes unknown, unless it fails."""
         self._missing = True
         self.remark(reason, kind)
 
     def excuse(self, reason: str) -> None:
-        """Add a reason why something passed; it is omitted if the check fails."""
+        """Add a reason that something passed. It is omitted if the check fails."""
         self._excuses.append(reason)
 
     def result(self) -> CheckResult:

@@ -1,14 +1,15 @@
 """From findings to named causes, each with its evidence and one suggestion.
 
-A cause is named only if the evidence supports it; a mismatch that no cause explains is reported as
-`unexplained`, with the measurements. Causes that the evidence cannot distinguish are all named.
+A cause is named only if the evidence supports it. A mismatch that no cause explains is reported as
+`unexplained`, with the measurements. If the evidence cannot distinguish several causes, all are
+named.
 
 Each family has a file: `outcomes` (ranks that did not finish), `state` (data, initial state,
 buffers, optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts`
 (model-parallel worlds), and `gradients`, which combines `weights` and `parts`. They read plain
-numbers (`measurements`), measured by `observation` in a separate process, and only for failed
-cases: `measuring` and `layout_measuring` measure a step with the help of `measured`,
-`combinations`, `tokens`, `backward` and `updates`; `source_lines` finds the responsible line.
+numbers (`measurements`). `observation` measures these in a separate process, and only for failed
+cases. `measuring` and `layout_measuring` measure a step with the help of `measured`,
+`combinations`, `tokens`, `backward` and `updates`. `source_lines` finds the responsible line.
 """
 
 from collections.abc import Sequence
@@ -34,10 +35,10 @@ def diagnose(
     *,
     accept: str | None = None,
 ) -> list[Diagnosis]:
-    """Return the causes behind a case's failures; nothing for a case that did not fail.
+    """Return the causes of a case's failures; nothing for a case that did not fail.
 
-    `facts` are the measurements of the trace, `separation` the result of further worlds about a
-    rerun that differed, if any; `accept` is the deviation that the case accepts.
+    `facts` are the measurements of the trace. `separation` is the result of further worlds about a
+    rerun that differed, if any. `accept` is the deviation that the case accepts.
     """
     found = outcomes.explain(ends)
     if found and separation is not None and separation.depends:
@@ -122,14 +123,14 @@ def _update_causes(
 
 
 def needs_diagnosis(results: Sequence[CheckResult]) -> bool:
-    """Return True if measurements can add to the checks' results: a check other than outcome and
-    rerun failed.
+    """Return True if measurements can explain a failure: a check other than outcome and rerun
+    failed.
     """
     return any(r.verdict == "fail" and r.check not in ("outcome", "rerun") for r in results)
 
 
 def steps_to_diagnose(results: Sequence[CheckResult]) -> tuple[int, ...]:
-    """Return the first step whose gradients failed, the next step, and the first failed step."""
+    """Return the first step whose gradients failed, its successor, and the first failed step."""
     failed = [r for r in results if r.verdict == "fail" and r.first is not None]
     steps = [(r.check, r.first.step) for r in failed if r.first is not None]
     if not steps:

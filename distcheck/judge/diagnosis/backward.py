@@ -20,8 +20,8 @@ _MOST_BUFFERS = 32  # buffers that differ across ranks: each takes a few passes 
 
 
 def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
-    """Return the factor of the recorded local gradient relative to the shard's, including loss
-    scaling; None if it was not recorded or is not a multiple.
+    """Return the ratio of the recorded local gradient to the shard's gradient, including loss
+    scaling; None if the gradient was not recorded or is not a multiple.
     """
     same, rows = True, []
     for m in measured:
@@ -162,8 +162,8 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
 
 
 def measured_passes(expectation: StepExpectation) -> PassFacts | None:
-    """Fit every rank's gradients to the passes of all ranks by least squares; None for a single
-    pass, passes that cannot be distinguished, or gradients that are no such combination.
+    """Fit every rank's gradients to the passes of all ranks by least squares. Return None for a
+    single pass, for passes that cannot be distinguished, and if no combination fits.
     """
     trace, step = expectation.trace, expectation.step
     ranks = range(trace.layout.world)

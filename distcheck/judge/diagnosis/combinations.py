@@ -1,10 +1,10 @@
 """Expresses a rank's result as a combination of shard gradients. Pure arithmetic on facts.
 
 Purpose: a synchronization is linear, so a wrong result y of a rank is usually a combination of the
-shard gradients g_r with other weights than the mean's. Each `Reading` is one hypothesis about the
-weights: the mean times a factor, one rank's gradient, ranks with integer weights or sign flips, a
-chain of pairwise averages, or clipping before the sum. `readings` returns all that fit; the causes
-(`weights`, `precision`, ...) choose among them.
+shard gradients g_r with weights that differ from the mean's. Each `Reading` is one hypothesis about
+the weights: the mean times a factor, one rank's gradient, ranks with integer weights or sign flips,
+a chain of pairwise averages, or clipping before the sum. `readings` returns all that fit; the
+causes (`weights`, `precision`, ...) choose among them.
 
 Method: `facts` holds R and Q^T y of the factorization G = Q R, so the distance |y - G c| of any
 weights c costs a few multiplications (`distance`). A hypothesis fits if the distance is within
@@ -47,13 +47,15 @@ _CLIP_EPSILONS = (0.0, 1e-6)
 class Reading:
     """One interpretation of a rank's result.
 
-    kind       `mean` (over samples, times `factor`), `plain mean` (over ranks, times `factor`,
-               if shards are uneven), `by samples` and `by positions` (other weights in place
-               of tokens, times `factor`), `single` (only rank `source`'s gradient, times
-               `factor`), `counted` (rank r has weight `counts[r]`, all times `factor`),
-               `signed` (the same with 1 and -1), `chain` (each rank's gradient is averaged
-               with the previous result: 1/2, 1/4, 1/8 and 1/8), `clipped` (every rank's
-               gradient clipped to norm `factor`)
+    kind       `mean`         mean over samples, times `factor`
+               `plain mean`   mean over ranks, times `factor`, if shards are uneven
+               `by samples`, `by positions`   mean with these weights, times `factor`
+               `single`       only the gradient of rank `source`, times `factor`
+               `counted`      rank r has weight `counts[r]`, all times `factor`
+               `signed`       like `counted`, with 1 and -1
+               `chain`        each rank's gradient is averaged with the previous result: weights
+                              1/2, 1/4, 1/8 and 1/8
+               `clipped`      every rank's gradient is clipped to norm `factor`
     tolerance  the factor's rounding error; 0.0 for a named factor
     """
 
@@ -64,7 +66,7 @@ class Reading:
     counts: tuple[int, ...] = ()
 
     def agrees_with(self, other: "Reading") -> bool:
-        """Return True if two ranks' results have the same reading."""
+        """Return True if the results of two ranks have the same reading."""
         same = (self.kind, self.source, self.counts) == (other.kind, other.source, other.counts)
         return same and abs(self.factor - other.factor) <= 2 * (self.tolerance + other.tolerance)
 
@@ -173,7 +175,7 @@ def _fits_better(
 
 def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
     """Return True if the ranks' gradients, over all these parameters, are multiples of each other
-    up to rounding: then weights cannot be identified.
+    up to rounding. Weights cannot be identified in this case.
     """
     world = len(step.shares)
     columns = [[row[r] for p in parameters for row in p.basis] for r in range(world)]
@@ -193,7 +195,7 @@ def all_parallel(step: StepFacts, parameters: Sequence[ParameterFacts]) -> bool:
 def best_factor(
     step: StepFacts, parameters: Sequence[ParameterFacts], rank: int, base: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the least-squares factor, with parameters scaled by their sizes, and its tolerance."""
+    """Return the least-squares factor and its tolerance. Parameters are scaled by their sizes."""
     along = square = allowed = 0.0
     for parameter in parameters:
         size = sum(abs(b) * norm for b, norm in zip(base, parameter.norms, strict=True))
@@ -243,8 +245,9 @@ def _integer_weights(
 
 
 def usual_factors(counts: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return the usual factors of integer weights: their sum may be divided by the world size, the
-    number of ranks with weight, the sum of weights, or the weighted samples; last, by nothing.
+    """Return the usual factors for integer weights: the weighted sum may be divided by the world
+    size, the number of ranks with weight, the sum of weights, or the weighted samples, or not
+    divided.
     """
     world, total = len(counts), sum(counts)
     divisors = [world, sum(map(bool, counts)), total if total > 0 else world]
@@ -292,11 +295,11 @@ def _clip_weights(
 
 
 def norm_error(step: StepFacts) -> float:
-    """Return the relative error of a total gradient norm and the division by it.
+    """Return the relative error of a total gradient norm and of dividing by it.
 
     It is computed in the gradients' dtype. The relative error of a sum of n squares is at most
-    lambda sqrt(n) u with a probability of 1 - 2 n exp(-lambda^2 / 2) (Higham and Mary 2019), that
-    of its root half of it: 4 sqrt(n) u for lambda = 8; and 4 u for the root and the quotient.
+    lambda sqrt(n) u with a probability of 1 - 2 n exp(-lambda^2 / 2) (Higham and Mary 2019), and
+    that of its root half as large: 4 sqrt(n) u for lambda = 8. Root and quotient add 4 u.
     """
     return step.unit * (4 * sqrt(step.left_elements) + 4)
 

@@ -1,8 +1,8 @@
 """Derives causes of wrong gradients from measurements, over all families and measured steps.
 
-A cause is named if it explains every wrong gradient of every rank at the first measured step or (if
-parameters went wrong in different ways) every one of the parameters that it lists. Several such
-causes cannot be distinguished by the measurements, and all are named.
+A cause is named if it explains every wrong gradient of every rank at the first measured step. If
+parameters went wrong in different ways, it must explain every parameter that it lists. If the
+measurements cannot distinguish several such causes, all are named.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,9 @@ def explain(facts: Measurements) -> list[Diagnosis]:
 
 
 def explain_local_gradients(facts: Measurements) -> list[Diagnosis]:
-    """Return the causes of wrong local gradients if everything derived from them is right."""
+    """Return the causes of wrong local gradients if everything derived from these gradients is
+    right.
+    """
     found = next((before_synchronization(step) for step in facts.steps if step.left), [])
     return [_add_ranks_with_data(one, facts) for one in found]
 
@@ -118,8 +120,8 @@ def _add_missing_gradients(found: Diagnosis, step: StepFacts) -> Diagnosis:
 
 
 def before_synchronization(step: StepFacts) -> list[Diagnosis]:
-    """Return causes that precede synchronization. A loss scaled equally on all ranks, whose mean
-    the ranks hold, is a matter of scale instead.
+    """Return causes before synchronization. If the loss is scaled equally on all ranks, and ranks
+    hold the mean, the result is empty: the scale is a separate cause.
     """
     multiples = [step.left_factors[found.rank] for found in step.left]
     if not step.left or (step.mean_of_left and None not in multiples):
@@ -169,7 +171,7 @@ def before_synchronization(step: StepFacts) -> list[Diagnosis]:
 
 
 def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Return the causes by every family for these parameters together."""
+    """Return the causes, of any family, that explain these parameters together."""
     if not any(parameter.wrong for parameter in parameters):
         return []
     found = _drop_consequence([f for family in FAMILIES for f in family.explain(step, parameters)])
@@ -207,7 +209,7 @@ def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
 
 
 def percent(share: float) -> str:
-    """Format a fraction as a percentage; negligible ones get no digits."""
+    """Format a fraction as a percentage. Negligible fractions get no digits."""
     # Heuristic: smaller fractions are listed only for completeness.
     return "under 0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 

@@ -101,8 +101,8 @@ def _describe_outputs(rank: int, found: torch.Tensor, right: torch.Tensor) -> Wr
 
 
 class GradientVersions:
-    """The ranks' versions of one gradient (None: missing), next to the right one. `without` are
-    ranks that do not have the parameter either.
+    """The ranks' versions of one gradient (None: missing), and the right one. `without` are ranks
+    that do not have the parameter.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Causes of wrong gradients, losses and replicas in a model-parallel layout, and of wrong gradients
-and results of code that communicates in forward (gathering losses and metrics).
+"""Causes in model-parallel layouts (wrong gradients, losses and replicas), and in code that
+communicates in forward by gathering losses and metrics (wrong gradients and results).
 
-Backward goes from the loss to the inputs, so an error in one layer propagates to earlier layers:
-the cause is searched in the last module with a wrong gradient.
+Backward goes from the loss to the inputs, so an error in one layer propagates to earlier layers.
+The cause is therefore searched in the last module with a wrong gradient.
 """
 
 from collections import defaultdict

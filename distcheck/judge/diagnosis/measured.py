@@ -43,17 +43,17 @@ class StepView(ABC):
     @property
     @abstractmethod
     def ranks(self) -> tuple[int, ...]:
-        """The ranks' numbers in the world."""
+        """The numbers of the ranks in the world."""
 
     @property
     @abstractmethod
     def weights(self) -> Sequence[float]:
-        """W n_r / N by rank: 1.0 for equal shards."""
+        """W n_r / N for each rank: 1.0 for equal shards."""
 
     @property
     @abstractmethod
     def unscaled(self) -> Sequence[float]:
-        """The loss scale of each rank, contained in its local gradients."""
+        """The loss scale of each rank, which its local gradients contain."""
 
     @abstractmethod
     def local(self, rank: int, index: int) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ class StepView(ABC):
 
     @abstractmethod
     def reduced(self, rank: int, index: int) -> torch.Tensor | None:
-        """Return the rank's gradient after synchronization."""
+        """Return the gradient of a rank after synchronization."""
 
     @abstractmethod
     def digest(self, rank: int, index: int) -> bytes:
@@ -84,22 +84,26 @@ class StepView(ABC):
 
     @property
     def wire(self) -> str | None:
-        """The dtype of communication that a strategy declares, if it differs."""
+        """The dtype of communication, if the strategy declares one that differs from the gradients'
+        dtype.
+        """
         return None
 
     @property
     def lost(self) -> str:
-        """The reason why no gradient can come back from some rank's loss, or ""."""
+        """The reason that no gradient can come back from some rank's loss, or ""."""
         return ""
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
+        """Bound of the quantization error of each rank's elements; empty if quantization is not
+        accepted.
+        """
         return ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The possible numbers of micro-batches of a shard; empty for one."""
+        """The possible numbers of micro-batches of a shard; empty if there is only one."""
         return ()
 
     @property
@@ -111,7 +115,7 @@ class StepView(ABC):
         return self.unscaled[rank]
 
     def unmoved(self) -> tuple[int, ...]:
-        """Return the ranks whose parameters the step should have changed but did not."""
+        """Return the ranks whose parameters the step should have changed, but did not."""
         return ()
 
 
@@ -167,7 +171,9 @@ class StepExpectation(AtStep, StepView):
         return rounding_bound.mean_of_step(self).interval(index, wire=wire, loss=loss)
 
     def unmoved(self) -> tuple[int, ...]:
-        """Return the ranks whose parameters did not change although a recomputed update does."""
+        """Return the ranks whose parameters did not change although a recomputed update changes
+        them.
+        """
         trace, step, found = self.trace, self.step, []
         indices = range(len(self.specs))
         for rank in range(len(self.weights)):
@@ -192,12 +198,16 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """Bound of the quantization error of each rank's elements; empty if it is not accepted."""
+        """Bound of the quantization error of each rank's elements; empty if quantization is not
+        accepted.
+        """
         return rounding_bound.mean_of_step(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of micro-batches per batch: of the strategy's backward, the loop, and both."""
+        """Numbers of micro-batches per batch: of the strategy's backward, of the loop, and their
+        product.
+        """
         own, by_loop = self.contract.micro_batches, self.training.accumulate
         return tuple(sorted({own, by_loop, own * by_loop} - {1}))
 
@@ -220,12 +230,13 @@ class StepExpectation(AtStep, StepView):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A parameter at one step. Its float64 tensors are computed on demand, and kept if their name
-    is in `keeps` (a large model's would not fit); complex numbers are pairs of real ones.
+    """A parameter at one step. Its float64 tensors are computed on demand. Only those named in
+    `keeps` are kept, since those of a large model would not fit. Complex numbers are pairs of real
+    ones.
 
-    `to` replaces the expectation: with `recorded`, it is the mean of the recorded local gradients,
-    so that only the effect of synchronization remains, whatever went wrong before; with `equal`, it
-    is the unweighted mean, so that only mistakes in addition to missing weights remain.
+    `to` replaces the expectation. `recorded` stands for the mean of the recorded local gradients,
+    so that only the effect of synchronization remains, whatever went wrong before. `equal` stands
+    for the unweighted mean, so that only mistakes in addition to missing weights remain.
     """
 
     view: StepView
@@ -238,12 +249,12 @@ class Measured:
 
     @property
     def interval(self) -> Interval:
-        """The mean, and the bound of a correct result."""
+        """The mean, and the error bound of a correct result."""
         return self._keep("interval", 0, self._mean)
 
     @cached_property
     def wrong(self) -> tuple[int, ...]:
-        """The ranks whose result is outside the bound."""
+        """The ranks whose result exceeds the bound."""
         mean, bound = self.interval.mean, self.interval.bound
         ranks = range(self.world)
         return tuple(r for r in ranks if not bool(((self.result(r) - mean).abs() <= bound).all()))

@@ -1,4 +1,5 @@
-"""Measurements of a failed case: plain numbers, from which causes are derived. No torch.
+"""Measurements of a failed case: plain numbers, from which causes are derived. Does not import
+torch.
 
 For one step, facts describe each rank's result y in terms of the W shard gradients g_r (the mean
 gradient of rank r's shard, whatever a strategy did to its loss). With a QR factorization of the
@@ -28,17 +29,20 @@ Vector = tuple[float, ...]
 
 
 class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter whose gradient is wrong on some rank.
+    """A parameter whose gradient is wrong on some rank. Vectors have one number per rank.
 
-    `norms` [W] are those of the shard gradients, `basis` the rows of R, `projected` [W] per rank
-    Q^T y, `remainder` [W] the norm of the residual of y, `floor` the bound's absolute part. `wrong`
-    lists the ranks; `of_mean` and `of_own` [W] count elements (of `elements`) that equal the mean
-    or the rank's local gradient, `of_either` those that equal one or both. `kinds` gives further
-    values of elements (`zero`, `own / W`, `sum`, `any rank's`, `some ranks'`), with the number per
-    rank that are these or the mean. `shorter` names per rank the dtype whose rounding matches the
-    errors, or ""; `on_grid` tells per rank if its result, or W times that, is representable in it;
-    `of_terms` if it is the mean of the ranks' gradients, each rounded to it. `coarse` [W] bounds
-    the L2 error of quantizing each rank's gradient, if accepted.
+    norms, basis, projected, remainder   norms of the shard gradients; rows of R; Q^T y; norm of the
+               residual of y
+    floor      the absolute part of the bound
+    wrong      ranks with a wrong gradient
+    of_mean, of_own, of_either   numbers of elements (of `elements`) that equal the mean, the rank's
+               local gradient, or any of the two
+    kinds      further values of elements (`zero`, `own / W`, `sum`, `any rank's`, `some ranks'`)
+               with the number of elements that equal them or the mean
+    shorter    the dtype whose rounding matches the errors, or ""
+    on_grid    True if the result, or W times the result, is representable in that dtype
+    of_terms   True if the result is the mean of the ranks' gradients, each rounded to that dtype
+    coarse     bound of the L2 error of quantizing the rank's gradient, if accepted
     """
 
     name: str
@@ -61,15 +65,18 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
-    """A wrong gradient of one rank that matches another tensor within that tensor's bound.
+    """A wrong gradient of one rank that matches a known tensor within that tensor's bound.
 
-        kind     the match: `earlier` (the mean of step `step`), `sum` (of the means from step
-                 `step` on), `added` (the mean plus the rank's gradient at step `step`), `left` (the
-                 mean plus some ranks' part of the mean at that step), `parameter` (the mean of
-                 parameter `other`), `mixed` (the mean of this parameter's gradients on some ranks
-                 and of `other`'s on `ranks`), `permuted` (the mean's elements in another order)
+        kind   `earlier`    the mean of step `step`
+               `sum`        the sum of the means from step `step` on
+               `added`      the mean plus the rank's gradient at step `step`
+               `left`       the mean plus some ranks' part of the mean at step `step`
+               `parameter`  the mean of parameter `other`
+               `mixed`      the mean of this parameter's gradients on some ranks and of `other`'s
+                            gradients on `ranks`
+               `permuted`   the elements of the mean in a different order
 
-    distance and bound are L2 norms.
+    `distance` and `bound` are L2 norms.
     """
 
     kind: str
@@ -86,8 +93,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Least-squares fit of one rank's wrong gradients to the shard gradients, with scaled
     parameters.
 
-    `tolerance` [W] is the rounding error of each coefficient; `residual` is relative to the result.
-    If not `identified`, the shards' gradients are too similar, and coefficients mean nothing.
+    `tolerance` [W] is the rounding error of each coefficient. `residual` is relative to the result.
+    If `identified` is False, the shards' gradients are too similar, and coefficients mean nothing.
     """
 
     coefficients: Vector
@@ -97,8 +104,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
-    """The first gradient with inf or NaN; `before` are the ranks whose shard's gradient already has
-    one. `hidden`: it has none although the mean of those gradients does.
+    """The first gradient with inf or NaN. `before` are the ranks whose shard's gradient already has
+    one. `hidden` is True if the gradient is finite although the mean of the shards' gradients is
+    not.
     """
 
     rank: int
@@ -111,9 +119,10 @@ class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
 class LocalGradientFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A rank whose recorded local gradient differs from its shard's gradient, in `parameters`.
 
-    `distance` is relative to that gradient; `source` is the rank whose shard's gradient it is (-1:
-    none). `buffers` are those that must be another rank's for the shard's gradient to match
-    bitwise; `autocast` is the dtype under whose autocast it matches.
+    distance  relative to the shard's gradient
+    source    the rank whose shard's gradient it equals; -1: none
+    buffers   buffers that must come from a different rank for the shard's gradient to match bitwise
+    autocast  the dtype under whose autocast the gradient matches
     """
 
     rank: int
@@ -127,28 +136,27 @@ class LocalGradientFacts(msgspec.Struct, frozen=True, kw_only=True):
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One failed step.
 
-    Ranks here and below are positions among those with data, which alone contribute to means.
-    `ranks` [W] has their numbers in the world (empty: the same), to be used in texts (`number`).
-    `total` counts the parameters that are wrong, and those whose mean differs from some rank's
-    local gradient; `silent` the others, which are zero everywhere and show nothing about
-    synchronization.
+    Ranks here and below are positions among the ranks with data, which alone contribute to means.
+    `ranks` [W] has their numbers in the world (empty: the same), for use in texts (`number`).
 
-    `shares` [W] are n_r / N, by samples or tokens. `samples`, `tokens` and `positions` [W] describe
-    a rank's shard if ranks are weighted by tokens (else empty; positions also if padding is
-    unknown); `summed`: backward started from the sum over a rank's tokens. `left_norms` [W] are the
-    total norms of local gradients; `left_factors` [W] their factors relative to the shard's
-    gradient (None: not recorded or no multiple); `left` lists ranks with another local gradient. If
-    ranks do not hold the mean of these either, `parameters` are measured relative to them;
-    `mean_of_left`: they do hold it.
-
-    `plain` are `parameters` measured relative to the unweighted mean, if shards are uneven: those
-    that are wrong relative to it. `mean` describes the mean of `shares`.
-
-    `alike` are groups of ranks with bit-identical gradients, `unchanged` the ranks whose parameters
-    the step should have updated but did not. `undeclared`: the code promises nothing and no
-    deviation is accepted, so an option may declare one. `missing` lists (parameter, rank) without
-    an expected gradient; `missing_elsewhere`: that is the whole mismatch, since backward produced
-    none there, the other ranks hold their local ones, and all else is right.
+    total      number of wrong parameters, and of all whose mean differs from some rank's gradient;
+               `silent`: number of parameters that are zero everywhere and so reveal nothing
+    shares     [W] n_r / N, by samples or tokens; `mean` describes their mean
+    samples, tokens, positions   [W] of a rank's shard, if ranks are weighted by tokens; otherwise
+               empty, `positions` also if padding is unknown
+    summed     True if backward started from the sum over a rank's tokens
+    left_norms, left_factors   [W] total norms of local gradients, and their factors relative to the
+               shard's gradient (None: not recorded, or not a multiple)
+    left       ranks with a wrong local gradient. If ranks do not hold the mean of the local
+               gradients either, `parameters` are measured relative to it; otherwise `mean_of_left`
+               is True
+    plain      parameters that are wrong relative to the unweighted mean, if shards are uneven
+    `alike`    groups of ranks with bit-identical gradients
+    unchanged  ranks whose parameters the step should have updated, but did not
+    undeclared True if the code promises nothing and no deviation is accepted; an option may do so
+    missing    (parameter, rank) without an expected gradient
+    missing_elsewhere   True if this is the whole mismatch: backward produced no gradient there, the
+               other ranks hold their local gradients, and all other gradients are right
     """
 
     step: int
@@ -185,7 +193,9 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Two ranks that read the same samples in one epoch: the number shared, and read by each."""
+    """Two ranks that read the same samples in one epoch: number of shared samples, and of samples
+    of each.
+    """
 
     ranks: tuple[int, int]
     shared: int
@@ -198,11 +208,14 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
     values.
 
     `ranks` (numbered as in the world) and names locate it. The update is `factor` times the right
-    one plus `decay` times the parameters, up to the relative residual `rest`; `unchanged`: the
-    parameters stayed the same. `owners`: each of them is right on one rank only, and optimizer
-    state is sharded. `norms`: with sharded parameters, the norms of the shards by which each was
-    clipped separately. `counted`: in a layout, the parameters that have weight `times` in the
-    clipping norm. Both are set only if they explain the update.
+    update plus `decay` times the parameters, up to the relative residual `rest`.
+
+    unchanged  True if the parameters stayed the same
+    owners     True if each parameter is right on one rank only, and optimizer state is sharded
+    norms      with sharded parameters: norms of the shards by which each was clipped separately
+    counted    in a layout: parameters that have weight `times` in the clipping norm
+
+    `norms` and `counted` are set only if they explain the update.
     """
 
     step: int
@@ -220,8 +233,8 @@ class UpdateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A step with several backward passes: `weights` [W][W][passes] are, per rank, the weights of
-    all ranks' passes in its result.
+    """A step with several backward passes. `weights` [W][W][passes] has, for each rank, the weights
+    of all ranks' passes in its result.
     """
 
     step: int
@@ -230,8 +243,8 @@ class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
-    """A gradient that is right on rank `holder`, and wrong or absent on `owner`, whose optimizer
-    updates the parameter.
+    """A gradient that is right on rank `holder`, and wrong or absent on rank `owner`, whose
+    optimizer updates the parameter.
     """
 
     step: int
@@ -241,7 +254,9 @@ class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a tensor with all its wrong elements, as text, and their common factor or None."""
+    """A box of a tensor that contains all its wrong elements, as text, and their common factor or
+    None.
+    """
 
     where: str
     factor: float | None
@@ -254,13 +269,17 @@ SAME_FACTOR = 1e-4  # Heuristic: relative distance below which two factors are o
 class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter whose gradient is wrong at a step.
 
-    `factor`: every wrong rank holds that multiple of the right gradient, up to a rounding error of
-    `factor_error`. `shares`: the axis along which the ranks' tensors sum to it. `shard`: every rank
-    holds the gradient of its data coordinate's samples; `even`: their unweighted mean. `earlier`:
-    it is the previous step's; `added`: plus the previous step's. `mixed`: the axis whose ranks have
-    different shards but hold the mean or sum of all of them. `lost`: the micro-batches that are not
-    included. `unexchanged`: every rank holds the result without communication, for code that
-    communicates by itself. `distance` is relative to the right gradient's norm.
+    factor    every wrong rank holds this multiple of the right gradient, up to a rounding error of
+              `factor_error`
+    shares    axis along which the ranks' tensors sum to the right gradient
+    shard     True if every rank holds the gradient of the samples of its data coordinate
+    even      True if every rank holds the unweighted mean of these
+    earlier   True if it is the gradient of the previous step; `added`: plus that gradient
+    mixed     axis whose ranks have different shards, but hold the mean or sum of all shards
+    lost      micro-batches that are not included
+    unexchanged   True if every rank holds the result without communication, for code that
+              communicates in forward
+    distance  relative to the norm of the right gradient
     """
 
     name: str
@@ -281,16 +300,19 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     distance: float = 0.0
 
     def is_scaled_by(self, factor: float) -> bool:
-        """Return True if the gradient is `factor` times the right one, within its rounding."""
+        """Return True if the gradient is `factor` times the right gradient, within rounding."""
         return self.factor is not None and isclose(
             self.factor, factor, rel_tol=SAME_FACTOR, abs_tol=self.factor_error
         )
 
 
 class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Wrong outputs of the model on a rank: `factor` times the right ones; each sample off by a
-    constant (`shifted`); or rows in another order (`reordered`). `distance` is relative to their
-    norm.
+    """Wrong outputs of the model on a rank; `distance` is relative to the norm of the right
+    outputs.
+
+    factor     outputs are this multiple of the right ones
+    shifted    True if the outputs of each sample differ by a constant
+    reordered  True if rows are in a different order
     """
 
     rank: int
@@ -301,12 +323,15 @@ class WrongOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a layout; `by_tokens`: ranks are weighted by tokens, not samples.
+    """One step of a layout.
 
-    `parameters` are the wrong ones in model order; `right` names the modules after the last wrong
-    one, whose gradients are all right. `loss` and `expected_loss` are those of the ranks with a
-    loss; `apart`: losses of ranks with the same samples differ by more than rounding. `form` is set
-    for code that communicates by itself (`loss`, `metric`). `outputs` are the first wrong ones.
+    parameters  wrong parameters, in model order
+    right       the modules after the last wrong one; all their gradients are right
+    by_tokens   True if ranks are weighted by tokens, not samples
+    loss, expected_loss   of the ranks with a loss
+    `apart`     True if losses of ranks with the same samples differ by more than rounding
+    form        `loss` or `metric`, for code that communicates in forward
+    outputs     the first wrong outputs
     """
 
     step: int
@@ -327,9 +352,9 @@ class LayoutFacts(msgspec.Struct, frozen=True, kw_only=True):
 class LineMeasurements(msgspec.Struct, frozen=True, kw_only=True):
     """The source lines that a parameter's gradient passed through at a step, over all ranks.
 
-    `given`: lines of calls that received it; `perhaps`: of calls that may have received copies; ""
-    is a call with an unknown line. `reducing` are lines that only reduce. `never_on` lists the
-    ranks on which it passed through no call.
+    `given` are lines of calls that received the gradient, and `perhaps` lines of calls that may
+    have received copies; "" is a call with an unknown line. `reducing` are lines that only reduce.
+    `never_on` lists the ranks on which the gradient passed through no call.
     """
 
     step: int
@@ -343,20 +368,21 @@ class LineMeasurements(msgspec.Struct, frozen=True, kw_only=True):
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     """All measurements of a case; ranks outside `steps` are numbered as in the world.
 
-    steps            at most three, the first with failing gradients first
+    steps            at most three, the first step with failing gradients first
     same_randomness  groups of ranks that started a forward pass from one RNG state, for a
                      workload that draws random numbers
-    other_order      the order that the bits match, if they do not match the promised one
-    batch_weights    [W] weights with which the shards' gradients sum to the full batch's, if
-                     the mean over all samples does not
-    right_under      undeclared loss contracts under which every gradient is right within R
+    other_order      the reduction order that the bits match, if it is not the promised one
+    batch_weights    [W] weights with which the shards' gradients sum to the full batch's gradient,
+                     if the mean over all samples does not
+    right_under      undeclared loss contracts under which every gradient is within the rounding
+                     bound
     lost             ranks to which no gradient can come back from the loss
     averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
     scaled_projection
                      factor between rank 0's projections and right ones, for low-rank gradients
-    elsewhere        gradients that other ranks hold in place of the owner
+    elsewhere        right gradients that a rank holds in place of the owner
     layout           replaces `steps` for a model-parallel layout
-    forward_twice    wrong buffers are those after a second forward pass on the same batch
+    forward_twice    True if wrong buffers are those after a second forward pass on the same batch
     ways             source lines of gradients at the measured steps, if known
     """
 

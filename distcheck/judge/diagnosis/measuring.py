@@ -162,10 +162,11 @@ def _match_mixed_means(
 def permuted_matches(measured: list[Measured]) -> Iterator[Match]:
     """Match the wrong elements in any order, by sorting them.
 
-    Sorting two vectors never increases their distance, and vectors within a bound have norms within
-    it: the norms, which are independent of order, exclude most without sorting. Elements that are
-    right in place are excluded, since their bounds would hide small dropped elements. The other
-    bounds are doubled: an element that a permutation moved onto an equal one counts as unmoved.
+    Sorting two vectors never increases their distance. Vectors within a bound of each other have
+    norms that differ by at most the bound, so comparing norms, which do not depend on order,
+    excludes most candidates without sorting. Elements that are right in place are excluded, since
+    their bounds would hide small dropped elements. Bounds of all other elements are doubled: an
+    element that a permutation moved onto an equal one counts as unmoved.
     """
     elements = sum(m.elements for m in measured)
     wrong = sorted({rank for m in measured for rank in m.wrong})
@@ -210,7 +211,9 @@ _LEAST_ROUNDING = 0.05
 
 
 def mixture_counts(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
-    """Count per rank the elements that equal the mean, the local gradient, or either."""
+    """Count, for each rank, the elements that equal the mean, the local gradient, or any of the
+    two.
+    """
     counts: list[tuple[int, int, int]] = []
     interval = measured.interval
     for rank in range(measured.world):
@@ -223,7 +226,7 @@ def mixture_counts(measured: Measured, unit: float) -> tuple[Counts, Counts, Cou
 
 
 def elements_by_kind(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
-    """Count per kind and rank the elements that equal the mean or that kind's value."""
+    """Count, for each kind and rank, the elements that equal the mean or the value of the kind."""
     world, interval = measured.world, measured.interval
     owns = [measured.left(rank) for rank in range(world)]
     shared = [share * own for share, own in zip(measured.shares, owns, strict=True)]
@@ -264,8 +267,8 @@ def _is_partial_sum(
 
 
 class MatchingDtype(NamedTuple):
-    """A lower-precision dtype whose roundings match a rank's errors ("": none), and the proof in
-    the result: `on_grid` and `of_terms`.
+    """A lower-precision dtype whose roundings match a rank's errors ("": none). `on_grid` and
+    `of_terms` prove it from the result.
     """
 
     dtype: str = ""
@@ -274,9 +277,9 @@ class MatchingDtype(NamedTuple):
 
 
 def matching_dtypes(measured: Measured, unit: float, own: float) -> tuple[MatchingDtype, ...]:
-    """Return, per rank, a dtype that the result proves, else the most precise one whose roundings
-    match its errors. The size does not distinguish them: a bound for many ranks in one dtype covers
-    the roundings of a single rank in the next.
+    """Return, for each rank, a dtype that the result proves, or else the most precise dtype whose
+    roundings match its errors. The size of errors does not distinguish dtypes: a bound for many
+    ranks in one dtype covers the roundings of a single rank in the next lower one.
     """
     found = []
     for rank, dtypes in enumerate(_shorter(measured, unit)):
@@ -317,7 +320,7 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
 
 def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> bool:
     """Return True if a rank's result, or W times that, is representable in a dtype, up to one
-    rounding of its own. A few elements may be so by chance.
+    rounding in dtype `own`. A few elements may be representable by chance.
     """
     grid, result = getattr(torch, dtype), measured.result(rank)
     total = torch.stack([measured.left(r) for r in range(measured.world)]).sum(0)
@@ -334,7 +337,7 @@ def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> b
 
 def is_mean_of_rounded_terms(measured: Measured, rank: int, dtype: str) -> bool:
     """Return True if a result is the mean of gradients that were each rounded to a dtype, before or
-    after weighting, and added in their own dtype.
+    after weighting, and then added in their original dtype.
     """
     short, world = getattr(torch, dtype), measured.world
     own_dtype = getattr(torch, measured.view.specs[measured.index].dtype)
@@ -364,8 +367,8 @@ LEAST_SINGULAR = 1e-6
 def explain(
     view: StepView, earlier: Sequence[StepView] = (), later: StepView | None = None
 ) -> list[Diagnosis]:
-    """Return the causes of a step's wrong gradients; `earlier` are previous steps, latest first. Of
-    several causes, those that also explain the `later` step remain.
+    """Return the causes of a step's wrong gradients; `earlier` are previous steps, latest first. If
+    there are several causes, only those that also explain the `later` step are returned.
     """
     steps = [StepMeasuring(view, earlier).facts()]
     if later is not None:
@@ -392,8 +395,8 @@ class StepMeasuring:
             self._keeps += ["left", "shard", "result"]
 
     def facts(self) -> StepFacts:
-        """Return all facts of the step. Raises NotRecordedError if the trace lacks too much, or a
-        rank discarded its gradient before communication.
+        """Return all facts of the step. Raises NotRecordedError if the trace lacks required values,
+        or a rank discarded its gradient before communication.
         """
         if self._view.lost:
             raise NotRecordedError(self._view.lost)

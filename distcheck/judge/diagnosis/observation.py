@@ -1,4 +1,4 @@
-"""The job that measures a failed case, from which causes are derived."""
+"""The job that measures a failed case. Causes are derived from its result."""
 
 import os
 from collections import defaultdict
@@ -66,7 +66,7 @@ _SCALES: tuple[Scale, ...] = ("divide-after", "divide-before", "multiply-before"
 
 @OBSERVE.does
 def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Measurements:
-    """Measure a case; return its Facts. `trouble` describes failed measurements."""
+    """Measure a case, and return its measurements. If this fails, `trouble` describes the error."""
     os.nice(5)
     seeds.pin_determinism()
     # On the ranks' kind of device, even if another one judged: only there are a recomputed step and

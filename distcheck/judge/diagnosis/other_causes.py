@@ -1,4 +1,4 @@
-"""Causes other than wrong means: lost gradients, bits, updates, losses, accepted designs."""
+"""Causes not related to wrong means: lost gradients, bits, updates, losses, accepted designs."""
 
 import math
 
@@ -21,8 +21,8 @@ def causes_of_lost_gradients(facts: Measurements) -> list[Diagnosis]:
 
 
 def causes_of_other_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    """Name gradients that are within the rounding bound, with other bits than promised or than each
-    other.
+    """Name gradients that are within the rounding bound, but do not have the promised bits, or
+    differ between ranks.
     """
     pairs = {pair for pair in failed if pair[0] in ("gradients", "agreement")}
     right = bool(facts.steps) and not any(

@@ -1,4 +1,4 @@
-"""Causes that follow from how ranks ended: crash, hang, collective-mismatch, unreachable."""
+"""Causes that follow from ranks' exit status: crash, hang, collective-mismatch, unreachable."""
 
 from collections.abc import Sequence
 

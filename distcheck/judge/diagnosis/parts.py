@@ -1,5 +1,5 @@
-"""Causes found in single elements: partial synchronization, gradients of another parameter or an
-earlier step, and rounding to a lower-precision dtype.
+"""Causes found in single elements: partial synchronization, gradients of a different parameter or
+an earlier step, and rounding to a lower-precision dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,9 @@ _PARTIAL_SUMS = {"some ranks'": ("dropped-rank", "chunks", "sums that lack some 
 
 
 def partial_sums(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Name elements that lack some ranks, not the same ones everywhere; for no other cause."""
+    """Name elements that lack some ranks, if the ranks differ by element. Called if no other cause
+    fits.
+    """
     return _other_kinds(step, parameters, _PARTIAL_SUMS)
 
 
@@ -199,7 +201,8 @@ def _is_error_size_conclusive(step: StepFacts, parameters: Sequence[ParameterFac
 
 def rounded_to(facts: Measurements) -> str:
     """Return the low-precision dtype in which all wrong gradients are representable, at every
-    measured step, or "". Tensors of a few elements are ignored: they may be so by chance.
+    measured step, or "". Tensors of a few elements are ignored: they may be representable by
+    chance.
     """
     wrong = [
         (parameter.shorter[rank], parameter.on_grid[rank])

@@ -1,7 +1,7 @@
 """The source line of the code under test that causes a wrong gradient.
 
-A rank records the calls that its gradients pass through (`worlds/step_calls`), and the table of
-causes defines the relevant kind of call. If several lines are possible, none is named.
+A rank records the calls that its gradients pass through (`worlds/step_calls`). The table of causes
+defines the relevant kind of call. If several lines are possible, none is named.
 """
 
 from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from distcheck.records.odd_ranks import ranks_in_words
 
 
 def explain(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    """Return every such cause that failed checks and measurements support."""
+    """Return every cause outside the gradients that failed checks and measurements support."""
     found = _initial(failed, facts)
     if data := _result_of("data", failed):
         found += _data(facts) or _repeated_samples_cause(data)
@@ -39,8 +39,8 @@ _FACTORS = {
 def causes_of_nondeterminism(
     failed: Failures, separation: Separation | None, *, alone: bool
 ) -> list[Diagnosis]:
-    """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if
-    process state determines the result.
+    """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if the
+    result depends on process state.
     """
     result = _result_of("rerun", failed)
     if result is None:
@@ -55,8 +55,8 @@ def causes_of_nondeterminism(
 
 
 def cause_in_process_state(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
-    """Name the process state; `how` describes the rerun's difference, `passed`: the first world
-    passed every check.
+    """Name the process state. `how` describes the rerun's difference; `passed` is True if the first
+    world passed every check.
     """
     factors = separation.factors
     only = len(factors) == 1
@@ -107,8 +107,8 @@ def _nondeterministic(
 
 
 def gradients_raced(failed: Failures) -> bool:
-    """Return True if failed gradients differed in the second run by more than rounding: the first
-    run's values are then one of several possible results.
+    """Return True if failed gradients differ by more than rounding in the second run. The values of
+    the first run are then one of several possible results.
     """
     rerun, wrong = _result_of("rerun", failed), failed.get(("gradients", ROUNDING))
     if rerun is None or wrong is None or rerun.first is None or wrong.first is None:
@@ -129,7 +129,7 @@ def gradients_raced(failed: Failures) -> bool:
 
 
 def causes_of_shared_rng(facts: Measurements) -> list[Diagnosis]:
-    """Name ranks that draw equal random numbers: their dropout masks are copies."""
+    """Name ranks that draw equal random numbers, so that their dropout masks are equal."""
     if not facts.same_randomness:
         return []
     groups = "; ".join(ranks_in_words(group) for group in facts.same_randomness)
@@ -144,7 +144,7 @@ def causes_of_shared_rng(facts: Measurements) -> list[Diagnosis]:
 
 
 def warn_of_shared_rng(results: Sequence[CheckResult]) -> Iterator[Diagnosis]:
-    """Yield the same as a warning, for a case in which no check failed because of it."""
+    """Yield the cause of a shared RNG as a warning, if no check failed because of it."""
     for result in results:
         if result.verdict == "pass" and FindingKind.DREW_ALIKE in result.kinds:
             yield name_cause("shared-rng-seed", result.reason)

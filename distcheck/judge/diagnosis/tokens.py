@@ -1,4 +1,4 @@
-"""Causes for ranks weighted by tokens: other weights, divisors that include padding. Pure
+"""Causes for ranks weighted by tokens: wrong weights, and divisors that include padding. Pure
 arithmetic.
 
 A rank's loss is a mean over n_r tokens of its p_r positions, in s_r samples; T, P and N are the
@@ -24,7 +24,7 @@ _EXACTLY = 1e-12
 
 
 def named_factors(step: StepFacts) -> list[float]:
-    """Return the factors of the right gradient that numbers of tokens explain."""
+    """Return the factors of the right gradient that follow from numbers of tokens."""
     if not step.tokens:
         return []
     tokens, positions = sum(step.tokens), sum(step.positions)
@@ -34,8 +34,8 @@ def named_factors(step: StepFacts) -> list[float]:
 
 
 def other_weights(step: StepFacts) -> dict[str, list[float]]:
-    """Return weights possible in place of those by tokens, by the kind of `Reading`; none is a
-    multiple of another.
+    """Return possible wrong weights in place of tokens, by the kind of `Reading`. None is a
+    multiple of the right weights or of each other.
     """
     if not step.tokens:
         return {}
@@ -59,7 +59,7 @@ def _is_multiple(weights: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
-    """Name ranks' means that are weighted equally, or by samples."""
+    """Name means of ranks that are weighted equally, or by samples, instead of by tokens."""
     shares = ", ".join(number_text(share) for share in step.shares)
     how = "by their samples" if kind == "by samples" else "equally"
     return name_cause(
@@ -71,7 +71,7 @@ def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
 
 
 def cause_of_counted_padding(step: StepFacts, where: str) -> Diagnosis:
-    """Name sums that are divided by each rank's positions, with equal weights of ranks."""
+    """Name sums that are divided by each rank's positions and weighted equally."""
     factors = [n / p for n, p in zip(step.tokens, step.positions, strict=True)]
     return name_cause(
         "padding-counted",
@@ -82,7 +82,7 @@ def cause_of_counted_padding(step: StepFacts, where: str) -> Diagnosis:
 
 
 def causes_of_token_factor(step: StepFacts, factor: float, evidence: str) -> list[Diagnosis]:
-    """Name a factor of the right gradient that numbers of tokens explain."""
+    """Name a factor of the right gradient that follows from numbers of tokens."""
     if not step.tokens:
         return []
     tokens, positions, world = sum(step.tokens), sum(step.positions), len(step.shares)

@@ -32,8 +32,8 @@ _MOST_SUBSETS = 12  # Heuristic: parameters whose subsets are tried; with more, 
 
 
 def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
-    """Measure the updates that differ from the optimizer's update of recorded values; None if none
-    does, or the trace lacks their start.
+    """Measure the parameters that differ from the optimizer's update of recorded values. Return
+    None if none differs, or if the trace lacks the values before the update.
     """
     trace, step = expectation.trace, expectation.step
     specs = trace.layout.model
@@ -97,7 +97,7 @@ def replicas_in_clipping_norm(
     expectation: StepExpectation, factor: float
 ) -> tuple[int, tuple[str, ...]]:
     """Return the parameters with a wrong weight in the clipping norm, and the weight, if exactly
-    one set explains the factor of the update; without a layout that set is all parameters.
+    one set explains the factor of the update. Without a layout, that set is all parameters.
 
     With |g| the total norm, the update of clipped gradients is |g| / n of the right one for a norm
     n. If all k ranks add the squares of tensors that each holds whole, n^2 is |g|^2 plus k - 1
@@ -128,8 +128,8 @@ def replicas_in_clipping_norm(
 
 
 def clipped_by_shard(expectation: StepExpectation) -> tuple[float, ...]:
-    """Return the norms of shards that were each clipped by their own norm, if that explains an
-    update of plain SGD.
+    """Return the norms of the shards, if clipping each shard by its norm explains an update of
+    plain SGD.
 
     A shard with norm n changes |g| / n times as much as it should, |g| being the total norm.
     Elements therefore form groups by this factor, and each factor times its group's norm is |g|.
@@ -232,15 +232,16 @@ def _is_average(expectation: StepExpectation) -> bool:
 
 
 def measured_average(expectation: StepExpectation) -> StepFacts:
-    """Measure a wrong average of parameters like a gradient: every rank's update is its local
-    gradient, the average the reduced one. Raises NotRecordedError.
+    """Measure a wrong average of parameters like a gradient: the update of each rank takes the
+    place of its local gradient, and the average that of the reduced gradient. Raises
+    NotRecordedError.
     """
     return StepMeasuring(_Averaged(expectation), []).facts()
 
 
 def scaled_projection(expectation: StepExpectation) -> float | None:
-    """Return the one factor between rank 0's gradients and right low-rank projections, or None. A
-    projection y = f P M has f = |y|^2 / <y, M>.
+    """Return the common factor between rank 0's gradients and right low-rank projections, or None.
+    A projection y = f P M has f = |y|^2 / <y, M>.
     """
     wrong, factor = [], None
     forms = rounding_bound.gradients(expectation)
@@ -262,9 +263,9 @@ def scaled_projection(expectation: StepExpectation) -> float | None:
 
 
 def buffers_updated_twice(expectation: StepExpectation) -> bool:
-    """Return True if every wrong buffer continued from the right value as in a second forward pass.
-    One pass changes a moving average from b to b + m (x - b), a second one on the same batch by (1
-    - m) of that again; a counter by all of it.
+    """Return True if every wrong buffer has its value after a second forward pass on the same
+    batch. One pass changes a moving average from b to b + m (x - b). A second pass on the same
+    batch changes it by (1 - m) times that difference, and a counter by the same number again.
     """
     trace, step = expectation.trace, expectation.step
     wrong = 0

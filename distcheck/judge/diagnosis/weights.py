@@ -28,7 +28,7 @@ def cause_of_negative_weights(step: StepFacts, way: Reading, where: str) -> Diag
 
 
 def cause_of_chained_averages(way: Reading, where: str) -> Diagnosis:
-    """Name a chain of averages with the running result."""
+    """Name a chain of averages: each rank is averaged with the result so far."""
     total = sum(way.counts)
     shown = ", ".join(f"{count}/{total}" for count in way.counts)
     return name_cause(
@@ -39,7 +39,7 @@ def cause_of_chained_averages(way: Reading, where: str) -> Diagnosis:
 
 
 def causes_of_smaller_weights(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """Name a minority of ranks with a fraction of the usual weight: nothing was added twice."""
+    """Name a minority of ranks with a fraction of the usual weight, if no rank was added twice."""
     most = max(way.counts)
     fewer = [rank for rank, count in enumerate(way.counts) if count < most]
     if 0 in way.counts or 2 * len(fewer) >= len(way.counts):
@@ -59,8 +59,8 @@ def causes_of_smaller_weights(step: StepFacts, way: Reading, where: str) -> list
 
 
 def causes_of_extra_factor(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
-    """Name a second mistake in addition to integer weights: a factor that neither the world size,
-    the number of ranks with weight, nor the weights explain.
+    """Name a second mistake in addition to integer weights: a factor that follows neither from the
+    world size, nor from the number of ranks with weight, nor from the weights.
     """
     world, factor = len(step.shares), way.factor
     *usual, undivided = usual_factors(way.counts, step.shares)
@@ -83,8 +83,8 @@ def cause_of_equal_weights(step: StepFacts, where: str) -> Diagnosis:
 def cause_of_dropped_ranks(
     step: StepFacts, positions: Sequence[int], evidence: str, *, mean: bool
 ) -> Diagnosis:
-    """Name ranks with weight 0. `mean`: the result is the right mean over the other ranks, as with
-    a server that has no data by design.
+    """Name ranks with weight 0. `mean` is True if the result is the right mean over the remaining
+    ranks, as with a server that has no data by design.
     """
     others = len(step.shares) - 1
     may_serve = len(positions) == 1 and mean and step.undeclared and others > 0

@@ -10,7 +10,7 @@ Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
 
 
 def place_of_divergence(result: CheckResult) -> str:
-    """Return step, tensor and rank of the first divergence, or the check's reason."""
+    """Return step, tensor and rank of the first divergence, or the reason of the check."""
     place = result.first or result.worst
     return result.reason if place is None else place.place
 
@@ -27,7 +27,9 @@ def some_of(names: Sequence[str], most: int = 6) -> str:
 
 
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
-    """Format `all 6 parameters` or names, counting those that can show a missing all-reduce."""
+    """Format `all 6 parameters`, or names. Only parameters that can reveal a missing all-reduce
+    count.
+    """
     if len(parameters) == step.total:
         which = f" that could show it ({step.silent} could not)" if step.silent else ""
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
@@ -37,8 +39,8 @@ def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> st
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
-    """Format seven digits, float32's precision; more if the number would read as one of the numbers
-    `beside` it without being equal.
+    """Format a number with seven digits, float32's precision. Use more digits if the text would
+    otherwise equal that of a different number in `beside`.
     """
     for digits in range(7, 17):
         text = f"{value:.{digits}g}"
@@ -48,7 +50,7 @@ def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
 
 
 def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
-    """Format the weights of the ranks' gradients in one rank's result, and the expected ones."""
+    """Format the weights of the ranks' gradients in one rank's result, and the expected weights."""
     got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
     required = ", ".join(f"{share:.4g}" for share in step.shares)
     whose = positions_text(step, [rank])

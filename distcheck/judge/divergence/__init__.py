@@ -1,4 +1,4 @@
-"""Finds the first divergence of two recordings of one training, and whether it exceeds rounding.
+"""Finds the first divergence of two recordings of one training, and decides if it exceeds rounding.
 
 lockstep        both recordings in execution order, from the first step to the last
 noise_floor     the noise floor of a job: the effect of perturbing each parameter by one ULP

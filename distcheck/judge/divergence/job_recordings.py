@@ -4,12 +4,12 @@
     the parameters after the step
 
 Choices of a script (samples, random numbers, settings) must be equal; after a different choice
-nothing is compared. Computed values must be within the bound of `noise_floor`. As with a reference,
-optimizer gradients and parameters decide: if both are within the bound, a loss or reduced gradient
-outside it may have been scaled, and unscaled later.
+nothing is compared. Computed values must be within the bound of `noise_floor`. Optimizer gradients
+and parameters decide, as in the comparison with a reference: if both are within the bound, a loss
+or reduced gradient outside it may have been scaled, and unscaled later.
 
 If world sizes differ, each recording is treated as a single process: the samples of all ranks in
-any order, the mean of the losses, and the tensors of rank 0; local gradients and RNG streams of
+any order, the mean of the losses, and the tensors of rank 0. Local gradients and RNG streams of
 ranks are not compared.
 """
 
@@ -49,8 +49,10 @@ _ORDER = ("made", "others", "given")  # by decreasing information
 
 @dataclass(frozen=True)
 class DivergentOp:
-    """A divergence of operators: `made` other bits from equal inputs, received other inputs, or are
-    other operators; `after` is the preceding collective, if any.
+    """A divergence of operators; `after` is the preceding collective, if any.
+
+    `how` is "made" (different bits from equal inputs), "given" (different inputs) or "others"
+    (different operators).
     """
 
     how: str  # "made", "given" or "others"
@@ -75,8 +77,8 @@ def divergent_op(one: Ops, two: Ops) -> DivergentOp | None:
 
 
 def first_op(steps: Iterable[tuple[int, int, Ops, Ops]]) -> str:
-    """Return a sentence about the first diverging operator over (step, rank); among the ranks of a
-    step, one with equal inputs comes first. "" if no operators were recorded.
+    """Return a sentence about the first diverging operator over (step, rank); "" if no operators
+    were recorded. Within a step, ranks whose operator had equal inputs take precedence.
     """
     found: dict[int, list[tuple[int, DivergentOp]]] = {}
     compared = 0
@@ -131,13 +133,13 @@ _OF_UPDATES = (Kind.PARAMETER, Kind.BUFFER)
 
 @dataclasses.dataclass
 class Side(JobRecording):
-    """One of two recordings; `as_one`: all ranks are treated as a single process."""
+    """One of two recordings. With `as_one`, all ranks are treated as a single process."""
 
     as_one: bool = False
     other: "Side | None" = None
 
     def header(self, rank: int, step: int) -> JobHeader:
-        """Return a header, with the settings that both recordings have."""
+        """Return a header with only those settings that both recordings have."""
         at, found = self.steps[step], super().header(rank, step)
         settings, loss = self._settings(step), loss_of(self, rank, at)
         if not self.as_one:
@@ -194,7 +196,9 @@ def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> Side
 
 
 def why_not_comparable(then: JobRecording, now: JobRecording) -> str:
-    """Return why jobs with different world sizes compute different values by design, or ""."""
+    """Return the reason that jobs with different world sizes compute different values by design, or
+    "".
+    """
     if then.world == now.world:
         return ""
     records = [*then.records.values(), *now.records.values()]
@@ -206,8 +210,10 @@ def why_not_comparable(then: JobRecording, now: JobRecording) -> str:
 
 
 class JobComparison(LockstepComparison):
-    """The comparison; `parted` is the first different choice, `blurred` the step from which
-    perturbed runs diverge as far as the gradients themselves.
+    """The comparison of two jobs.
+
+    `diverged` is the first different choice. `blurred` is the step from which perturbed runs
+    diverge as far as the gradients.
     """
 
     def __init__(self, then: Side, now: Side, floors: Sequence[tuple[NoiseFloor, int]]) -> None:
@@ -221,7 +227,7 @@ class JobComparison(LockstepComparison):
 
     @property
     def is_over(self) -> bool:
-        """True if later differences may be consequences."""
+        """Return True if later differences may be consequences."""
         return self.diverged is not None or self._beyond is not None
 
     def result(self) -> TraceComparison:
@@ -278,8 +284,8 @@ class JobComparison(LockstepComparison):
         return any(torch.equal(a.to(b.dtype), b) for a, b in ((one, two), (two, one)))
 
     def by_module(self) -> ByModule | None:
-        """Return the first diverging module: beyond rounding if the jobs diverge so, else bitwise;
-        None if modules were not recorded in both.
+        """Return the first module that diverges beyond rounding, or bitwise if the jobs do not
+        diverge beyond rounding. Return None if one of the jobs did not record modules.
         """
         if self._first is None or self.diverged is not None or self._sides[0].as_one:
             return None
@@ -292,7 +298,7 @@ class JobComparison(LockstepComparison):
         return found
 
     def by_op(self) -> str:
-        """Return the first diverging operator, if operators were recorded in both."""
+        """Return the first diverging operator, if both jobs recorded operators."""
         if self._first is None or self.diverged is not None or self._sides[0].as_one:
             return ""
         return first_op(self._ops_until(self._first.step))
@@ -434,7 +440,7 @@ def unit_of(records: Sequence[StepRecord]) -> float:
 def compare_recordings(
     then: JobRecording, now: JobRecording, floors: Sequence[tuple[NoiseFloor, int]]
 ) -> JobComparison:
-    """Compare two jobs as far as both go."""
+    """Compare two jobs up to the end of the shorter one."""
     one, two = comparable_recordings(then, now)
     comparison = JobComparison(one, two, floors)
     for step in range(min(len(one.steps), len(two.steps))):

@@ -36,7 +36,7 @@ class LockstepComparison:
         self._drift: list[float] = []
 
     def compare_step(self, step: int) -> None:
-        """Compare one step in causal order; the first difference is compared with bounds."""
+        """Compare one step in causal order, and the first difference with its bounds."""
         is_first = self._first is None
         changed = []
         for pair in pairs(self._then, self._now, step):

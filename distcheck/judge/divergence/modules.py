@@ -1,20 +1,20 @@
 """Finds the first module, in two runs of one step, whose inputs match and whose outputs diverge.
 
 In forward, calls are ordered by completion: a module comes after its submodules, so the innermost
-one is named. Its inputs are right if every one that both runs have is; it is wrong if an output
-differs from the other run's by more than
+module is named. Its inputs are right if every input that both runs have is right. It is wrong if an
+output differs between the runs by more than
 
     8 max_d |x_d - x| + gamma(16) |x|
 
 with x_d that of a run with parameters perturbed by one ULP, or if its output takes part in backward
 in only one run. In backward, tensors are ordered by the arrival of gradients. The first wrong
 gradient comes from a module that received the tensor, and whose output gradients are right.
-Gradients may be the other run's times one factor (a loss with another divisor), fitted to the first
-one.
+Gradients may differ between the runs by one factor (a loss with a different divisor), which is
+fitted to the first gradient.
 
 All tensors are 64 projections, whose distance is that of the tensors up to a factor near 1.
 gamma(16) is a heuristic, as for an update: an operation that depends on no parameter rounds as
-well, and no perturbed run shows it.
+well, and perturbed runs do not show its rounding.
 """
 
 import math
@@ -50,7 +50,7 @@ class _Is(Enum):
 
 @dataclass(frozen=True)
 class WrongModule:
-    """The first wrong module, and the wrong part."""
+    """The first wrong module, and its wrong input, output or gradient."""
 
     call: ModuleCall | None  # None: before all modules
     what: str  # "output", "detached" or "gradient"
@@ -60,7 +60,9 @@ class WrongModule:
 
 @dataclass
 class StepInBothRuns:
-    """Both runs of a step; `fits`: gradients may have a factor, `bits`: nothing may differ."""
+    """Both runs of a step. With `fits`, gradients may differ by a factor; with `bits`, nothing may
+    differ.
+    """
 
     own: WatchedStep
     other: WatchedStep
@@ -218,7 +220,7 @@ class StepInBothRuns:
     # -- for a report ----------------------------------------------------------------------------
 
     def modules(self, wrong: WrongModule | None) -> tuple[ModuleSeen, ...]:
-        """Return each module with its state, in the order of first calls."""
+        """Return each module with its comparison, in the order of first calls."""
         paired = {call.key for call, _ in self._pairs}
         found: dict[str, list[ModuleCall]] = {}
         for call in self.own.watched.calls:
@@ -286,7 +288,7 @@ def first_wrong(
 
 @dataclass(frozen=True)
 class ModuleWording:
-    """Wording of a report: for a job against its reference, or for two diverging jobs."""
+    """Wording of a report, either for a job and its reference or for two diverging jobs."""
 
     head: str
     right: str
@@ -339,7 +341,7 @@ def _name(tensor: str) -> str:
 def add_module_evidence(
     found: Sequence[Diagnosis], modules: ByModule | None, *variants: str
 ) -> list[Diagnosis]:
-    """Add the first wrong module to the evidence of the first cause; if that is unexplained,
+    """Add the first wrong module to the evidence of the first cause. If that cause is unexplained,
     replace it by the cause `module-differs` with this evidence.
     """
     if modules is None or not modules.is_found or not found:

@@ -9,12 +9,13 @@ diverge about as far. So the bound at a step is
 
 for a loss or gradient x, where x_d is that of perturbed run d and X are all gradients: the bound of
 a job against its reference (`job/checks/reference.py`). In contrast, perturbed runs are not reset
-to the job's state at each step, since the other recording was not reset either. Both drift for the
-same reasons. For parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1 updates
-of about ten rounded operations each. u is that of the less precise dtype, and W the larger world.
+to the job's state at each step, since the recording to compare was not reset either. Both drift for
+the same reasons. For parameters and buffers the last two terms are gamma(16 (k + 1)) |x|: k + 1
+updates of about ten rounded operations each. u is that of the less precise dtype, and W the larger
+world.
 
-A distance may be small by chance, such as that of a scalar: the largest relative change of a tensor
-applies to all later steps.
+A distance may be small by chance, such as that of a scalar. The largest relative change of a tensor
+so far therefore applies to all later steps.
 """
 
 import math
@@ -41,7 +42,7 @@ STEM_OF = {**STEMS, Kind.PARAMETER: "after", Kind.BUFFER: "buffer"}
 
 
 class Perturbation(msgspec.Struct, frozen=True):
-    """Distance of the farther perturbed run, and norm of the unperturbed value."""
+    """Distance of the perturbed run that is farther away, and norm of the unperturbed value."""
 
     distance: Size
     size: Size
@@ -52,15 +53,17 @@ class Perturbation(msgspec.Struct, frozen=True):
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise floor by step and name (`loss`, `step/<parameter>`, `after/<parameter>`, ...), and
-    `why` it ends before the last step or does not exist.
+    """Noise floor by step and name (`loss`, `step/<parameter>`, `after/<parameter>`, ...). `why` is
+    the reason that it ends before the last step or does not exist.
     """
 
     steps: tuple[dict[str, Perturbation], ...] = ()
     why: str = ""
 
     def spread(self, name: str, step: int) -> float | None:
-        """Return the noise floor at a step, by relative changes so far; None: not measured."""
+        """Return the noise floor at a step, from relative changes so far; None if it was not
+        measured.
+        """
         if not 0 <= step < len(self.steps) or name not in self.steps[step]:
             return None
         here = self.steps[step][name]
@@ -83,7 +86,7 @@ def tolerance(spread: float, norm: float, whole_norm: float, *, world: int, unit
 
 
 def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
-    """Return the distances of perturbed runs from the job, while they make the same choices."""
+    """Return the distances of perturbed runs from the job, up to the first different choice."""
     steps: list[dict[str, Perturbation]] = []
     for place, step in enumerate(job.steps):
         why = next(filter(None, (why_choice_differs(job, one, place) for one in perturbed)), "")
@@ -100,7 +103,7 @@ def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
 
 
 def why_choice_differs(job: JobRecording, perturbed: JobRecording, place: int) -> str:
-    """Return why a run of the same command differs in a choice, or ""."""
+    """Return the reason that two runs of the same command differ in a choice, or ""."""
     step = job.steps[place]
     if step not in perturbed.steps or perturbed.world != job.world:
         return f"the moved run made no step {step}"
@@ -160,7 +163,7 @@ def module_tensor_name(name: str, *, gradient: bool) -> str:
 
 
 def loss_of(job: JobRecording, rank: int, step: int) -> float:
-    """Return the loss of a rank's step without loss scale; NaN if unknown."""
+    """Return the loss of a rank's step without its loss scale; NaN if unknown."""
     record = job.records[rank, step]
     if not record.trained:
         return math.nan
@@ -201,7 +204,9 @@ def write(noise_floor: NoiseFloor, folder: Path) -> None:
 
 
 def read(folder: Path) -> NoiseFloor:
-    """Read a noise floor; an empty one if none was kept. Raises UsageError if it is damaged."""
+    """Read a noise floor; return an empty one if none was saved. Raises UsageError if it is
+    damaged.
+    """
     file = folder / FILE
     if not file.exists():
         return NoiseFloor(why="the recording was kept without one")
