@@ -1,8 +1,8 @@
 """Plans worlds, one at a time, that find the difference which changes a rerun in separate
 interpreters, or show that it is a race.
 
-    1  repeat the first world      differs: two worlds with one process state do
-    2  each factor by itself       the first that differs is suspected; delays are no state
+    1  repeat the first world      if it differs, process state is not the reason
+    2  each factor separately      the first that differs is suspected; delays are not state
     3  repeat and suspect, twice   a race would differ in one or the other
 
 If no single factor makes a difference, all factors but the delays are suspected together. A race
@@ -23,11 +23,11 @@ Differs = bool  # True if a world differed from the first, in bits or exit statu
 class Separation(msgspec.Struct, frozen=True, kw_only=True):
     """Result of further worlds about a rerun in separate interpreters that differed.
 
-    `depends`: the difference depends on process state and is not a race: on each of `factors`
-    separately or, if there are several, only on their combination. Otherwise a factor in `factors`
-    made the difference, as delays do to a race. `harmless`: the rerun passed every check, too, and
-    its factor is the ranks' machines. `lines` are lines of the code under test that read such
-    state, as text.
+    depends   True if the difference depends on process state and is not a race: on each of
+              `factors` separately, or on their combination if there are several
+    factors   factors that make the difference; if `depends` is False, as delays do to a race
+    harmless  True if the rerun passed every check as well, and its factor is the ranks' machines
+    lines     lines of the code under test that read such state, as text
     """
 
     depends: bool
@@ -38,8 +38,8 @@ class Separation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerunBisection:
-    """Requests worlds until a conclusion. `next` is the world to run, None when there is a
-    `conclusion`; `note` takes its result.
+    """Requests worlds until there is a `conclusion`. `next` is the world to run, or None at the
+    end; pass its result to `note`.
     """
 
     def __init__(self, separate: Surroundings) -> None:

@@ -1,7 +1,7 @@
-"""Derives the verdict of a passing case from its sensitivity. No torch.
+"""Derives the verdict of a passing case from its sensitivity. Does not import torch.
 
-A mistake that no tensor would have revealed at any step, on some rank, was not tested for. The case
-is then `unknown`, however much was compared.
+If, for some rank, no tensor at any step would have revealed a mistake, the case did not test for
+that mistake. It is then `unknown`, however much was compared.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ _ALONE = (
 
 
 def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
-    """Check that each of the simplest mistakes would have been revealed; `if_none` is the reason if
+    """Check that each of the simplest mistakes would have been revealed. `if_none` is the reason if
     nothing was compared.
     """
     if case.world == 1:
@@ -58,7 +58,7 @@ def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckR
 
 
 def of_check(result: CheckResult) -> CheckResult:
-    """Turn a pass that no mistake could have failed into unknown."""
+    """Change a pass to unknown if no mistake could have failed the check."""
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
     reason = f"{_NOTHING_COUNTS} ({_why_insensitive(list(result.shown.values()))})"
@@ -72,8 +72,8 @@ def of_check(result: CheckResult) -> CheckResult:
 
 
 def why_alone_unknown(results: Sequence[CheckResult]) -> str:
-    """Return the unrevealed mistakes if only they keep a case from passing. "" if a check failed,
-    or is unknown for another reason.
+    """Return the unrevealed mistakes if they are the only reason that a case does not pass. Return
+    "" if a check failed, or is unknown for a different reason.
     """
     lacking = [result for result in results if result.verdict != "pass"]
     for result in lacking:

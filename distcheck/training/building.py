@@ -35,8 +35,8 @@ from distcheck.workloads.datasets.synthetic import SyntheticSamples
 
 @dataclass(frozen=True)
 class Ingredients:
-    """A case's workload and samples, opened in this process. `settings` are those left by the
-    workload's file (`seeds.settings`).
+    """A case's workload and samples, opened in this process. `settings` are the determinism
+    settings after loading the workload's file (`seeds.settings`).
     """
 
     case: Case
@@ -81,8 +81,8 @@ class Ingredients:
 
     @property
     def must_happen(self) -> tuple[Happening, ...]:
-        """The events that the workload declares as required, and those implied by counting tokens.
-        Raises UsageError for an invalid value.
+        """The events that the workload declares as required, and those that counting tokens
+        implies. Raises UsageError for an invalid value.
         """
         declared = getattr(self.loaded.workload, "must_happen", ())
         of_tokens = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
@@ -95,8 +95,8 @@ class Ingredients:
             ) from None
 
     def handed_over(self, model: nn.Module, rank: int) -> None:
-        """Apply the workload's changes to a rank's model before the strategy receives it;
-        references start from rank 0's values after them.
+        """Apply the workload's changes to a rank's model before the strategy receives it.
+        References start from the values of rank 0 after these changes.
         """
         self._call_workload("hand_over", model, rank)
 
@@ -107,8 +107,8 @@ class Ingredients:
     def optimizer(
         self, parameters: Iterable[Any], *, one_group: bool = False
     ) -> torch.optim.Optimizer:
-        """Return the workload's optimizer, with its groups of `parameters`; existing groups, and
-        parameters that must stay one group, are passed unchanged.
+        """Return the workload's optimizer, with its groups of `parameters`. Existing groups are
+        passed unchanged, and so are parameters that must stay in one group.
         """
         workload, listed = self.loaded.workload, list(parameters)
         if self.makes_groups and not one_group and not any(isinstance(p, dict) for p in listed):
@@ -117,7 +117,7 @@ class Ingredients:
 
     @property
     def makes_groups(self) -> bool:
-        """True if the workload defines parameter groups."""
+        """Return True if the workload defines parameter groups."""
         return hasattr(self.loaded.workload, "groups")
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -190,12 +190,14 @@ def open_ingredients(
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a trace records: all, including frozen ones; tied ones once."""
+    """Return the parameters that a trace records: all parameters, including frozen ones. Tied
+    parameters appear once.
+    """
     return list(model.named_parameters())
 
 
 def in_one_storage(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are views of one storage."""
+    """Return the names of parameters that are views of the same storage."""
     storages: dict[int, set[str]] = {}
     for name, parameter in trainable(model):
         if type(parameter.data) is torch.Tensor and parameter.numel():
@@ -204,7 +206,7 @@ def in_one_storage(model: nn.Module) -> set[str]:
 
 
 def can_train(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter can have a gradient: not of integers or 8-bit floats."""
+    """Return True if a parameter can have a gradient: integers and 8-bit floats cannot."""
     return parameter.dtype.itemsize > 1 and (
         parameter.is_floating_point() or parameter.is_complex()
     )
@@ -213,7 +215,7 @@ def can_train(parameter: nn.Parameter) -> bool:
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layout: ModelLayout
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by name, numbers as tensors: all state in a trace."""
+    """Return the optimizer's state by name, as a trace records it; numbers become tensors."""
     tensors, numbers = tensors_and_numbers(model, optimizer)
     if layout.numbers:
         numbers |= group_numbers(optimizer)
@@ -222,7 +224,7 @@ def state_tensors(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A rank's checkpoint as a script saves it: model, optimizer, RNG state."""
+    """A rank's checkpoint with the contents that a script saves: model, optimizer, RNG state."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -267,12 +269,11 @@ def restore(
 def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     """Return the layout of a trace of this model, including optimizer state.
 
-    The state's shapes are only known after a step, so one is taken with zero gradients, also for
-    frozen parameters if the workload may unfreeze them. For optimizers that are not torch's own,
-    two further steps with other gradients show which numbers of their groups they change; the
-    remaining numbers (rates, betas) belong to the workload and are not in a trace. Raises
-    UsageError for a tensor that a trace cannot hold, and for an optimizer that rejects dense
-    gradients.
+    The state's shapes are known only after a step, so a step is made with zero gradients, also for
+    frozen parameters if the workload may unfreeze them. For optimizers outside torch, two further
+    steps with nonzero gradients show which numbers of their groups change. The remaining numbers
+    (rates, betas) belong to the workload and are not in a trace. Raises UsageError for a tensor
+    that a trace cannot hold, and for an optimizer that rejects dense gradients.
     """
     workload = ingredients.loaded.workload
     optimizer = ingredients.optimizer(model.parameters())
@@ -323,9 +324,9 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
-    """Return True if the workload's optimizer, rebuilt and filled with the state in a trace, takes
-    a bit-identical step, as torch's own do. False for an optimizer with further state, or with
-    random numbers.
+    """Return True if the workload's optimizer takes a bit-identical step after it is rebuilt from
+    the state in a trace, as torch's optimizers do. Return False for an optimizer with further
+    state, or with random numbers.
     """
     build = ingredients.optimizer
     if is_torchs_own(build(model.parameters())):
@@ -365,7 +366,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def load_initial(model: nn.Module, file: str) -> None:
     """Load the initial parameters and buffers of a saved trace into a model. Raises UsageError if
-    the file does not have them.
+    the file does not contain them.
     """
     try:
         if not stat.S_ISREG(os.lstat(file).st_mode):

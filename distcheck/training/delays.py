@@ -1,10 +1,10 @@
-"""Delays one rank intentionally: sleeps before backward, or before a collective.
+"""Delays one rank intentionally: it sleeps before backward, or before a collective.
 
-Code that lacks a synchronization often passes by chance because the peers are early enough;
+Code without a required synchronization often passes by chance because peers are early enough;
 delaying one rank exposes the race.
 
-Collectives are counted at their Python entry points in `torch.distributed`; those that DDP or FSDP
-start from C++ are not counted. The sleep before backward delays these.
+Collectives are counted at their Python entry points in `torch.distributed`. Collectives that DDP or
+FSDP start from C++ are not counted; the sleep before backward delays them.
 """
 
 import threading
@@ -34,8 +34,8 @@ class RankDelays:
         self._entered = 0
 
     def install(self) -> None:
-        """Make every collective of `torch.distributed` apply the delays of this thread first: ranks
-        of a simulated world are threads.
+        """Make every collective of `torch.distributed` first apply the delays of the calling
+        thread. Ranks of a simulated world are threads.
         """
         _of_thread[threading.get_ident()] = self
         if len(_of_thread) > 1:
@@ -48,13 +48,13 @@ class RankDelays:
                 setattr(dist.distributed_c10d, name, late)
 
     def begin(self, delays: Sequence[Delay]) -> None:
-        """Use these delays from now on; several before one collective add up."""
+        """Use these delays from now on. Several delays before one collective add up."""
         self._ms.clear()
         for delay in delays:
             self._ms[delay.collective] += delay.ms
 
     def watching(self, progress: Progress) -> Progress:
-        """Return `progress` extended to apply the delays at the start of phases."""
+        """Return `progress`, extended to apply the delays at the start of phases."""
 
         def watched(step: int, phase: str) -> None:
             progress(step, phase)

@@ -1,4 +1,6 @@
-"""The positions of an epoch that a step covers, and their assignment to ranks. No torch."""
+"""The positions of an epoch that a step covers, and their assignment to ranks. Does not import
+torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EpochSegment:
-    """A step's part of the epoch: positions [first, first + count).
-
-    Position p belongs to rank p mod W, as in torch's DistributedSampler.
+    """A step's part of the epoch: positions [first, first + count). Position p belongs to rank p
+    mod W, as in torch's DistributedSampler.
     """
 
     epoch: int
@@ -16,7 +17,9 @@ class EpochSegment:
     count: int
 
     def shard_size(self, world: int, rank: int) -> int:
-        """Return how many positions belong to a rank: those congruent to `rank` modulo `world`."""
+        """Return the number of positions that belong to a rank: those congruent to `rank` modulo
+        `world`.
+        """
         return len(self._positions_of(world, rank))
 
     def _positions_of(self, world: int, rank: int) -> range:
@@ -30,7 +33,7 @@ class EpochSegment:
 
 
 def steps_per_epoch(size: int, batch: int, world: int) -> int:
-    """Return the steps per epoch; a last batch too small for every rank is dropped."""
+    """Return the steps per epoch. A last batch that is too small for every rank is dropped."""
     full, rest = divmod(size, batch)
     return full + (rest >= world)
 

@@ -1,7 +1,7 @@
 """Requests of the front end to processes that inspect, calibrate and train, and their results.
 
-No torch: the front end writes requests, the process that runs the job reads them. The jobs
-themselves are declared at the end.
+Does not import torch: the front end writes requests, and the process that runs the job reads them.
+The jobs are declared at the end.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from distcheck.worlds.rendezvous import Rendezvous
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases to inspect; at most `ranks_here` ranks of their worlds will run on this machine."""
+    """Cases to inspect. At most `ranks_here` ranks of their worlds will run on this machine."""
 
     cases: tuple[Case, ...]
     description: bytes
@@ -30,7 +30,7 @@ TRAITS = ("tied", "sparse", "not_contiguous", "views")
 
 
 class CaseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a case, found by inspection."""
+    """Facts about a case that an inspection finds."""
 
     contract: Contract
     strategy_file: str
@@ -84,20 +84,20 @@ class CalibrationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Result for each calibrated order: why it does not hold; empty if it does."""
+    """Result for each calibrated order: the reason that it does not hold, or "" if it holds."""
 
     failures: tuple[tuple[Order, str], ...] = ()
 
     def failure(self, contract: Contract) -> str:
-        """Return why the contract's order is unreliable; empty if it is reliable."""
+        """Return the reason that the contract's order is unreliable, or "" if it is reliable."""
         return next((why for order, why in self.failures if order == contract.order), "")
 
 
 class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Train `case.steps` steps and record them.
+    """Request to train `case.steps` steps and record them.
 
-    `delays` are those of this world; `memory_seed` seeds the rank's allocations before any import
-    (None: none). A rerun receives the first run's trace as `baseline`.
+    `delays` are the delays of this world. `memory_seed` is the seed of the rank's allocations
+    before any import (None: none). A rerun receives the first run's trace as `baseline`.
     """
 
     case: Case
@@ -109,7 +109,9 @@ class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Train `case.steps` steps; the result is a digest of the rank's values after each."""
+    """Request to train `case.steps` steps, and return a digest of the rank's values after each
+    step.
+    """
 
     case: Case
     rendezvous: Rendezvous
@@ -117,10 +119,10 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Train for `epochs` epochs of at most `steps` steps (None: all) without recording.
+    """Request to train for `epochs` epochs of at most `steps` steps (None: all) without recording.
 
-    An empty `case.strategy` disables gradient synchronization. Every rank sends an `EpochFigures`
-    per epoch, rank 0 a `RunningLoss` every `log_every` steps.
+    An empty `case.strategy` disables gradient synchronization. Every rank sends `EpochFigures` per
+    epoch, and rank 0 a `RunningLoss` every `log_every` steps.
     """
 
     case: Case
@@ -132,7 +134,7 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0's mean loss since its last report."""
+    """Rank 0's mean loss since its previous report."""
 
     epoch: int
     step: int
@@ -141,11 +143,11 @@ class RunningLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EpochFigures(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One rank's epoch: summed loss over its samples, and seconds of every step. `losses` are the
-    steps' mean losses over `sizes` samples; 0 samples if the rank has no loss.
+    """One rank's epoch: summed loss over its samples, and seconds of every step.
 
-    `correct` of `tested` test samples were classified correctly; 0 of 0 on ranks other than 0, and
-    if no rank has the full model.
+    losses   mean losses of the steps, over `sizes` samples; 0 samples if the rank has no loss
+    correct  number of correctly classified test samples, of `tested`; 0 of 0 on ranks other than 0,
+             and if no rank has the full model
     """
 
     rank: int

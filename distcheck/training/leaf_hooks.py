@@ -25,7 +25,7 @@ _returned: dict[int, torch.Tensor] = {}  # result of torch.autograd.grad() for s
 
 
 class LeafHook:
-    """One hook on one leaf that requires a gradient, called with that gradient."""
+    """One hook on a leaf that requires a gradient; it is called with that gradient."""
 
     def __init__(self, leaf: torch.Tensor, hook: Hook) -> None:
         watch_registrations()
@@ -36,8 +36,8 @@ class LeafHook:
 
     @property
     def is_read(self) -> bool:
-        """True if a backward that begins now cannot bypass the hook. It can if the leaf's data was
-        replaced (another dtype or device) since the hook was registered.
+        """Return True if a backward that begins now will call the hook. It bypasses the hook if the
+        leaf's data was replaced (by a different dtype or device) since the hook was registered.
         """
         return not self._leaf.requires_grad or get_gradient_edge(self._leaf).node is self._node
 
@@ -50,7 +50,7 @@ class LeafHook:
             self._node.register_prehook(self._called)
 
     def asked(self) -> None:
-        """Call the hook with the last result of torch.autograd.grad(), if any."""
+        """Call the hook with the latest result of torch.autograd.grad(), if any."""
         gradient = _returned.pop(id(self._leaf), None)
         if gradient is not None:
             self._hook(gradient)
@@ -63,7 +63,7 @@ class LeafHook:
 
 @functools.cache
 def watch_registrations() -> None:
-    """Record the argument of the first of the code's hooks on a leaf, from now on."""
+    """From now on, record the argument of the first of the code's hooks on each leaf."""
     original: Any = torch.Tensor.register_hook
 
     @functools.wraps(original)

@@ -19,20 +19,26 @@ def _nothing(model: "torch.nn.Module", step: Step) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedStrategy:
-    """A strategy with every optional method filled in; `file` and `line` locate its definition, 0
-    if the line is unknown.
+    """A strategy with every optional method filled in.
 
-    `builds` receives the function that builds an optimizer before `wrap`, whose code may need one.
-    `backward` is None for one forward and backward over the whole shard. `begun` is called before
-    every forward. `zero_grad` replaces the optimizer's; None if the strategy does not define it.
-    `update` states when gradients are final: before the `loop` begins the optimizer's step; where
-    an `optimizer` around another begins the inner step; or where `sync` begins it, which then takes
-    the step itself. `full` returns unsharded tensors by accessor name, if model and optimizer may
-    not hold them (`recorder.Full`). `buffers` gathers the buffers of all ranks into the full model,
-    and returns True if it has all; a collective. An `engine` may take long to set up. `clip` is
-    None for torch's function. `note` names the form that was selected for code not written for
-    distcheck; `handed_once` are arguments that receive a generator, each with the `--arg` value for
-    a list; `refusal` is the error of the form that was selected first.
+    file, line   location of its definition; line 0: unknown
+    builds       receives the function that builds an optimizer, before `wrap`, whose code may need
+                 one
+    backward     None for one forward and backward over the whole shard
+    begun        called before every forward
+    zero_grad    replaces the optimizer's; None if the strategy does not define it
+    update       place where gradients are final: before the `loop` begins the optimizer's step;
+                 where an `optimizer` around another begins the inner step; or where `sync` begins
+                 it, which then takes the step itself
+    full         returns unsharded tensors by accessor name, if model and optimizer may not hold
+                 them (`recorder.Full`)
+    buffers      gathers the buffers of all ranks into the full model; returns True if the model
+                 then has all; a collective
+    engine       True if it may take long to set up
+    clip         None for torch's function
+    note         form that was selected for code not written for distcheck
+    handed_once  arguments that receive a generator, each with the `--arg` value for a list
+    refusal      error of the form that was selected first
     """
 
     contract: Contract
@@ -60,13 +66,13 @@ class LoadedStrategy:
 
     @property
     def syncs(self) -> bool:
-        """True if there is a sync() to call after backward."""
+        """Return True if sync() must be called after backward."""
         return self.sync is not _nothing
 
     def promising(
         self, *, note: str | None = None, declines: tuple[CellName, ...] = (), **promised: Any
     ) -> "LoadedStrategy":
-        """Return the strategy with contract fields and note replaced, `declines` added."""
+        """Return the strategy with contract fields and note replaced, and `declines` added."""
         declined = tuple(dict.fromkeys((*self.contract.declines, *declines)))
         contract = msgspec.structs.replace(self.contract, declines=declined, **promised)
         return replace(self, contract=contract, note=self.note if note is None else note)
@@ -74,7 +80,7 @@ class LoadedStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWorkload:
-    """A workload; `own_samples` and `sampler` are None if it uses distcheck's."""
+    """A workload. `own_samples` and `sampler` are None if it uses those of distcheck."""
 
     workload: Workload
     own_samples: Callable[[], Samples] | None
@@ -82,7 +88,7 @@ class LoadedWorkload:
 
 
 def construct(spec: str, kind: type) -> Any:
-    """Return an object of a class without required arguments. Raises UsageError."""
+    """Create an object of a class without required arguments. Raises UsageError."""
     try:
         return kind()
     except Exception as error:

@@ -51,7 +51,7 @@ PACKAGES = {
 
 @cache
 def strategy_names() -> dict[str, EntryPoint]:
-    """Return the installed strategies by name. Imports none of them."""
+    """Return the entry points of installed strategies by name. Imports no strategy."""
     return {point.name: point for point in _registered()} | _built_in_strategies()
 
 
@@ -91,7 +91,7 @@ def _registered_for(spec: str) -> dict[str, EntryPoint]:
 
 
 def workload_names() -> dict[str, str]:
-    """Return the built-in workloads: name to module."""
+    """Return the modules of the built-in workloads by name."""
     package = "distcheck.workloads"
     folder = Path(__file__).parents[1] / "workloads"
     modules = (one for one in pkgutil.iter_modules([str(folder)]) if not one.ispkg)
@@ -99,8 +99,8 @@ def workload_names() -> dict[str, str]:
 
 
 def is_built_in(workload: str) -> bool:
-    """Return True if a workload is distcheck's own, possibly with parameters after its name. False
-    for `mlp:other`, which is in another module `mlp`.
+    """Return True if a workload belongs to distcheck, possibly with parameters after its name.
+    False for `mlp:other`, which names an object of a module `mlp`.
     """
     name, _, words = workload.partition(":")
     return name in workload_names() and (not words or name in DESCRIBED)
@@ -172,16 +172,19 @@ def _file_of_module(place: str) -> Path | None:
 
 
 def load_strategy(spec: str, adaptation: Adaptation = _AS_IT_IS) -> LoadedStrategy:
-    """Import and adapt a strategy. Raises UsageError with the problem and its fix."""
+    """Import and adapt a strategy. Raises UsageError with the problem and a fix."""
     from distcheck.training.adapters.adapting import adapt
 
     return adapt(_target_of(spec, adaptation), _find)
 
 
 class CodeInspection(NamedTuple):
-    """Facts about a strategy's code: True if its form is `guessed` or it names a collective
-    (`exchanges`), the attributes unknown to torch that it looks up (`marks`), and the features that
-    it `uses`.
+    """Facts about a strategy's code.
+
+    guessed    True if its form is a guess
+    exchanges  True if it names a collective
+    marks      attributes that it looks up and that torch does not define
+    uses       features that it uses
     """
 
     guessed: bool
@@ -203,7 +206,7 @@ def inspect_strategy(spec: str, adaptation: Adaptation) -> CodeInspection:
 
 
 def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...], ...]:
-    """Return the ways to call a strategy other than the first; see `adapters/hypotheses`."""
+    """Return the ways to call a strategy, except the first; see `adapters/hypotheses`."""
     from distcheck.training.adapters import adapting
 
     return adapting.other_ways(_target_of(spec, adaptation), _find)
@@ -225,7 +228,7 @@ def _target_of(spec: str, adaptation: Adaptation) -> Any:
 
 
 def load_trained(spec: str, adaptation: Adaptation) -> LoadedWorkload:
-    """Return the workload that trains a strategy's own code. Raises UsageError."""
+    """Return the workload that trains a strategy's code. Raises UsageError."""
     from distcheck.training.adapters.forms import form_of
     from distcheck.training.adapters.scene import Scene
 
@@ -240,7 +243,7 @@ def _find(spec: str) -> Any:
 
 
 def load_workload(spec: str) -> LoadedWorkload:
-    """Import a workload. Raises UsageError with the problem and its fix."""
+    """Import a workload. Raises UsageError with the problem and a fix."""
     known, spec = workload_names(), class_of_cell(spec)
     name, _, words = spec.partition(":")
     if is_built_in(spec):
@@ -265,10 +268,10 @@ def load_workload(spec: str) -> LoadedWorkload:
 
 
 def load_backend(spec: str) -> str:
-    """Register a communication backend with torch; return torch's name for it.
+    """Register a communication backend with torch, and return torch's name for it.
 
-    A name is one of `distcheck.backends`, or torch's own. Anything else is a function that
-    registers a backend and returns its name. Raises UsageError.
+    `spec` is a name of `distcheck.backends`, one of torch's backends, or a function that registers
+    a backend and returns its name. Raises UsageError.
     """
     from distcheck import backends
 
@@ -348,7 +351,7 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
 
 
 def not_installed(error: ModuleNotFoundError) -> CannotRunError | None:
-    """Return the error for a missing package of PACKAGES; None for any other."""
+    """Return the error for a missing package of PACKAGES; None for any other error."""
     name = (error.name or "").partition(".")[0]
     if name not in PACKAGES:
         return None

@@ -1,10 +1,10 @@
-"""The training loop. `verify` records it, `train` only observes the loss.
+"""The training loop. `verify` records it; `train` only observes the loss.
 
-Every rank has the indices of its own DistributedSampler; a step takes as many of them as the rank
-has positions in the step's part of the epoch. The shards of a step over all ranks are therefore
-exactly the batch that one process would read, also if the batch is not divisible by the world size:
-then shard sizes differ by one, and the sampler's padding is never read. Ranks without data are
-skipped: the others are numbered from 0 as if they were all.
+Every rank has the indices of its DistributedSampler. A step takes as many of them as the rank has
+positions in the step's part of the epoch. The shards of a step over all ranks are therefore exactly
+the batch that one process would read, even if the batch is not divisible by the world size. In that
+case shard sizes differ by one, and the sampler's padding is never read. Ranks without data are
+skipped: the remaining ranks are numbered from 0 as if they were all.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from distcheck.worlds.messages import SETTING_UP
 
 
 class Shards:
-    """One rank's view of the data set, step by step; a rank of None reads nothing."""
+    """One rank's view of the data set, step by step. With rank None, it reads nothing."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ Progress = Callable[[int, str], None]  # (step, phase)
 
 
 class Loop:
-    """One rank's training: build, then step by step.
+    """One rank's training: builds model and optimizer, then runs step by step.
 
-    RNG streams: the model is built from one seed on every rank, as data-parallel training requires;
-    random numbers of a forward pass come from a stream per rank.
+    RNG streams: the model is built from one seed on every rank, as data-parallel training requires.
+    Random numbers of a forward pass come from a separate stream per rank.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Loop:
         restore(kept, self.model, self._optimizer, self._ingredients.device)
 
     def step(self, number: int) -> tuple[float, int, float]:
-        """Run one step; return the shard's mean loss, the number of samples (or tokens, if these
-        are counted) that it covers, and the seconds it took.
+        """Run one step. Return the shard's mean loss, the number of samples (or tokens, if these
+        are counted) that the loss covers, and the seconds that the step took.
         """
         begun = time.perf_counter()
         case, progress = self._ingredients.case, self._progress
@@ -364,7 +364,7 @@ class Loop:
             yield
 
     def buffers_are_whole(self) -> bool:
-        """Gather the buffers of all ranks into the model; return True if it has all of them."""
+        """Gather the buffers of all ranks into the model; return True if it then has all."""
         return self._strategy.buffers()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The loss of a shard as a strategy's own `backward` computes it, and how often it is called.
+"""The loss of a shard as a strategy's `backward` computes it, and how often it is called.
 
-A custom backward that calls the loss on consecutive parts of the shard accumulates gradients,
-whether or not its contract declares that: the number of parts is recorded, so that the reference
-can be computed over the same ones.
+A custom backward that calls the loss on consecutive parts of the shard accumulates gradients, even
+if its contract does not declare that. The number of parts is recorded, so that the reference can be
+computed over the same parts.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ Backward = Callable[[LossOf, Batch, Step], torch.Tensor | None]
 
 
 class LossOfShard:
-    """The argument of `backward`; see `contract.LossOf`. `saw` receives the outputs that a
-    differentiable loss is computed from. The loss is multiplied by each of `factors`.
+    """The argument of `backward`; see `contract.LossOf`. `saw` receives the outputs from which a
+    differentiable loss is computed. The loss is multiplied by each of `factors`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LossOfShard:
         self._calls: list[torch.Tensor] = []  # the samples of every call
 
     def times(self, *factors: float) -> "LossOfShard":
-        """Return the loss multiplied by these factors, without recorded calls."""
+        """Return a copy whose loss is multiplied by these factors, without recorded calls."""
         return LossOfShard(self._loss, self._model, self._saw, factors)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -64,7 +64,7 @@ class LossOfShard:
         return loss
 
     def stretches(self, piece: Batch) -> int:
-        """Return the number of calls if they covered the parts of `Batch.split`; else 1."""
+        """Return the number of calls if they covered the parts of `Batch.split`; otherwise 1."""
         count = len(self._calls)
         if not 1 < count <= MOST_STRETCHES:
             return 1
@@ -87,9 +87,10 @@ class _Answers(nn.Module):
 
 
 class OwnBackward:
-    """Runs a strategy's own backward over a shard, split into `accumulate` micro-batches, with its
-    loss multiplied by `loss_scale` (a power of two, so nothing is rounded). A rank `may_lack` the
-    loss.
+    """Runs a strategy's backward over a shard.
+
+    The shard is split into `accumulate` micro-batches, and the loss is multiplied by `loss_scale`
+    (a power of two, so nothing is rounded). With `may_lack`, a rank need not have the loss.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class OwnBackward:
         self._loss_scale, self._may_lack = loss_scale, may_lack
 
     def run(self, loss_of: LossOfShard, batch: Batch, step: Step) -> tuple[float, int]:
-        """Return the shard's mean loss (NO_LOSS if a rank may lack it, and does), and into how many
-        parts each call of backward split its batch (1 if it was not split, or not like
-        `Batch.split`).
+        """Return the shard's mean loss (NO_LOSS if the rank does not have it), and the number of
+        parts into which each call of backward split its batch. It is 1 if the batch was not split
+        as by `Batch.split`.
         """
         losses, counts = list[torch.Tensor | None](), set[int]()
         pieces = batch.split(self._accumulate)

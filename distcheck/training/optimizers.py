@@ -15,7 +15,7 @@ _GROUP = "param_groups["
 
 
 def is_group_number(name: str) -> bool:
-    """Return True for the name of a group's number, False for state of a parameter."""
+    """Return True for the name of a number in a group, False for state of a parameter."""
     return name.startswith(_GROUP)
 
 
@@ -27,7 +27,7 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 def tensors_and_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the optimizer's tensors and numbers as `<parameter>/<state key>`, in fixed order."""
+    """Return the optimizer's tensors and numbers, as `<parameter>/<state key>`, in fixed order."""
     optimizer = innermost(optimizer)
     tensors, numbers = {}, {}
     for name, parameter in model.named_parameters():
@@ -60,14 +60,16 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with the state: inside ZeroRedundancyOptimizer and others."""
+    """Return the optimizer that holds the state, which may be inside a ZeroRedundancyOptimizer or a
+    different wrapper.
+    """
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 class OptimizerProxy:
-    """Object that replaces an optimizer in the loop: it has the inner optimizer's groups and state,
-    unless a subclass overrides them.
+    """Object that replaces an optimizer in the loop. It has the groups and state of the inner
+    optimizer, unless a subclass overrides them.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -138,7 +140,7 @@ _CHOICES = (None, False, True)
 
 def implementation(optimizer: torch.optim.Optimizer) -> int:
     """Return the implementation of torch that takes the steps: the flags of the first group, two
-    bits each (0: no such flag). They compute the same algorithm, and round differently.
+    bits each (0: no such flag). Implementations compute the same algorithm, but round differently.
     """
     groups = getattr(innermost(optimizer), "param_groups", ())
     group = groups[0] if groups else {}
@@ -150,7 +152,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
 
 
 def set_implementation(optimizer: torch.optim.Optimizer, wanted: int) -> None:
-    """Make one of torch's own optimizers use the `implementation` of another."""
+    """Make one of torch's optimizers use the given `implementation`."""
     optimizer = innermost(optimizer)
     if not is_torchs_own(optimizer):
         return

@@ -1,7 +1,7 @@
-"""A model's output for each sample, observed where the loss is computed.
+"""A model's output for each sample, observed when the loss is computed.
 
 No extra forward pass is run. A hook observes the calls that the loss makes anyway, and is removed
-when the loss has returned. No random numbers are consumed, and tensors are copied, not kept.
+when the loss has returned. No random numbers are consumed. Tensors are copied.
 """
 
 import contextlib
@@ -45,20 +45,22 @@ class Calls:
         self._tables: list[torch.Tensor] = []
 
     def note(self, module: nn.Module, inputs: Any, made: Any) -> None:
-        """Record an output, as a forward hook; copied, because it may be changed in place."""
+        """Record an output, as a forward hook. It is copied, because the code may change it in
+        place.
+        """
         table = per_sample(made, self._samples)
         if table is not None:
             self._tables.append(table)
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """[samples, numbers] of all calls, in their order; None if there are no outputs."""
+        """Return [samples, numbers] of all calls, in their order; None if there are no outputs."""
         return per_sample(self._tables, self._samples)
 
 
 @contextlib.contextmanager
 def calls_of(model: nn.Module, samples: int) -> Iterator[Calls]:
-    """Record the model's outputs for `samples` samples within the block."""
+    """Record the model's outputs for `samples` samples during the block."""
     calls = Calls(samples)
     hook = model.register_forward_hook(calls.note)
     try:

@@ -94,7 +94,9 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
 
 @DIGEST.does
 def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Run one rank of a world that is compared with itself under another schedule."""
+    """Run one rank of a world, which will be compared with the same world under a different
+    schedule.
+    """
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
     samples: object = ingredients.samples

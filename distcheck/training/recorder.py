@@ -1,4 +1,4 @@
-"""Records one rank's training: the values that the checks need, per step."""
+"""Records one rank's training: the values that the checks need, for each step."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -30,11 +30,13 @@ Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
 
 
 class OfItsOwn(dict[str, torch.Tensor | None]):
-    """Result of an accessor if each rank has its own complete tensors, so nothing is unsharded."""
+    """Result of an accessor if each rank has complete tensors, so that nothing is unsharded."""
 
 
 class Observer:
-    """Events of the training loop, in this order at every step; this base class ignores them."""
+    """Receives the events of the training loop, in this order at every step. This base class
+    ignores them.
+    """
 
     def attach(self, model: nn.Module) -> None:
         """Called once, before the strategy wraps the model."""
@@ -46,23 +48,23 @@ class Observer:
         """Called when the shard is known, before any computation."""
 
     def counted(self, batch: Batch) -> None:
-        """Called when the shard was read and its tokens counted, on ranks with data."""
+        """Called after the shard is read and its tokens are counted, on ranks with data."""
 
     def returned(self, ids: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Called in a layout with the model's output rows for some samples of the shard, from which
-        a loss is computed; None if there is no row for each sample.
+        a loss is computed. None if the output does not have one row for each sample.
         """
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor) -> None:
-        """Called before backward from `scaled`, computed from the mean `loss`."""
+        """Called before backward from `scaled`, which is computed from the mean `loss`."""
 
     def backward_over(self, stretches: int) -> None:
-        """Called directly after the step's last backward. The strategy's own backward split each of
-        its batches into `stretches` parts.
+        """Called directly after the step's last backward. The strategy's backward split each of its
+        batches into `stretches` parts.
         """
 
     def synced(self, step: int, model: nn.Module) -> None:
-        """Called when gradients are those that the optimizer will use."""
+        """Called when the gradients are those that the optimizer will use."""
 
     def updated(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
@@ -71,13 +73,14 @@ class Observer:
 
 
 class Owners:
-    """The rank whose optimizer updates each of a model's parameters. Construction is a collective:
-    when training begins or, for optimizers with all parameters on every rank, at the first step,
-    judged by the ranks that have gradients.
+    """The rank whose optimizer updates each of a model's parameters.
 
-    ZeRO-2 reduces a gradient to its owner only: the other ranks hold their local gradient or none,
-    which no step reads. The owner's gradient is therefore compared; the others' are recorded to
-    locate a gradient that its owner lacks.
+    Construction is a collective: when training begins or, for optimizers with all parameters on
+    every rank, at the first step, when owners are the ranks that have gradients.
+
+    ZeRO-2 reduces a gradient only to its owner: the remaining ranks hold their local gradient or
+    none, which no step reads. The owner's gradient is therefore compared. Gradients of other ranks
+    are recorded to locate a gradient that its owner lacks.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +92,7 @@ class Owners:
         self._check(named, held, of_gradients=False)
 
     def close(self, model: nn.Module) -> None:
-        """Set the ranks with a gradient as owners of the parameters, unless owners are known."""
+        """Make the ranks with a gradient owners of the parameters, unless owners are known."""
         if self.is_open:
             named = list(model.named_parameters())
             self._check(named, {id(p) for _, p in named if p.grad is not None}, of_gradients=True)
@@ -136,16 +139,16 @@ class Owners:
 class TraceRecorder(Observer):
     """Records into a trace.
 
-    Local gradients are observed by hooks on the parameters, registered before the strategy receives
-    the model, so they are those that backward produced on this rank alone, also for strategies that
-    synchronize during backward. Hooks that the code makes torch drop (`leaf_hooks`) are restored
-    before the next backward. The order in which hooks fire is the order in which gradients became
-    ready, from which DDP forms its buckets.
+    Local gradients are observed by hooks on the parameters. They are registered before the strategy
+    receives the model, so the gradients are those that backward produced on this rank alone, even
+    if a strategy synchronizes during backward. If the code makes torch drop hooks (`leaf_hooks`),
+    they are restored before the next backward. The order in which hooks fire is the order in which
+    gradients became ready, from which DDP forms its buckets.
 
-    DTensors are unsharded before they are recorded; `full` provides tensors held elsewhere. With
-    `by_owners`, a gradient is recorded with the rank whose optimizer updates the parameter. With
-    `out_of_sight`, hooks observe no local gradients. `calls` provides the lines that communicated
-    each gradient.
+    full          provides tensors that are held elsewhere; DTensors are always unsharded
+    by_owners     True: record a gradient with the rank whose optimizer updates the parameter
+    out_of_sight  True: hooks observe no local gradients
+    calls         provides the lines that communicated each gradient
     """
 
     def __init__(
@@ -198,7 +201,7 @@ class TraceRecorder(Observer):
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
-        """Open a step; save the RNG states from which the forward pass will start."""
+        """Open a step; save the RNG states with which the forward pass starts."""
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
         self._library_states = seeds.library_rng_states()
@@ -228,7 +231,7 @@ class TraceRecorder(Observer):
             self._loss_factor = float("nan") if factor is None else float(factor)
 
     def backward_over(self, stretches: int) -> None:
-        """Record the hooks that torch dropped since they were last restored. If no hook was called,
+        """Record the hooks that torch dropped since they were restored. If no hook was called,
         local gradients are the results of torch.autograd.grad().
         """
         self._stretches = stretches
@@ -241,8 +244,8 @@ class TraceRecorder(Observer):
             self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
 
     def synced(self, step: int, model: nn.Module) -> None:
-        """Record local gradients without a hook call as absent, and the synchronized gradients.
-        Gradients that no hook could observe are not recorded.
+        """Record the synchronized gradients, and local gradients without a hook call as absent.
+        Gradients that no hook can observe are not recorded.
         """
         held = self._held("full_gradients")
         gradients = {name: parameter.grad for name, parameter in trainable(model)}

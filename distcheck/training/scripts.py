@@ -1,4 +1,4 @@
-"""Files that train when they are imported: only their definitions are run.
+"""Handles files that train when they are imported: only their definitions are run.
 
 Scripts often train at the top level: they initialize the process group, read a command line, and
 loop. Their functions can still be verified.
@@ -32,7 +32,7 @@ ONLY_DEFINED = "__distcheck_only_defined__"  # in a module: the line of its trai
 
 def line_of_training(path: Path, *, begins: bool = False) -> int:
     """Return the top-level line at which a file trains or, with `begins`, initializes a process
-    group or reads its command line; 0 if none.
+    group or reads its command line; 0 if there is none.
     """
     names = _TRAINS | _BEGINS if begins else _TRAINS
     calls = (call for node in _top_level(path) or () for call in _calls_in(node))
@@ -46,8 +46,8 @@ def has_definitions(path: Path) -> bool:
 
 
 def levels_of_imports(path: Path) -> int:
-    """Return how many folders up the imports of a file reach, by relative imports and by the name
-    of a package that contains the file; 0 if none.
+    """Return the number of folders up that the imports of a file reach, by relative imports and by
+    the name of a package that contains the file.
     """
     found, folders = [0], list(path.parent.parts)[::-1]
     for node in ast.walk(ast.Module(_top_level(path) or [], type_ignores=[])):
@@ -84,7 +84,7 @@ def first_definition(path: Path) -> str:
 
 
 def cannot_define(path: Path, name: str) -> bool:
-    """Return True if nothing in a file binds a name, or can create one dynamically."""
+    """Return True if nothing in a file binds a name, and nothing can create it dynamically."""
     try:
         nodes = list(ast.walk(parse_source(path)))
     except (OSError, SyntaxError):
@@ -123,7 +123,7 @@ def _top_level(path: Path) -> list[ast.stmt] | None:
 
 
 def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
-    """Run the imports, definitions and plain assignments of a file in a new module; names that
+    """Run the imports, definitions and plain assignments of a file in a new module. Names that
     depend on a skipped line stay undefined.
     """
     vars(module).update(before)

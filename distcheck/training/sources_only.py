@@ -1,8 +1,8 @@
 """Imports from source only, for code that a saved run names.
 
-A compiled copy in `__pycache__` may have another origin: Python trusts its header, which can claim
-any source, whereas the user has read the source next to it. If the user confirmed files, exactly
-the confirmed bytes are loaded, and nothing else from around these files.
+A compiled copy in `__pycache__` may have a different origin: Python trusts its header, which can
+claim any source, whereas the user has read the source next to it. If the user confirmed files, only
+the confirmed bytes are loaded, and nothing else from the folders of these files.
 """
 
 import base64
@@ -38,10 +38,11 @@ _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()) -> None:
-    """Make processes started by this one import from source only. `agreed` maps absolute paths of
-    trusted and confirmed files to SHA-256 digests: a file with another digest is not loaded. In the
-    folders of `around`, no other file is: those that foreign code is imported from, and the folder
-    or file that was passed.
+    """Make processes that this process starts import from source only.
+
+    `agreed` maps absolute paths of trusted and confirmed files to SHA-256 digests: a file with a
+    different digest is not loaded. From the folders of `around`, no further file is loaded. These
+    are the folders that foreign code is imported from, and the folder or file that was passed.
     """
     places = [os.path.realpath(one) for one in around if one]
     found = _encoded(agreed, places)
@@ -62,8 +63,8 @@ def _encoded(agreed: Mapping[str, str], places: Iterable[str]) -> str:
 
 
 def follow_environment() -> None:
-    """Make this process compile every module that is not installed from source, if a command that
-    started it has called `begin`.
+    """If a command that started this process has called `begin`, compile every module that is not
+    installed from its source.
     """
     if not os.environ.get(_VARIABLE) or _hook in sys.path_hooks:
         return
@@ -72,7 +73,7 @@ def follow_environment() -> None:
 
 
 def resolved_link(path: Path) -> Path:
-    """Return the resolved path. The confirmation of the given path applies to its target, because a
+    """Return the resolved path. The confirmation of the given path applies to the target, because a
     link may have replaced the file.
     """
     place, asked = path.resolve(), _asked()
@@ -85,12 +86,12 @@ def resolved_link(path: Path) -> Path:
 
 
 def loader(name: str, file: Path) -> SourceFileLoader | None:
-    """Return the loader of a file, or None for Python's own."""
+    """Return the loader of a file, or None if Python's loader may load it."""
     return _Loader(name, str(file)) if os.environ.get(_VARIABLE) else None
 
 
 def looks_installed(path: Path) -> bool:
-    """Return True if a path looks like that of an installed package, of any Python."""
+    """Return True if a path looks like that of an installed package of any Python version."""
     return bool({"site-packages", "dist-packages", _LIBRARY} & {*path.parts})
 
 
@@ -104,7 +105,7 @@ def _trusted_folders() -> frozenset[Path]:
 
 def is_installed(path: Path) -> bool:
     """Return True if a path belongs to an installed package or to the standard library. A folder
-    named site-packages is not sufficient: it may have been passed by the user.
+    named site-packages is not sufficient: the user may have passed such a folder.
     """
     return any(map(path.is_relative_to, _PLACES))
 
@@ -113,7 +114,9 @@ _PLACES = _trusted_folders()  # before any user folder is in sys.path
 
 
 class UncheckedCodeError(UsageError, ImportError):
-    """A module whose bytes were neither trusted nor listed; to its importer it is missing."""
+    """Raised for a module whose bytes were neither trusted nor listed; its importer sees it as
+    missing.
+    """
 
 
 class _Loader(SourceFileLoader):

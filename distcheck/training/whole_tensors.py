@@ -4,8 +4,8 @@ import torch
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a sparse tensor as dense, a lazily conjugated or negated one (`x.mH` produces such
-    gradients) materialized, and any other unchanged.
+    """Return a dense tensor: sparse tensors are converted, and lazily conjugated or negated tensors
+    (`x.mH` produces such gradients) are materialized.
     """
     if tensor is None:
         return None
@@ -14,13 +14,13 @@ def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Return True for a DTensor, of which each rank holds a part."""
+    """Return True for a DTensor, of which each rank holds a shard."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the full tensor of a DTensor: a collective, so every rank must request the same
-    tensors in the same order. Other tensors as in `dense`.
+    """Return the full tensor of a DTensor. This is a collective, so every rank must request the
+    same tensors in the same order. Tensors of other types are converted by `dense`.
     """
     tensor = dense(tensor)
     if tensor is None or not is_distributed(tensor):

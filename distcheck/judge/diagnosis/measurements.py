@@ -139,7 +139,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     Ranks here and below are positions among the ranks with data, which alone contribute to means.
     `ranks` [W] has their numbers in the world (empty: the same), for use in texts (`number`).
 
-    total      number of wrong parameters, and of all whose mean differs from some rank's gradient;
+    total      number of parameters that are wrong, or whose mean differs from a rank's gradient;
                `silent`: number of parameters that are zero everywhere and so reveal nothing
     shares     [W] n_r / N, by samples or tokens; `mean` describes their mean
     samples, tokens, positions   [W] of a rank's shard, if ranks are weighted by tokens; otherwise

@@ -1,8 +1,8 @@
 """Expectations of correct results, computed without the code that they judge.
 
-A layer is one file, named in `records/layers.py`. For each check that it supports it has a function
-with the check's name (`gradients`, `loss`, ...), from a step of a recorded run to frozen data
-(`forms.py`), the only input of the check:
+A layer is one file, named in `records/layers.py`. It has a function for each check that it
+supports, with the check's name (`gradients`, `loss`, ...). The function converts a step of a
+recorded run to frozen data (`forms.py`), the only input of the check:
 
     closed_form.py  exact: integers in closed form (integers.py)
     bitwise.py      bitwise: the shards reduced in the order that the contract names
@@ -23,8 +23,8 @@ Shared parts:
     quantum.py, low_rank.py, averaging.py   bounds widened by --accept
     calibration.py  tests of the orders that the bitwise layer relies on, on this machine
 
-Every step starts from the recorded previous state: free-running trajectories diverge chaotically,
-re-synchronized ones do not.
+Every step starts from the recorded previous state, because errors of trajectories that are not
+reset grow chaotically.
 """
 
 import importlib
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def expect(check: str, layer: str, at: "AtStep") -> Any:
-    """Return the expectation of a check and layer at a step; None if it only compares ranks, or has
-    nothing to compare at this step.
+    """Return the expectation of a check and layer at a step. Return None if the check only compares
+    ranks, or has nothing to compare at this step.
     """
     module = importlib.import_module(f"{__name__}.{oracle_of(layer)}")
     function = getattr(module, check.replace(" ", "_"), None)

@@ -1,8 +1,8 @@
 """Expectations for ranks that step locally and average parameters: `--accept local-sgd:PERIOD`.
 
-Between two averages each rank is a single process with its own shard: its gradients are its
-shard's, bitwise, and parameters and optimizer state follow from them, bitwise. After an averaging
-step every rank holds the plain mean of all ranks' own updates,
+Between two averages each rank is a single process with a separate shard: its gradients are those of
+its shard, bitwise, and parameters and optimizer state follow from them, bitwise. After an averaging
+step every rank holds the plain mean of all ranks' updated parameters,
 
     p  =  1 / W  sum_r p_r,      |actual - p|  <=  gamma(W + 1) / W sum_r |p_r|  +  (W + 1) tiny
 
@@ -11,11 +11,11 @@ The p_r are computed from each rank's recording before and during the step, so a
 missing, late, or over too few ranks appears at the step where it happens. Optimizer state remains
 local.
 
-Two averages are separated by PERIOD steps; the first is at one of the first PERIOD steps, namely
-the first after which the ranks' parameters agree (some code counts from 0, some from 1). If they
-agree after none of those, the last of them is judged as the first average. After a step that
-changed no parameter, such as one at a rate of 0, ranks agree without an average; the first step of
-that phase that changed one decides.
+Two averages are separated by PERIOD steps (some code counts from 0, some from 1). The first average
+is at one of the first PERIOD steps: the first step after which the ranks' parameters agree. If they
+agree after none of these, the last of these steps is judged as the first average. After a step that
+changed no parameter, such as one at a learning rate of 0, ranks agree without an average; the first
+step of that phase that changed a parameter decides.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,10 @@ from distcheck.recordings.traces.reader import TraceReader
 
 @dataclass(frozen=True)
 class ParameterAverages:
-    """The steps after which the ranks must hold the mean of their parameters. `seen`: they agreed
-    after one of the first `period` steps; `first` is that step, or the last of them.
+    """The steps after which the ranks must hold the mean of their parameters.
+
+    `seen` is True if ranks agreed after one of the first `period` steps. `first` is that step, or
+    else the last of the `period` steps.
     """
 
     period: int

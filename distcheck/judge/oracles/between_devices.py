@@ -1,11 +1,12 @@
-"""full batch float32 if the ranks' device differs from the reference's: additional tolerance of
-gradients.
+"""Additional tolerance of gradients in full batch float32, if the ranks' device differs from the
+reference's.
 
-A gradient refused by full batch float32 is then accepted up to an additional tolerance: twice its
-change when samples move to other sides of kinks (`kinks.py`), and twice the reference's own
-distance from float64. The latter is rounding outside the bound of full batch float32: the exact
-gradient of a bias in front of BatchNorm is zero, and its rounding error grows with a layer's mean
-relative to its deviation. A GPU also rounds like that, in its own way; both errors add.
+A gradient that full batch float32 rejects is then accepted up to an additional tolerance. It is
+twice the gradient's change when samples move to other sides of kinks (`kinks.py`), plus twice the
+distance of the reference from float64. The latter is rounding outside the bound of full batch
+float32: the exact gradient of a bias in front of BatchNorm is zero, and its rounding error grows
+with a layer's mean relative to its deviation. A GPU also rounds like that, but differently; both
+errors add.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +43,8 @@ def tolerances_between_devices(
     tolerances: Sequence[float],
     refused: Mapping[int, Sequence[torch.Tensor]],
 ) -> tuple[dict[int, float], dict[int, float], str]:
-    """Return, for refused gradients by index: additional tolerances as L2 norms; errors up to which
-    a larger deviation is undecided; and the reason, if it is kinks.
+    """Return three values for rejected gradients: additional tolerances as L2 norms, by index;
+    errors up to which a larger deviation is undecided, by index; and the reason, if it is kinks.
     """
     further, others = kinks.between_devices(at, [*refused])
     rounding = {}

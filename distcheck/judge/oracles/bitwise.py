@@ -5,11 +5,11 @@ from its recording, and must be bit-identical. So must reduced gradients if an o
 (`order_exact.py`).
 
 If the loop clips and each rank holds shards of the gradients, ranks add the squares of n numbers in
-another order than a single process. The relative error of such a sum grows like u sqrt(n) (as in
-`full_batch.py`), that of its root is half of that. So the update is recomputed for a norm that is
-larger and smaller by as much, plus 8 u for the roundings of root, quotient and product. The
-difference of the results is the tolerance of the update, as an L2 norm, in addition to one rounding
-of the parameters.
+a different order than a single process. The relative error of such a sum grows like u sqrt(n) (as
+in `full_batch.py`), and that of its root is half as large. So the update is recomputed for a norm
+that is larger and smaller by this error, plus 8 u for the roundings of root, quotient and product.
+The difference of the results is the tolerance of the update, as an L2 norm, in addition to one
+rounding of the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def bits(tensor: torch.Tensor | None) -> Bits | None:
 
 
 def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
-    """Return the reduced gradients; each rank's local ones under local SGD."""
+    """Return the reduced gradients; under local SGD, each rank's local gradients."""
     if at.references.averages is not None:
         return local_gradients(at)
     order, resumed = at.contract.order, at.training.resume_before
@@ -114,7 +114,7 @@ def loss(at: AtStep) -> RankLosses:
 
 
 def parameters(at: AtStep) -> Updates:
-    """Return the optimizer's update of each rank's recording."""
+    """Return the optimizer's update of each rank, computed from its recording."""
     reference, step, averages = at.references.update, at.step, at.references.averages
     known: dict[bytes, After | None] = {}
     after = []
@@ -185,8 +185,8 @@ def _zeros_for_none(at: AtStep, rank: int) -> set[int]:
 
 
 def buffers(at: AtStep) -> AllowedBuffers:
-    """Return each rank's buffers after forward, from its own buffers or, if nothing is promised,
-    from rank 0's.
+    """Return each rank's buffers after forward, which starts from the rank's buffers or, if nothing
+    is promised, also from those of rank 0.
     """
     ways = []
     for rank, shard in enumerate(at.shards):

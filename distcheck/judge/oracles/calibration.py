@@ -1,5 +1,5 @@
-"""Tests whether the reduction orders that the bitwise layer relies on hold on this machine, with
-this torch.
+"""Tests if the reduction orders that the bitwise layer relies on hold on this machine, with this
+torch.
 
 Orders are facts about a backend and about DDP, not promises: a release may change them. So before
 the layer is used, ranks run the bare collective (and a bare DDP model) on known vectors, and
@@ -57,8 +57,8 @@ def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
 
 def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a vector [elements] in (-1, 1) that every process on a machine can compute for every
-    rank. A few thousand elements are drawn and repeated: the order of ranks at a position can be
-    read from any of them.
+    rank. It repeats a few thousand random elements: any of them reveals the order of ranks at its
+    position.
     """
     generator = torch.Generator()
     generator.manual_seed(rank + 1)

@@ -1,10 +1,10 @@
 """Layer `exact`: the closed form of workload `exact`, and expectations after rounded sums.
 
-Code that promises no order may divide before it adds, or keep a running mean: a quotient that is
-not a dyadic fraction rounds where the sum of integers does not. The rounding bound allows that
-anywhere else. From the first such step on, the closed form describes another training, and
-expectations start from recorded state: the shards' gradients, the loss and the update bitwise
-(bitwise), the mean within the rounding bound.
+Code that promises no order may divide before it adds, or keep a running mean. A quotient that is
+not a dyadic fraction rounds, and the sum of integers does not; only the rounding bound allows this.
+From the first such step on, the closed form describes a different training, and expectations start
+from recorded state: the shards' gradients, the loss and the update bitwise (bitwise), the mean
+within the rounding bound.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ _ROUNDED = (
 
 
 class ClosedForm:
-    """The integer-valued training of one case from its start. Steps are kept, since later ones
-    depend on them; results do not depend on the order of queries.
+    """The integer-valued training of one case from its start. Steps are kept, since later steps
+    depend on them. Results do not depend on the order of queries.
     """
 
     def __init__(self, references: References) -> None:
@@ -72,7 +72,7 @@ class ClosedForm:
 
     def standing(self, step: int) -> Standing:
         """Classify the gradients up to a step: exact integers, within the rounding bound from some
-        step on, or neither. With a promised order they are never "rounded".
+        step on, or neither. With a promised order, they are never "rounded".
         """
         if self._at.contract.order is not None:
             return "wrong"
@@ -90,7 +90,7 @@ class ClosedForm:
         return step > 0 and self.standing(step - 1) == "rounded"
 
     def is_rounded_at(self, step: int) -> bool:
-        """Return True if a step is rounded, and it and all earlier steps are right."""
+        """Return True if sums of a step are rounded, and this and all earlier steps are right."""
         self.standing(step)
         return self._standings.get(step) == "rounded"
 
@@ -125,7 +125,9 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ExactGradients(GradientForms):
-    """Mean gradients of workload `exact`; `mean`, within which they may be if sums are rounded."""
+    """Mean gradients of workload `exact`. If sums are rounded, they may be within the bound of
+    `mean`.
+    """
 
     specs: tuple[TensorSpec, ...]
     exact: IntegerStep
@@ -138,7 +140,7 @@ class ExactGradients(GradientForms):
         return exact if mean is None else EitherForm(exact, mean)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """Return the rounding bound if sums are rounded, else float64's rounding."""
+        """Return the rounding bound if sums are rounded, or else the rounding of float64."""
         if self.mean is not None:
             return self.mean.limit(index, own)
 
@@ -151,7 +153,7 @@ class ExactGradients(GradientForms):
 
 
 def tensor_from_exact_values(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
-    """Return `values`, exactly representable in the dtype, in the shape of `spec`."""
+    """Return a tensor like `spec` with these values, which its dtype represents exactly."""
     floats = torch.frombuffer(expand(spec.name, values), dtype=torch.float64)
     return floats.to(getattr(torch, spec.dtype)).view(spec.shape)
 
@@ -204,8 +206,8 @@ def loss(at: AtStep) -> RankLosses:
 
 
 def parameters(at: AtStep) -> ExactParameters | Updates:
-    """Return the parameters after a step: exact as long as gradients were; then the recorded
-    state's update. Raises HeadroomError.
+    """Return the parameters after a step: exact as long as gradients were exact, then the update of
+    the recorded state. Raises HeadroomError.
     """
     if _rounds(at):
         return bitwise.parameters(at)

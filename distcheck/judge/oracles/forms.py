@@ -1,6 +1,6 @@
 """Forms of expectations: the frozen data that checks compare with. Nothing here compares or trains.
 
-An oracle layer returns one of these for each tensor, so a check is independent of the layer.
+An oracle layer returns a form for each tensor, so a check is independent of the layer.
 """
 
 from abc import ABC, abstractmethod
@@ -26,14 +26,14 @@ class Bits:
 
 @dataclass(frozen=True)
 class Numbers:
-    """These numbers: -0 is +0."""
+    """Exactly these numbers, but -0 equals +0."""
 
     expected: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Within:
-    """A number within `bound` of `mean`, elementwise; float64."""
+    """Numbers within `bound` of `mean`, elementwise; float64."""
 
     mean: torch.Tensor
     bound: torch.Tensor
@@ -42,8 +42,8 @@ class Within:
 
 @dataclass(frozen=True)
 class Near:
-    """Numbers within an L2 distance of `tolerance`. A larger distance of at most `rounding` may be
-    rounding, for the reason `why`, and is undecided.
+    """Numbers within an L2 distance of `tolerance`. A larger distance of at most `rounding` is
+    undecided: it may be rounding, for the reason `why`.
     """
 
     expected: torch.Tensor
@@ -55,8 +55,8 @@ class Near:
 
 @dataclass(frozen=True)
 class EitherForm:
-    """The first of two forms, or else the second. If only the second fits, an `excuse` is reported;
-    if neither fits, the error is measured by the first with an excuse, else by the second.
+    """Two forms, of which one must fit. If only the second fits, an `excuse` is reported. If
+    neither fits, the error is measured by the first form with an excuse, or else by the second.
     """
 
     first: "Form"
@@ -68,7 +68,7 @@ Form = Bits | Numbers | Within | Near | Projection | EitherForm
 
 
 def number(value: float) -> torch.Tensor:
-    """Return a number to compare, -0 as +0."""
+    """Return a tensor of numbers to compare, with +0 for -0."""
     return torch.tensor(value + 0.0, dtype=torch.float64)
 
 
@@ -77,11 +77,12 @@ After = Mapping[Kind, Sequence[Form | None]]
 
 @dataclass(frozen=True)
 class GradientForms(ABC):
-    """The reduced gradients of a step, by a layer.
+    """The reduced gradients of a step, according to a layer.
 
-    `computed` [rank][parameter] are the ranks' recomputed local gradients; empty if all were
-    recorded. `opening` and `closing` are reported before and after the comparisons; `excuse` if
-    nothing failed. `projects`: the forms of `of` are projections.
+    computed  [rank][parameter]: the ranks' recomputed local gradients; empty if all were recorded
+    opening, closing   sentences reported before and after the comparisons
+    excuse    sentence reported if nothing failed
+    projects  True if the forms of `of` are projections
     """
 
     projects = False
@@ -93,14 +94,14 @@ class GradientForms(ABC):
 
     @abstractmethod
     def of(self, index: int) -> Form | None:
-        """Return the form of a parameter's gradient; None if it has none."""
+        """Return the form of a parameter's gradient; None if it has no gradient."""
 
     @abstractmethod
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        """Return the bound in force, in terms of the ranks' `own` gradients of a parameter."""
+        """Return the bound that applies, given the ranks' `own` gradients of a parameter."""
 
     def every(self, index: int, stride: int) -> torch.Tensor | None:
-        """Return every `stride`-th compared number if bits are compared; `limit` is then the
+        """Return every `stride`-th compared number if bits are compared. Then `limit` is the
         rounding bound of a mistaken sum.
         """
         return None
@@ -133,7 +134,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean loss over all ranks: `expected` within `bound`, or the form. `rounding` as in
+    """The mean loss over all ranks: a form, or `expected` within `bound`. `rounding` is as in
     `Near`; `remark` is reported.
     """
 
@@ -154,7 +155,7 @@ class InitialState:
 
 @dataclass(frozen=True)
 class AllowedBuffers:
-    """The allowed buffers of each rank after a step: one alternative or two."""
+    """The allowed buffers of each rank after a step, with one or two alternatives."""
 
     ways: tuple[tuple[tuple[torch.Tensor, ...], ...], ...]
     shares: Shares
@@ -162,8 +163,8 @@ class AllowedBuffers:
 
 @dataclass(frozen=True)
 class AfterBatch:
-    """Every rank's buffers after a step over the full batch; `alone` [rank][buffer] are those of
-    each of `ranks` after its own samples only.
+    """Every rank's buffers after a step over the full batch. `alone` [rank][buffer] are the buffers
+    of each of `ranks` after processing only its samples.
     """
 
     buffers: tuple[Near, ...]
@@ -173,16 +174,17 @@ class AfterBatch:
 
 @dataclass(frozen=True)
 class Averaged:
-    """The parameters after each rank's own update, which are averaged."""
+    """The parameters of each rank after its update, before they are averaged."""
 
     parts: tuple[Gradients, ...]
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Each rank's tensors after the optimizer step; None if the trace lacks their start. `holders`
-    are the ranks that hold each sharded state tensor; `averaged`: parameters are averaged
-    afterwards, and differ from these.
+    """Each rank's tensors after the optimizer step; None if the trace lacks the values before it.
+
+    `holders` are the ranks that hold each sharded state tensor. `averaged` is True if parameters
+    are averaged afterward, and so differ from these.
     """
 
     after: tuple[After | None, ...]
@@ -203,7 +205,7 @@ class IndependentStep:
 
     Holds each rank's `own` gradients [parameter][rank], and properties of a separate model prepared
     for this step: trained parameters, training mode of all modules, number of calls, learning rates
-    of groups; empty or 0 if no declared event needs them.
+    of groups. A property is empty or 0 if no declared event needs it.
     """
 
     own: tuple[Gradients, ...]

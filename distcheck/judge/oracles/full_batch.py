@@ -120,11 +120,13 @@ _KNOWN_TERMS = 1e-3
 
 @dataclass(frozen=True)
 class FullBatch:
-    """The batch's mean loss and gradients; None for a parameter without one.
+    """The batch's mean loss and gradients; None for a parameter without a gradient.
 
-    `ghost`: some BatchNorm normalized parts of it separately, so shards cannot equal the full
-    batch. `positions`: the most terms of one sample that a layer adds. `outputs` [samples, numbers]
-    are the model's outputs, if ranks recorded theirs; `buffers` are those after forward.
+    ghost      True if some BatchNorm normalized parts of the batch separately, so that shards
+               cannot equal the full batch
+    positions  the largest number of terms of one sample that a layer adds
+    outputs    [samples, numbers]: the model's outputs, if ranks recorded theirs
+    buffers    buffers after forward
     """
 
     loss: float
@@ -148,7 +150,9 @@ def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int =
 def module_scales(
     names: Sequence[str], gradients: Sequence[torch.Tensor | None]
 ) -> dict[str, float]:
-    """Return, per module (a parameter's name up to its last dot), its largest gradient norm."""
+    """Return the largest gradient norm of each module. A module is a parameter's name up to its
+    last dot.
+    """
     scales: dict[str, float] = {}
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
@@ -158,14 +162,14 @@ def module_scales(
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """Return the L2 norm of the finite elements, in float64; complex numbers by both parts."""
+    """Return the L2 norm of the finite elements in float64; both parts of complex numbers count."""
     parts = as_float64(tensor)
     return float(torch.where(parts.isfinite(), parts, 0.0).norm())
 
 
 def underflow(layer: str, batch: int, elements: int) -> float:
-    """Return the largest L2 difference of two ways to add a gradient whose terms underflow; see the
-    module docstring.
+    """Return the largest L2 difference between two ways of adding a gradient whose terms underflow;
+    see the module docstring.
     """
     tiny = smallest(torch.float64 if layer == IN_FLOAT64 else torch.float32)
     return 2.0 * batch * tiny * sqrt(elements)
@@ -174,14 +178,14 @@ def underflow(layer: str, batch: int, elements: int) -> float:
 def tolerance_of(
     spec: TensorSpec, layer: str, relative: float, scales: Mapping[str, float], samples: int
 ) -> float:
-    """Return the tolerance of one parameter's gradient, as an L2 norm, by its module's norms."""
+    """Return the tolerance of one parameter's gradient, as an L2 norm, from its module's norms."""
     scale = scales.get(spec.name.rpartition(".")[0], 0.0)
     return relative * scale + underflow(layer, samples, spec.elements)
 
 
 def loss_tolerance(layer: str, magnitude: float) -> float:
-    """Return the tolerance of the mean loss over all ranks, for samples' losses with that mean
-    absolute value.
+    """Return the tolerance of the mean loss over all ranks. `magnitude` is the mean absolute value
+    of the samples' losses.
     """
     return _LOSS_RELATIVE[layer] * abs(magnitude)
 
@@ -190,7 +194,9 @@ class FullBatchReference(StepReference):
     """Runs full batches."""
 
     def normalized_sizes(self, shards: Sequence[int]) -> list[int]:
-        """Return the sizes that BatchNorm normalizes separately: shards, or their micro-batches."""
+        """Return the numbers of samples that BatchNorm normalizes separately: shards, or their
+        micro-batches.
+        """
         return [stretch.samples for stretch in self._stretches(shards)]
 
     def _stretches(self, shards: Sequence[int]) -> list[GhostSegment]:
@@ -212,8 +218,8 @@ class FullBatchReference(StepReference):
         """Run the batch of one step from rank 0's state, shards one after the other.
 
         `ghost=False` lets BatchNorm normalize over the full batch, like a single process. The
-        passes run `within` a context, if given. `perturbed` seeds a perturbation of each parameter
-        by ±1 ULP.
+        passes run `within` a context, if given. `perturbed` is the seed for perturbing each
+        parameter by ±1 ULP.
         """
         batch, shards = self._prepare(step)
         if moved is not None:
@@ -237,8 +243,8 @@ class FullBatchReference(StepReference):
         )
 
     def loss_magnitude(self, step: int, loss: float) -> float:
-        """Return the mean absolute value of the samples' losses, whose mean is `loss`; that of
-        `loss` itself if they are unknown.
+        """Return the mean absolute value of the samples' losses, whose mean is `loss`. If they are
+        unknown, return the absolute value of `loss`.
         """
         batch, shards = self._prepare(step)
         loss_of, terms = self._ingredients.loaded.workload.loss, []
@@ -297,8 +303,8 @@ class FullBatchReference(StepReference):
         )
 
     def distance_from_true(self, step: int, ghost: FullBatch) -> float:
-        """Return the relative L2 distance, over all parameters, of a ghost batch's gradient from
-        that of the full batch with a single normalization.
+        """Return the relative L2 distance, over all parameters, between a ghost batch's gradient
+        and the gradient of the full batch with a single normalization.
         """
         true, seen = self._flatten(self.run(step, ghost=False)), self._flatten(ghost)
         return float((seen - true).norm() / true.norm())

@@ -1,8 +1,8 @@
 """full batch float32 and float64: the full batch of a step in a single process.
 
 The reference and its tolerances are in `full_batch.py`. This module provides their inputs at a
-step: widening for a lower-precision wire or a quantization grid, and gradients that are taken shard
-by shard, at a kink.
+step: widening for a lower-precision wire or a quantization grid, and gradients that are computed
+shard by shard, at a kink.
 """
 
 import math
@@ -165,7 +165,7 @@ def tolerance(at: AtStep, index: int) -> float:
     """Return the largest L2 error of a parameter's gradient.
 
     A rounded (or quantized) reduction differs from the mean of the shards by at most the rounding
-    bound, and that mean from the full batch by an exact sum's tolerance: both add.
+    bound, and this mean differs from the full batch by the tolerance of an exact sum: both add.
     """
     exact = _relative_to_batch(at, index)
     if at.contract.wire is None and (at.accepted is None or at.accepted.family != "quantized"):
@@ -250,8 +250,8 @@ def _rounding(
 
 
 def gradient_rounding(at: AtStep, index: int, error: float, bound: float) -> float:
-    """Return the largest error of a parameter's gradient that may be rounding; 0 if `bound`, the
-    tolerance, holds.
+    """Return the largest error of a parameter's gradient that may be rounding. Return 0 if the
+    tolerance `bound` holds for this model.
     """
     return at.own_rounding.allows(lambda batch: batch.gradients[index], error=error, bound=bound)
 
@@ -293,8 +293,8 @@ def buffers(at: AtStep) -> AfterBatch | None:
 
 
 def loss(at: AtStep) -> MeanLoss:
-    """Return the mean loss. Terms of both signs may cancel in it: if the ranks' loss is outside the
-    narrower bound, the samples' losses are computed, one forward pass each.
+    """Return the mean loss. If the ranks' loss is outside the narrower bound, terms of both signs
+    may cancel: then the samples' losses are computed, with one forward pass each.
     """
     expected = at.full_batch.loss
     if at.exchanges_itself and (times := _times_the_loss(at)) != 1:
@@ -334,8 +334,8 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
 
 
 def recorded_losses(at: AtStep) -> list[float]:
-    """Return the batch's loss from recordings: one number; in a mesh one per place in a data
-    coordinate, whose ranks have it together.
+    """Return the recorded loss of the batch: one number. In a mesh, return one number per place
+    within a data coordinate, whose ranks have the loss together.
     """
     mesh, whole = at.references.mesh, at.references.whole
     if mesh is None:

@@ -1,11 +1,11 @@
 """The ghost batch: one pass over the full batch in which BatchNorm normalizes like the ranks.
 
-Every BatchNorm is called once for each set of samples that it normalizes separately on some rank: a
-shard, or a micro-batch of one. The layer's own forward is called, in its current mode and with the
+Every BatchNorm is called once for each set of samples that some rank normalizes separately: a
+shard, or a micro-batch of a shard. The layer's forward is called, in its current mode and with the
 buffers of the rank, so that a layer in eval mode, or of a custom class, computes the same function
-here as there. The model's own buffers are unchanged.
+as on the rank. The model's buffers are unchanged.
 
-If the code under test communicates by itself, a layer with a custom forward may normalize over all
+If the code under test communicates in forward, a layer with a custom forward may normalize over all
 ranks. It receives the full batch, like the rest of that code.
 
 A layer may see several rows per sample, as over flattened sequences. They must be ordered by sample
@@ -25,7 +25,7 @@ from distcheck.machine.compat import BatchNorm
 
 @dataclass(frozen=True)
 class GhostSegment:
-    """`samples` of the batch that a layer normalizes separately, on the rank with that position."""
+    """A part of the batch, of `samples` samples, that a layer normalizes separately on one rank."""
 
     samples: int
     rank: int
@@ -36,8 +36,9 @@ Buffers = dict[str, torch.Tensor]  # of one layer, by name
 
 
 class GhostBatch:
-    """Context in which BatchNorm in `model` processes a batch stretch by stretch. `normalized`
-    tells afterwards if a stretch was normalized by its own statistics.
+    """Context in which BatchNorm in `model` processes a batch segment by segment.
+
+    After the context, `normalized` is True if a segment was normalized by its statistics.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GhostBatch:
         self._patched.clear()
 
     def alone(self, sample: int) -> None:
-        """Feed only that sample from now on: every layer returns its output for it in the
+        """Process only this sample from now on: every layer returns its output for it from the
         full-batch pass (`keep_outputs`).
         """
         self._alone, self._calls = sample, {}

@@ -1,4 +1,5 @@
-"""Workload `exact` in closed form, in Python integers: no tensor, no autograd, no torch.
+"""Workload `exact` in closed form, in Python integers: no tensors, no autograd. Does not import
+torch.
 
 Nothing here is shared with `distcheck.workloads.exact` or the training loop: sizes, data, weights,
 gradients and updates are implemented a second time, by hand. With cotangents c and features x, one
@@ -36,7 +37,7 @@ Vector = list[int]
 
 
 class HeadroomError(Exception):
-    """Raised if a sum may exceed the exact range of the dtype, so that bits are not determined."""
+    """Raised if a sum may exceed the exact range of the dtype, so that the bits are unknown."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class IntegerStep:
 
 
 def integer_value(row: int, column: int, span: int) -> int:
-    """Return the value of sample `row` in `column`; also used for initial weights."""
+    """Return the value of sample `row` in `column`; initial weights use it as well."""
     t = (131 * row + 71 * column + 17) % 257
     return t * t % 257 % span - span // 2
 
@@ -58,8 +59,8 @@ def integer_value(row: int, column: int, span: int) -> int:
 def why_not_exact(
     contract: Contract, *, dtype: str, world: int, shard_sizes: Sequence[Sequence[int]]
 ) -> str:
-    """Return why the bits of a correct strategy are not determined, or "". `shard_sizes` lists per
-    step the ranks' numbers of samples.
+    """Return the reason that the bits of a correct strategy are not determined, or "".
+    `shard_sizes` has, for each step, the ranks' numbers of samples.
     """
     if dtype not in _SIGNIFICAND_BITS:
         return f"{dtype} has too low a precision for exact sums"
@@ -90,8 +91,8 @@ def why_not_exact(
 
 
 def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]]) -> str:
-    """Return why gradients may exceed the range of the contract's wire dtype, or "". They would
-    correctly become infinite, and nothing could be judged afterwards.
+    """Return the reason that gradients may exceed the range of the contract's wire dtype, or "".
+    They would correctly become infinite, and nothing could be judged afterward.
     """
     if contract.wire != "float16":  # the others have float32's range
         return ""
@@ -140,8 +141,9 @@ class IntegerOracle:
     ) -> IntegerStep:
         """Advance by one step.
 
-        `shards` are the ranks' sample indices, `loss_factors` their loss factors (for strategies
-        without a promise; default 1). Raises HeadroomError if a sum may leave the exact range.
+        `shards` are the ranks' sample indices. `loss_factors` are their loss factors, for
+        strategies without a promise (default 1). Raises HeadroomError if a sum may exceed the exact
+        range.
         """
         world, total = len(shards), sum(map(len, shards))
         sums = [_Contributions(self._weights, ids) for ids in shards]
@@ -292,7 +294,7 @@ def initial() -> dict[str, Vector]:
 
 
 def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
-    """Return all elements of a parameter as floats; the table repeats every 257."""
+    """Return all elements of a parameter as floats; the values of the table repeat after 257."""
     floats = array("d", map(float, values))
     if name != "table":
         return floats

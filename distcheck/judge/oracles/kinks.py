@@ -1,25 +1,27 @@
-"""Units near a kink of a ReLU, whose side rounding decides, and the gradients on the other side.
+"""Finds units near a kink of a ReLU, whose side depends on rounding, and computes gradients on the
+other side.
 
-A sum that is split over ranks is rounded in another order than in one process. If a ReLU's input is
-within that rounding of 0, the two may be on different sides, and one sample's contribution to the
-gradient appears or vanishes. Both are right. With few such units, the gradient on the other side of
-each is computed, and the ranks' gradient must be the full batch's plus some of these differences.
+A sum that is split over ranks is rounded in a different order than in one process. If a ReLU's
+input is within that rounding of 0, the two may be on different sides, and one sample's contribution
+to the gradient appears or vanishes. Both are right. With few such units, the gradient on the other
+side of each is computed, and the ranks' gradient must be the full batch's plus some of these
+differences.
 
 Units are near if their input is at most _NEAR times the layer's largest; the nearest _MOST are
-used. This is heuristic: a hundred roundings of float32. More of them would not make a wrong
-gradient right, as each difference is the exact one of a perturbation that small.
+used. _NEAR is a heuristic, a hundred roundings of float32. A larger value would not make a wrong
+gradient right, because each difference is the exact effect of a perturbation that small.
 
 On two kinds of device every sum rounds differently, and in a large network some units (one in a
-million) are on different sides, each with a sample's whole contribution. These are unknown. So all
-units near a kink are moved to the other side, and in a second pass a random half of them; the
-difference between two devices consists of some of these. _SOME times the larger of both distances
-is allowed in addition to the tolerance. In VGG11 with 256 images, two other kernels of a CPU
-changed gradients by 0.2 to 0.5 of it.
+million) are on different sides, each with a sample's whole contribution. These units are unknown.
+So all units near a kink are moved to the other side, and in a second pass a random half of them;
+the difference between two devices consists of some of these changes. _SOME times the larger of both
+distances is allowed in addition to the tolerance. In VGG11 with 256 images, two other kernels of a
+CPU changed gradients by 0.2 to 0.5 of it.
 
-Units are inputs of a ReLU, and the largest two in a window of a maximum. Near means within _NEAR of
-the largest value in a layer with this median: an input masked with -1e9 makes no other one near.
-Other functions with discontinuous derivatives are not examined; their names are returned if their
-input has a gradient.
+Units are inputs of a ReLU, and the largest two in a window of a maximum. Here, near means within
+_NEAR of the largest value in a layer with this median. An input masked with -1e9 thus makes no
+other unit near. Other functions with discontinuous derivatives are not examined; their names are
+returned if their input has a gradient.
 """
 
 import math
@@ -63,7 +65,7 @@ Unit = tuple[int, int]  # call index of a ReLU in a forward pass, and element in
 
 
 class Units(TorchDispatchMode):
-    """Finds units near a kink in a forward pass, and moves `flipped` ones to the other side."""
+    """Finds units near a kink in a forward pass, and moves `flipped` units to the other side."""
 
     supports_higher_order_operators = True
 
@@ -95,7 +97,7 @@ class Units(TorchDispatchMode):
 
 def gradients_on_sides_of_kinks(at: AtStep, indices: Sequence[int]) -> dict[int, torch.Tensor]:
     """Return the full batch's gradients of these parameters with units on the ranks' sides, as
-    fitted to the recording; empty without units near a kink.
+    fitted to the recording. Return an empty dictionary if no unit is near a kink.
     """
     reference, looked = at.references.full_batch, Units()
     reference.run(at.step, within=looked)
@@ -131,7 +133,7 @@ def gradients_on_sides_of_kinks(at: AtStep, indices: Sequence[int]) -> dict[int,
 
 class UnitsOnOtherSides(TorchDispatchMode):
     """Moves all units near a kink (with a seed, a random half) to the other side in a forward pass.
-    `others` collects names of other functions with kinks.
+    `others` collects names of further functions with kinks.
     """
 
     supports_higher_order_operators = True
@@ -218,7 +220,7 @@ def _to_pair(number: Any) -> tuple[int, int]:
 
 
 def between_devices(at: AtStep, indices: Sequence[int]) -> tuple[dict[int, float], list[str]]:
-    """Return the additional L2 tolerance of these gradients on another device, and further
+    """Return the additional L2 tolerance of these gradients on a different device, and names of
     functions with kinks that were not examined.
     """
     reference, right = at.references.full_batch, at.full_batch.gradients

@@ -1,9 +1,9 @@
 """Counts, in a forward pass, the terms per sample that are summed in an element of a gradient.
 
 A layer that is applied at many positions of a sample (a convolution at every pixel, a linear layer
-at every token, a recurrent layer at every step) adds a term for each. So does a layer that is
-called several times. Layers of torch are counted; a parameter that a module of another class uses
-directly is not.
+at every token, a recurrent layer at every step) adds a term for each position. So does a layer that
+is called several times. Only torch's layers are counted, not parameters that a module of a
+different class uses directly.
 """
 
 from collections import defaultdict

@@ -62,11 +62,13 @@ _UNORTHOGONAL = 100.0
 
 @dataclass(frozen=True)
 class Projection:
-    """The input of one tensor's compression, to be compared with it or with a projection on at most
+    """The input of one tensor's compression. A result must equal it, or its projection on at most
     `rank` directions.
 
-    `mean` is M over the ranks (float64), `bound` the tolerance of a right mean, `size` the norm of
-    all that was added. `unit` is the roundoff of the gradients' dtype.
+    mean   M over the ranks (float64)
+    bound  tolerance of a right mean
+    size   norm of all terms that were added
+    unit   unit roundoff of the gradients' dtype
     """
 
     mean: torch.Tensor
@@ -80,8 +82,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class ProjectionFit:
-    """The fit of a result: `error` and `bound` as L2 norms, `kept` the fraction of M's norm in it
-    (1.0 for M itself); `why` is "" if it is right.
+    """The fit of a result. `error` and `bound` are L2 norms, `kept` is the fraction of M's norm in
+    the result (1.0 for M itself), and `why` is "" if it is right.
     """
 
     error: float
@@ -98,9 +100,9 @@ def carried(
     world: int,
     unit: float,
 ) -> Projection:
-    """Return M of one tensor, from the interval of this step's mean and, with feedback, the
-    (interval, result) of every earlier step. An interval's bound is at least gamma(W + 1) times its
-    magnitude, which is derived from it.
+    """Return M of one tensor. It is computed from the interval of this step's mean and, with
+    feedback, the (interval, result) of every earlier step. An interval's bound is at least gamma(W
+    + 1) times its magnitude, so the magnitude is derived from the bound.
     """
     least = gamma(world + 1, unit)
     mean, size = now.mean.clone(), now.bound / least
@@ -115,7 +117,7 @@ def carried(
 
 
 def fit_to_projection(result: torch.Tensor, form: Projection) -> ProjectionFit:
-    """Return the fit of `result`: M itself, or a projection of it."""
+    """Return the fit of `result` to M itself, or to a projection of M."""
     y, mean = result.to(form.mean.device).double(), form.mean
     distance = (y - mean).abs()
     if bool((distance <= form.bound).all()):

@@ -6,12 +6,12 @@ of each data coordinate are consecutive. They are compared as one tensor, in the
 One number that a model returns is a sum of K_l products in each of its layers l, where K_l is the
 layer's input size: the elements of a weight over its outputs. The roundings of one layer are u
 sqrt(K_l) of its output, and those of all layers u sqrt(sum of K_l), since they are independent
-(Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1), where the layers after it keep
-their share of the norm. A mean over the P positions of a sample adds up P terms more; BatchNorm's
-statistics are sums over all of a batch. Splits over k ranks add as much to L layers as to a
-gradient. So the L2 norm of the difference is at most
+(Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, at lambda = 1), if later layers preserve their
+share of the norm. A mean over the P positions of a sample adds P terms. BatchNorm's statistics are
+sums over the whole batch. Splits over k ranks add as much to L layers as to a gradient. So the L2
+norm of the difference is at most
 
-    u sqrt(sum of K_l + P + 2 L (k - 1)) * norm(expected), with N P in place of P where BatchNorm
+    u sqrt(sum of K_l + P + 2 L (k - 1)) * norm(expected), with N P in place of P if BatchNorm
     normalizes a batch of N samples
 
 with P >= 1024, as for gradients; in float64 at least 1e-11 of the norm, as for them. Correct code
@@ -32,8 +32,8 @@ from distcheck.records.layers import IN_FLOAT32
 
 
 def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
-    """Return the expected outputs of a step; None if the reference returned none. `why` is the
-    reason if the reference's rounding exceeds the bound.
+    """Return the expected outputs of a step; None if the reference returned no outputs. If the
+    reference's rounding exceeds the bound, `why` is the reason.
     """
     made = at.full_batch.outputs
     if made is None:

@@ -1,9 +1,10 @@
-"""The bitwise layer: the reduced gradient, bitwise, by reducing the shards in the declared order.
+"""The bitwise layer: computes the bits of the reduced gradient by reducing the shards in the
+declared order.
 
-`shards` are per rank the local gradients of every parameter; an absent gradient (None) counts as
-zeros if another rank has one, and is absent if none has. Elements are numbered by memory order,
-which for channels_last and transposed parameters differs from the order of indices; a hand-written
-ring numbers them by index. A complex element is two real ones in sequence.
+`shards` are the local gradients of every parameter, for each rank. An absent gradient (None) counts
+as zeros if any rank has a gradient; otherwise the result is absent. Elements are numbered by memory
+order, which for channels_last and transposed parameters differs from the order of indices; a
+hand-written ring numbers them by index. A complex element is two real ones in sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +38,9 @@ def expected_gradients(
     ready_order: Sequence[int],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Return every rank's gradients after synchronization, per parameter.
+    """Return every rank's gradients after synchronization, for each parameter.
 
-    `weights` are the ranks' sample weights n_r * W / N; `ready_order` lists the parameters in the
+    `weights` are the ranks' sample weights n_r * W / N. `ready_order` lists the parameters in the
     order in which rank 0's backward finished them, from which DDP forms its buckets. `like` are the
     parameters, as they were when the strategy received them.
     """
@@ -109,7 +110,7 @@ def rank_order_sum(shards: list[torch.Tensor]) -> torch.Tensor:
 
 def ring_sum(shards: list[torch.Tensor]) -> torch.Tensor:
     """Return the ring sum of `RingOrder`: element i of chunk c is ((x[c] + x[c+1]) + ...) + x[c-1].
-    Written per rank of the sum, not per message: term k of element i is that of rank c + k.
+    The implementation adds by rank, not by message: term k of element i comes from rank c + k.
     """
     world, elements = len(shards), shards[0].numel()
     short, longer = divmod(elements, world)
@@ -139,7 +140,7 @@ def ddp_buckets(
 
     In the first iteration all parameters of a dtype share one bucket, in registration order. At
     `order.rebuilt_at` the buckets are rebuilt in the order in which rank 0's gradients became ready
-    in the previous backward; a bucket closes when it reaches its limit: the first limit for the
+    in the previous backward. A bucket closes when it reaches its limit: the first limit for the
     first bucket of a dtype, the cap for others. Without a rebuild the limits hold from the first
     iteration, in registration order. If DDP tolerates parameters without gradients, those that
     train still have a place in a bucket (as zeros), in rebuilt ones at the end.

@@ -1,21 +1,21 @@
 """Measures the rounding of the full batch in a single process, for layouts that full batch float32
-refuses.
+rejects.
 
 The bounds of full batch float32 use the size of a result as the size of its summands. If nearly
-equal numbers cancel, in the model's last sum, in a loss, or where gradients of two branches meet,
-the summands are larger, and so is the rounding, in one process as well. Ranks that share a model
-split their sums and round differently, and no rank's arithmetic can be reproduced bitwise in one
-process. So the reference's own rounding is measured: the full batch is rerun with parameters that
-are each perturbed by ±1 ULP at random. In float32 no parameter is known more precisely, and every
-product and sum then rounds differently (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997).
-Both results are right, and differ only by rounding.
+equal numbers cancel, in the model's last sum, in a loss, or when gradients of two branches are
+added, the summands are larger, and so is the rounding, in one process as well. Ranks that share a
+model split their sums and round differently, and no rank's arithmetic can be reproduced bitwise in
+one process. So the rounding of the reference is measured: the full batch is rerun with parameters
+that are each perturbed by ±1 ULP at random. In float32 no parameter is known more precisely, and
+every product and sum then rounds differently (Parker, Monte Carlo Arithmetic, UCLA CSD-970002,
+1997). Both results are right, and differ only by rounding.
 
-If that exceeds `_UNUSUAL` of the bound, the bound does not hold for this model, and an error of at
-most `_LIKE_ROUNDING` times that may be rounding, too: the check is unknown. Otherwise the bound
-stands. It is never widened, so nothing passes because of this.
+If the difference exceeds `_UNUSUAL` of the bound, the bound does not hold for this model, and an
+error of at most `_LIKE_ROUNDING` times the difference may be rounding, too: the check is unknown.
+Otherwise the bound holds. It is never widened, so nothing passes because of this.
 
-A norm over few numbers may be small by chance. For those, `_DRAWS` runs are made, and the largest
-counts, unless the error is so large (`_BEYOND_CHANCE`) that the first one decides.
+A norm over few numbers may be small by chance. For such norms, `_DRAWS` runs are made, and the
+largest counts, unless the error is so large (`_BEYOND_CHANCE`) that the first run decides.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ Taken = Callable[[FullBatch], torch.Tensor | None]
 
 
 class OwnRounding:
-    """The reference's own rounding at one step."""
+    """The rounding of the reference at one step."""
 
     def __init__(self, reference: FullBatchReference, step: int, whole: FullBatch) -> None:
         self._reference, self._step, self._whole = reference, step, whole

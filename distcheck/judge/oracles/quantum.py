@@ -49,7 +49,7 @@ _U = unit_roundoff("float32")  # Derived: quotients are computed in at least flo
 
 def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
     """Return h_r, the largest quantization error of an element of one rank's gradients. Raises
-    NotBoundedError if one is not finite.
+    NotBoundedError if a gradient is not finite.
     """
     largest = [float(g.abs().max()) for g in gradients if g is not None and g.numel()]
     if not all(map(isfinite, largest)):
@@ -63,8 +63,8 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
 def quantized_interval(
     interval: Interval, halves: Sequence[float], weights: Sequence[float], dtype: torch.dtype
 ) -> Interval:
-    """Widen an interval of gradients to quantized ones. If the mean is infinite, the bound is 0, as
-    before.
+    """Widen the interval of a gradient by quantization. If the mean is infinite, the bound remains
+    0.
     """
     sizes, world = [abs(weight) for weight in weights], len(weights)
     moved = max(

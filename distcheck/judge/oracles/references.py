@@ -42,14 +42,14 @@ from distcheck.training.optimizers import is_group_number, restore_state_value, 
 
 
 class UpdateReference(StepReference):
-    """Runs the workload's optimizer, created with the same trainable parameters as on the ranks."""
+    """Runs the workload's optimizer, created with the parameters that ranks can train."""
 
     @property
     def world(self) -> int:
         return self._trace.layout.world
 
     def is_sharded(self, index: int) -> bool:
-        """Return True if only one rank holds a state tensor; numbers of groups are everywhere."""
+        """Return True if only one rank holds a state tensor; numbers of groups are on all ranks."""
         name = self._trace.layout.model.optimizer[index].name
         return self._contract.optimizer_state == "sharded" and not is_group_number(name)
 
@@ -65,7 +65,7 @@ class UpdateReference(StepReference):
         return next(iter(self.holders(slot, index)), rank)
 
     def input_digest(self, rank: int, step: int) -> bytes:
-        """Return a digest of all inputs of the update: ranks with equal ones share the result."""
+        """Return a digest of all inputs of the update; ranks with equal digests share a result."""
         layout, digest = self._trace.layout, xxhash.xxh3_128()
         for kind in (Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER):
             for index in range(len(layout.specs(kind))):
@@ -79,9 +79,9 @@ class UpdateReference(StepReference):
     ) -> dict[Kind, list[torch.Tensor | None]]:
         """Return parameters and optimizer state after the step, in layout order.
 
-        Parameters with an index in `absent` have no gradient, whatever was recorded; if the loop
+        Parameters with an index in `absent` have no gradient, whatever was recorded. If the loop
         clips, it clips to `clip_factor` times the norm. Raises NotRecordedError if the trace lacks
-        the start of the update.
+        the values before the update.
         """
         trace, model = self._trace, self._model
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
@@ -142,8 +142,8 @@ class _Keeping:
 
 
 class References(_Keeping):
-    """All references of a case. `whole` is the trace of all ranks; steps are those of the ranks
-    with data only, in a `mesh` of one rank per data coordinate.
+    """All references of a case. `whole` is the trace of all ranks. Steps have only the ranks with
+    data; in a `mesh`, only one rank per data coordinate.
     """
 
     def __init__(self, ingredients: Ingredients, contract: Contract, whole: TraceReader) -> None:
@@ -155,12 +155,14 @@ class References(_Keeping):
 
     @cached_property
     def unpromised(self) -> bool:
-        """True if a strategy's own backward split its shards without promising to."""
+        """Return True if a strategy's backward split its shards without a promise to do so."""
         return self._promised.micro_batches == 1 and self._stretches > 1
 
     @cached_property
     def contract(self) -> Contract:
-        """The strategy's contract, with the observed micro-batches if it promises none."""
+        """The strategy's contract; without a promised number of micro-batches, the observed number
+        is used.
+        """
         if not self.unpromised:
             return self._promised
         return msgspec.structs.replace(self._promised, micro_batches=self._stretches)
@@ -172,14 +174,14 @@ class References(_Keeping):
         return counts.pop() if len(counts) == 1 else 1
 
     def at(self, step: int) -> "AtStep":
-        """Return a step, with nothing computed yet."""
+        """Return a step. Nothing is computed yet."""
         return AtStep(self, step)
 
     @cached_property
     def holding(self) -> tuple[int, ...]:
-        """The ranks that must hold the mean gradient: those with data, and others whose zero
-        gradients ever changed. A server that keeps the mean must hold the right one; one that only
-        forwards it has nothing to compare.
+        """The ranks that must hold the mean gradient: ranks with data, and ranks without data whose
+        zero gradients ever changed. A server that keeps the mean must hold the right one; a server
+        that only forwards it has nothing to compare.
         """
         if self.mesh is not None:
             return tuple(range(self.mesh.world))
@@ -207,8 +209,8 @@ class References(_Keeping):
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the model as built, for their memory layout and trainability; their
-        values are those loaded last.
+        """The parameters of the model as built, for their memory layout and trainability. Their
+        values are those loaded most recently.
         """
         return [
             parameter.detach().requires_grad_(trains)
@@ -225,7 +227,7 @@ class References(_Keeping):
 
     @cached_property
     def in_double(self) -> "References":
-        """The same references in float64, from the recorded state."""
+        """The same references in float64, starting from the recorded state."""
         ingredients = replace(self.ingredients, dtype=torch.float64)
         return References(ingredients, self.contract, self.whole)
 
@@ -281,7 +283,9 @@ class AtStep(_Keeping):
 
     @property
     def computed_where_unseen(self) -> tuple[Gradients, ...]:
-        """The same if the trace lacks some rank's local gradient; else empty."""
+        """The local gradients of every rank if the trace lacks a rank's local gradient, or else
+        empty.
+        """
         trace, ranks = self.trace, range(self.trace.layout.world)
         seen = all(
             gradient is not None
@@ -298,8 +302,8 @@ class AtStep(_Keeping):
 
     @cached_property
     def unexchanged(self) -> tuple[Gradients, ...]:
-        """The ranks' results if such code did not communicate: for a loss the mean of the gradients
-        for each rank's samples, for a metric each rank's own result.
+        """The ranks' results if such code did not communicate: for a loss, the mean of the
+        gradients for each rank's samples; for a metric, the result of each rank.
         """
         if self.exchanges_itself == "metric":
             return self.shard_gradients
@@ -320,7 +324,7 @@ class AtStep(_Keeping):
 
     @cached_property
     def in_double(self) -> "AtStep":
-        """The same step in float64, from the recorded state."""
+        """The same step in float64, starting from the recorded state."""
         return self.references.in_double.at(self.step)
 
     @property
@@ -329,20 +333,22 @@ class AtStep(_Keeping):
 
     @property
     def full_batch_layer(self) -> str:
-        """The layer, full batch float32 or full batch float64, that the step's dtype implies for
-        the full batch.
+        """The layer for the full batch, which follows from the step's dtype: full batch float32 or
+        full batch float64.
         """
         return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
 
     @property
     def nan_is_expected(self) -> bool:
-        """True if the workload declares gradients that are not finite. In any other workload, NaN
-        is an error and compares as unequal.
+        """Return True if the workload declares gradients that are not finite. In any other
+        workload, NaN is an error and compares as unequal.
         """
         return any(isinstance(event, NotFinite) for event in self.ingredients.must_happen)
 
     def recorded_gradients(self, index: int) -> list[torch.Tensor]:
-        """Return a parameter's gradients on ranks that must hold the mean, once per bit pattern."""
+        """Return a parameter's gradients on ranks that must hold the mean, one for each bit
+        pattern.
+        """
         whole, found = self.references.whole, dict[bytes, torch.Tensor]()
         for rank in self.references.holding:
             entry = whole.entry(rank, Kind.GRADIENT, self.step, index)

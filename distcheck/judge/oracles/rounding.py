@@ -64,7 +64,7 @@ _ROOM = 1 + 2.0**-40
 
 @dataclass(frozen=True)
 class Interval:
-    """Elementwise: the mean, and the largest error of a correct result; float64."""
+    """For each element, the mean and the largest error of a correct result; float64."""
 
     mean: torch.Tensor
     bound: torch.Tensor
@@ -86,16 +86,18 @@ def interval(
 ) -> Interval:
     """Return the interval for one parameter.
 
-    `shards` are the ranks' gradients, of one shape and dtype. `weights` are the rank weights, with
-    sum 1 unless the shards are `rescaled`: then a strategy scaled its loss, and the weights undo
-    that, as the strategy does with two more roundings. `wire` is the dtype that they are rounded to
-    and added in, if not their own. Complex gradients become pairs of real ones: mean and bound then
-    have a last dimension of 2. `passes` is the number of backward passes that may each synchronize,
-    and `magnitudes` are per rank the summed absolute values of their gradients (`real_parts` of
-    complex ones); for one pass, the shard's absolute value.
+    shards      the ranks' gradients, of one shape and dtype
+    weights     the rank weights, with sum 1 unless the shards are `rescaled`: then a strategy
+                scaled its loss, and the weights undo that, as the strategy does with two more
+                roundings
+    wire        dtype that gradients are rounded to and added in, if not theirs
+    passes      number of backward passes that may each synchronize
+    magnitudes  for each rank, the summed absolute values of the passes' gradients (`real_parts` of
+                complex ones); for one pass, the shard's absolute value
 
-    If the mean is infinite, there is no rounding: the bound is 0. Raises NotBoundedError if
-    roundings may be as large as the result.
+    Complex gradients become pairs of real ones: mean and bound then have a last dimension of 2. If
+    the mean is infinite, there is no rounding: the bound is 0. Raises NotBoundedError if roundings
+    may be as large as the result.
     """
     shards = [real_parts(shard) for shard in shards]
     world = len(shards)

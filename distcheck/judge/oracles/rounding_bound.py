@@ -2,7 +2,7 @@
 
 `rounding.py` has the formula. This module provides its inputs at a step: rank weights, the number
 of roundings, and bounds widened by `--accept` (`quantum.py`, `low_rank.py`). Under `--accept
-local-sgd` it is the mean of parameters (`averaging.py`).
+local-sgd`, the mean is that of parameters (`averaging.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Take = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RoundingBound(GradientForms):
-    """One step's mean of the ranks' local gradients, `gradients` [rank][parameter].
+    """The mean of the ranks' local gradients at one step, `gradients` [rank][parameter].
 
     `magnitudes` are the summed absolute values over each rank's `passes` backward passes; empty for
     one pass. `half_quanta` is empty if quantization is not accepted.
@@ -80,12 +80,12 @@ class RoundingBound(GradientForms):
         take: Take | None = None,
         parts: Sequence[torch.Tensor | None] | None = None,
     ) -> Interval | None:
-        """Return mean and bound of one parameter's gradient, or None if no rank has one.
+        """Return mean and bound of one parameter's gradient, or None if no rank has a gradient.
 
-        `wire` replaces the contract's promise. `loss` computes the result that would be right under
-        another loss contract: there rank r's gradient would be f'_r / f_r times as large, with f
-        and f' the loss factors of both contracts, so here the rank weights are f_r / f'_r times
-        theirs. `take` selects elements; `parts` are the ranks' local gradients, if known.
+        `wire` replaces the contract's promise. `loss` computes the right result under a different
+        loss contract. Rank r's gradient would then be f'_r / f_r times as large, with f and f' the
+        loss factors of both contracts, so the rank weights here are multiplied by f_r / f'_r.
+        `take` selects elements; `parts` are the ranks' local gradients, if known.
         """
         parts = parts or [gradients[index] for gradients in self.gradients]
         present = [part for part in parts if part is not None]
@@ -125,7 +125,7 @@ class RoundingBound(GradientForms):
 
 @dataclass(frozen=True)
 class LowRank(GradientForms):
-    """Forms of a step if low-rank compression is accepted."""
+    """Expectations of a step if low-rank compression is accepted."""
 
     projects = True
     mean: RoundingBound
@@ -155,7 +155,7 @@ def gradients(at: AtStep) -> GradientForms:
 
 
 def mean_of_step(at: AtStep) -> RoundingBound:
-    """Return the mean of a step, whatever is communicated. Raises NotBoundedError."""
+    """Return the mean of a step, for any kind of communicated tensors. Raises NotBoundedError."""
     return at.kept(_mean)
 
 

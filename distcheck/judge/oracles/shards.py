@@ -24,16 +24,16 @@ _GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
 
 
 class NotRecordedError(Exception):
-    """The trace lacks the start of an expectation."""
+    """The trace lacks values that an expectation starts from."""
 
 
 @dataclass(frozen=True)
 class ShardResult:
     """One rank's shard: mean loss, gradients per parameter, buffers after forward.
 
-    `magnitudes` are, per parameter, the summed absolute values of each backward pass's gradient in
-    float64 (`real_parts` of complex ones); empty for a single pass. `loss_terms` is the sum of the
-    absolute losses of the micro-batches.
+    `magnitudes` are, for each parameter, the summed absolute values of each backward pass's
+    gradient in float64 (`real_parts` of complex ones); empty for a single pass. `loss_terms` is the
+    sum of the absolute losses of the micro-batches.
     """
 
     loss: float
@@ -44,7 +44,9 @@ class ShardResult:
 
 
 def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
-    """Return a rank's GradScaler scale at a step, given if earlier gradients were finite."""
+    """Return a rank's GradScaler scale at a step. It depends on whether earlier gradients were
+    finite.
+    """
     first = ingredients.training.loss_scale
     if first is None:
         return 1.0
@@ -52,8 +54,9 @@ def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: in
 
 
 def loss_scale_after(first: float, finite: Iterable[bool]) -> float:
-    """Return a GradScaler's scale after steps with finite or other gradients: halved after each of
-    the latter, doubled after a growth interval of the former (torch.amp.GradScaler's defaults).
+    """Return a GradScaler's scale after several steps, given if each had finite gradients. As with
+    torch's defaults, the scale is halved after a nonfinite step, and doubled after a growth
+    interval of finite steps.
     """
     scale, in_a_row = first, 0
     for step_was_finite in finite:
@@ -101,9 +104,9 @@ def load_state(
     buffers_of: int | Sequence[int],
     step: int,
 ) -> None:
-    """Load the state of `rank` before `step`, with the buffers of rank `buffers_of` or of one rank
-    per buffer. Memory layouts are reproduced: convolutions choose their kernel, and so their
-    rounding, by them.
+    """Load the state of `rank` before `step`, with the buffers of rank `buffers_of`, or of one rank
+    for each buffer. Memory layouts are reproduced: convolutions choose their kernel, and so their
+    rounding, by memory layout.
     """
     with torch.no_grad():
         for index, (name, parameter) in enumerate(trainable(model)):
@@ -124,7 +127,7 @@ def load_state(
 
 
 def lay_out(tensor: torch.Tensor, order: int) -> None:
-    """Lay out a tensor in a `memory_order` (0: unchanged); a change loses its values."""
+    """Give a tensor a `memory_order` (0: leave it unchanged). A change discards its values."""
     if order and order != memory_order(tensor.shape, tensor.stride()):
         strides = strides_in(order, tensor.shape)
         tensor.data = torch.empty_strided(
@@ -154,8 +157,8 @@ def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Te
 
 
 class StepReference:
-    """Recomputes steps of a trace on `model`, whose state it overwrites; `trains`: which of its
-    parameters were trainable when built.
+    """Recomputes steps of a trace on `model`, and overwrites its state. `trains` has True for each
+    parameter that was trainable when the model was built.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class ShardReference(StepReference):
     """Runs shards one after the other."""
 
     def passes(self, rank: int, step: int) -> list[list[torch.Tensor | None]]:
-        """Return each backward pass's contribution to a rank's gradients, up to rounding."""
+        """Return the contribution of each backward pass to a rank's gradients, up to rounding."""
         sums: list[list[torch.Tensor | None]] = []
 
         def note() -> None:
@@ -200,8 +203,8 @@ class ShardReference(StepReference):
     ) -> ShardResult:
         """Run one rank's forward and backward at one step.
 
-        Buffers are its own or those of `buffers_of` (by default as in the contract); `autocast` is
-        a dtype to run the model under torch.autocast. Raises NotRecordedError.
+        Buffers are those of `buffers_of` (by default as the contract defines). `autocast` is a
+        dtype to run the model under torch.autocast. Raises NotRecordedError.
         """
         headers = [self._trace.header(r, step) for r in range(self._trace.layout.world)]
         header = headers[rank]

@@ -10,8 +10,8 @@ from distcheck.records import LossName
 
 
 def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
-    """Return the factor of a loss contract on a rank's mean loss over `size` samples (or tokens) of
-    `total`. A rank without tokens has loss 0 with any factor.
+    """Return the factor that a loss contract applies to a rank's mean loss, over `size` samples (or
+    tokens) of `total`. A rank without tokens has loss 0 with any factor.
     """
     return {
         "mean": 1.0,
@@ -23,9 +23,10 @@ def declared_factor(loss: LossName, size: int, total: int, world: int) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """One step of the ranks with data, numbered from 0; `ranks` are their numbers in the report.
-    `loss_scales` are the ranks' GradScaler scales. Derived values are cached, since a judge needs
-    them for every parameter and rank.
+    """Rank weights at one step, for the ranks with data, numbered from 0.
+
+    `ranks` are the numbers of the ranks in the report. `loss_scales` are the ranks' GradScaler
+    scales. Derived values are cached, since a judge needs them for every parameter and rank.
     """
 
     step: int
@@ -41,7 +42,7 @@ class Shares:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The number of tokens (if the workload counts them) or samples in a rank's mean loss."""
+        """The number of samples (or tokens, if they are counted) in each rank's mean loss."""
         return tuple(header.loss_over for header in self.headers)
 
     @cached_property
@@ -61,7 +62,7 @@ class Shares:
 
     @cached_property
     def loss_factors(self) -> list[float]:
-        """The factors of the ranks' shard gradients: as the case declares, and as observed if a
+        """The factors of the ranks' shard gradients, as the case declares them; as observed, if a
         strategy promises nothing.
         """
         observed = self.contract.observes_loss
@@ -73,7 +74,7 @@ class Shares:
         ]
 
     def declared(self, loss: LossName) -> tuple[float, ...]:
-        """Return the factor of a loss contract on each rank's mean loss."""
+        """Return the factor that a loss contract applies to each rank's mean loss."""
         counts = self.counts
         return tuple(declared_factor(loss, n, sum(counts), len(counts)) for n in counts)
 
@@ -96,7 +97,7 @@ class Shares:
 
     @cached_property
     def lost(self) -> str:
-        """Describes the ranks whose loss factor lets no gradient come back, or ""."""
+        """Describe the ranks whose loss factor lets no gradient come back, or return ""."""
         factors = {
             rank: f"{factor:g}"
             for rank, factor in zip(self.ranks, self.unscaled, strict=True)

@@ -47,7 +47,7 @@ def purpose(at: AtStep) -> IndependentStep:
 
 
 def own_gradients(at: AtStep) -> tuple[Gradients, ...]:
-    """Return local gradients [parameter][rank], as recorded, or recomputed if any is missing."""
+    """Return local gradients [parameter][rank]: recorded, or recomputed if any is missing."""
     found: list[Gradients] = []
     ranks = range(at.trace.layout.world)
     for index in range(len(at.specs)):

@@ -1,12 +1,12 @@
-"""Micro-batches made by a strategy's own backward without a promise in its contract.
+"""Micro-batches that a strategy's backward makes without a promise in its contract.
 
 If `micro_batches` is promised, each is weighted by its samples, in a known order, so local
-gradients and losses must be bit-identical. Other code may divide its loss by their number
-(accelerate, Fabric): for equal micro-batches that is the same value, rounded differently, and so is
-everything that backward derives from it.
+gradients and losses must be bit-identical. Code without that promise may divide its loss by the
+number of micro-batches (accelerate, Fabric). For equal micro-batches that is the same value, but
+rounded differently, and so is everything that backward derives from it.
 
-So expectations are computed over the observed micro-batches, and results with other bits must be
-within the tolerance of full batch float32 (in float64 of full batch float64), as an L2 norm:
+So expectations are computed over the observed micro-batches, and results with different bits must
+be within the tolerance of full batch float32 (in float64 of full batch float64), as an L2 norm:
 `full_batch.py` derives that tolerance for two ways to compute one gradient. It is 3e-5 of the
 module's largest gradient for 256 images: less than any wrong weight, and less than rounding to a
 lower-precision dtype.
@@ -28,7 +28,7 @@ from distcheck.machine.numerics import unit_roundoff
 
 
 def unpromised_sentence(at: AtStep) -> str:
-    """Return the report's sentence about such micro-batches, or ""."""
+    """Return the report's sentence about unpromised micro-batches, or ""."""
     if not at.references.unpromised:
         return ""
     count = at.contract.micro_batches
@@ -39,7 +39,7 @@ def unpromised_sentence(at: AtStep) -> str:
 
 
 def excuse(at: AtStep) -> str:
-    """Return the reason why results with other bits pass."""
+    """Return the reason that results with different bits pass."""
     return (
         "results are not bit-identical to micro-batches weighted by their samples, but within "
         f"the tolerance of the {at.full_batch_layer} layer"
@@ -72,7 +72,7 @@ def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
 
 
 def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
-    """Return the forms of each rank's loss: `exact`, or near the recomputed one."""
+    """Return the forms of each rank's loss: `exact`, or near the recomputed loss."""
     # Derived: each of K terms is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
     bounds = [

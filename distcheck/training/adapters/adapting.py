@@ -59,7 +59,7 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
 
 
 def other_ways(target: Target, find: Callable[[str], Any]) -> Tiers:
-    """Return the ways to call it other than the first: see `hypotheses`."""
+    """Return the ways to call the object, except the first: see `hypotheses`."""
     return ways_to_call(
         target, lambda way: _adapt(dataclasses.replace(target, adaptation=way), find)
     )

@@ -33,7 +33,9 @@ def wait_for(answer: Any) -> Any:
 
 
 def set_gradients_from(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
-    """Make one or more tensors the parameters' gradients. Raises UsageError for other shapes."""
+    """Set the parameters' gradients from one or more returned tensors. Raises UsageError for wrong
+    shapes.
+    """
     tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
     fits = len(tensors) == len(parameters)
     for parameter, tensor in zip(parameters, tensors, strict=False):
@@ -55,10 +57,10 @@ def set_gradients_from(parameters: Sequence[nn.Parameter], answer: Any, *, what:
 
 
 class NoStepCheck:
-    """Check that a call meant to change gradients does not also take an SGD step with them.
+    """Checks that a call meant to change gradients does not also take an SGD step with them.
 
-    A call that moves parameters in another way (weight decay, a broadcast) is judged like any
-    other. Only the first step is checked.
+    A call that changes parameters differently (weight decay, a broadcast) is judged like any call.
+    Only the first step is checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +91,7 @@ class NoStepCheck:
 
 
 class AfterBackward:
-    """Calls of one function. The first is checked: it shows whether the function takes a step,
+    """Calls one function after every backward. The first call shows if the function takes a step,
     registers hooks, or returns gradients instead of changing them.
     """
 
@@ -98,10 +100,11 @@ class AfterBackward:
         self._is_first, self._returns = True, False
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call it, wait for asynchronous operations, and return its answer. If the first call
-        returned gradients, one for each parameter in a list, tuple or dict, and left the
-        parameters' own unchanged, they become the parameters' gradients. Raises UsageError for
-        forbidden effects of the first call.
+        """Make the call, wait for asynchronous operations, and return its result.
+
+        If the first call returned gradients, one for each parameter in a list, tuple or dict, and
+        did not change the parameters' gradients, the returned ones become the gradients. Raises
+        UsageError if the first call takes a step or registers hooks.
         """
         if not self._is_first:
             answer = wait_for(call())

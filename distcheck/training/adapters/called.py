@@ -154,7 +154,7 @@ class _Owner:
 
 
 def call_of_method(scene: Scene, made: list[Any], name: str | None, what: str) -> Sync:
-    """Return a call of a method of the object created last; a no-op without a name."""
+    """Return a call of a method of the object that was created last; a no-op if `name` is empty."""
 
     def call(model: nn.Module, step: Step) -> None:
         if not name:

@@ -1,8 +1,8 @@
-"""Names that code reads from its module and that its module does not define.
+"""Names that code reads from its module, but that its module does not define.
 
-In a training script they are assigned under `if __name__ == "__main__"`, or by a function that is
-not called here. Names with a known meaning are filled in, and modules are imported. All others get
-a stand-in that raises when used, with the `--set` option that defines it.
+A training script assigns them under `if __name__ == "__main__"`, or in a function that is not
+called here. Names with a known meaning are filled in, and modules are imported. All others get a
+stand-in that raises when used, with the `--set` option that defines it.
 """
 
 import builtins
@@ -71,8 +71,8 @@ class FreeNames:
         vars(self._module).setdefault(_FILLED, {})[name] = value
 
     def publish(self) -> None:
-        """Set the names known so far in the module. Constant ones are set once: the code may keep
-        state in them between steps.
+        """Set the names known so far in the module. Constants are set only once, because the code
+        may keep state in them between steps.
         """
         if self._module is None:
             return
@@ -150,9 +150,9 @@ def _missing(value: Any, module: ModuleType | None) -> tuple[set[str], list[Sour
 
 
 class StartUp:
-    """Functions of a module that set a global which the code reads, never sets, and finds empty,
-    such as `def init(model): global _buffers; ...`. A training script calls them before its first
-    step; so does the rank, with the arguments that they request.
+    """Functions of a module that set a global variable which the code reads, never sets, and finds
+    empty, such as `def init(model): global _buffers; ...`. A training script calls them before its
+    first step. The rank does the same, with the arguments that they request.
     """
 
     def __init__(self, target: Target, scene: Scene) -> None:
@@ -169,8 +169,8 @@ class StartUp:
         self.making: tuple[Filling, str, bool] | None = None
 
     def make(self, making: Filling, first: str, *, lends: bool) -> None:
-        """Construct an object before training and call its method `first`. If it `lends`, the
-        object's optimizer is replaced by the workload's.
+        """Construct an object before training and call its method `first`. With `lends`, the
+        workload's optimizer replaces the object's.
         """
         self.making = making, first, lends
         how = f"{first}() is called before training"
@@ -186,7 +186,9 @@ class StartUp:
         return made
 
     def run(self, model: nn.Module) -> nn.Module:
-        """Call them, and return the module to train. These calls do not count as its use."""
+        """Call the functions, and return the module to train. These calls do not count as use of
+        the code.
+        """
         before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()

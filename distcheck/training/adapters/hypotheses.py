@@ -1,9 +1,9 @@
-"""The ways in which a piece of code may be called, if no option selects one.
+"""Lists the ways in which a piece of code may be called, if no option selects one.
 
 The form selected first is a guess from a signature, a name or a use. `ways_to_call` lists the
-alternatives that the code permits, each as the `Adaptation` that options would select, in tiers:
-other forms; another method after backward or before a step; both. All keep the given options.
-`verification/guesses.py` tries them if a guess fails.
+alternatives that the code permits, each as the `Adaptation` that options would select. They are in
+tiers: a different form; a different method after backward or before a step; both. All keep the
+given options. `verification/guesses.py` tries them if a guess fails.
 """
 
 import inspect
@@ -91,7 +91,7 @@ def _combine_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> l
 
 
 def is_declared(target: Target) -> bool:
-    """Return True if it declares how it is called: by methods or a contract, or as a function
+    """Return True if the code declares how it is called: by methods or a contract, or as a function
     `f(model, step)` that reads attributes of `contract.Step`.
     """
     own = form_of("strategy").fits(target)

@@ -1,4 +1,4 @@
-"""Strategies with a model-parallel layout: unsharding of the tensors that the ranks hold.
+"""Strategies with a model-parallel layout: unshards the tensors that the ranks hold.
 
 The kind of code is detected on a copy of the model, before the model itself is wrapped:
 
@@ -7,7 +7,7 @@ The kind of code is detected on a copy of the model, before the model itself is 
  shards      anything else: numbered copies of the model show the place of each element, see
     `sharded_parameters.py`
 
-With the last two, the recorded model is not the trained one.
+With accessors and shards, the recorded model is not the trained one.
 """
 
 import copy

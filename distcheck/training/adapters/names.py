@@ -1,5 +1,5 @@
-"""The names by which user code requests arguments, and their meanings. No torch. `Scene.value`
-resolves a meaning; several names share one.
+"""The names by which user code requests arguments, and their meanings. Does not import torch.
+`Scene.value` resolves a meaning; several names share one.
 """
 
 

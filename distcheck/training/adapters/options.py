@@ -19,7 +19,7 @@ def adaptation_of(
     reset: str | None = None,
     without_data: Iterable[int] = (),
 ) -> Adaptation:
-    """Parse options (`name=value`) or a mapping from Python. Raises UsageError."""
+    """Parse options (`name=value`), or a mapping from Python. Raises UsageError."""
     return Adaptation(
         form=form,
         arguments=_parse("--arg", arguments),
@@ -31,7 +31,7 @@ def adaptation_of(
 
 
 def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
-    """Raise UsageError for workloads that code of this form is not trained with."""
+    """Raise UsageError for workloads that cannot train code of this form."""
     trained = trained_with(adaptation.form)
     others = [name for name in workloads if trained and name != trained]
     if others:
@@ -42,7 +42,7 @@ def check_workloads(adaptation: Adaptation, workloads: Sequence[str]) -> None:
 
 
 def check_adaptation(adaptation: Adaptation, loss: str) -> None:
-    """Raise UsageError for errors that can be detected without the code itself."""
+    """Raise UsageError for errors that can be found without loading the code."""
     if adaptation.form is not None and adaptation.form not in form_names():
         meant = did_you_mean(adaptation.form, form_names())
         raise UsageError(

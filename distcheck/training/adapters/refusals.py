@@ -1,4 +1,4 @@
-"""Errors for code that fits no form: the reason, the options, and a strategy file to fill in."""
+"""Errors for code that fits no form: the reason, the options, and a strategy file to complete."""
 
 from collections.abc import Mapping
 
@@ -48,7 +48,7 @@ def refusal(target: Target, why: str) -> FormError:
 
 
 def template(target: Target) -> str:
-    """Return the source of a strategy that calls it after backward, with CAPITALS to fill in."""
+    """Return the source of a strategy that calls the code after backward, with CAPITALS to edit."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
     head = (attribute or target.name).partition(".")[0]

@@ -1,8 +1,8 @@
-"""The values that can be filled in: the rank, the world size, the model, by the names that code
-uses.
+"""The values that can be filled in by the names that code uses: the rank, the world size, the
+model.
 
 A scene is created when the code is loaded, in a rank or in the process that inspects it before any
-rank exists; model, optimizer and step are added during training.
+rank exists. Model, optimizer and step are added during training.
 """
 
 import ast
@@ -64,7 +64,7 @@ class Scene:
 
     @property
     def live_model(self) -> nn.Module:
-        """The model. Raises UsageError if the code requests it too early."""
+        """The model. Raises UsageError if the code requests the model before training."""
         if self.model is None:
             raise UsageError("the code requests the model before it exists")
         return self.model
@@ -119,8 +119,8 @@ class Scene:
         self.used.update(name for name in heads if not name.startswith("self."))
 
     def reads_of(self, name: str, function: Callable[..., Any]) -> None:
-        """Record the command-line attributes that a function reads, to list missing ones at
-        once.
+        """Record the command-line attributes that a function reads, so that all missing ones can be
+        listed together.
         """
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
@@ -137,8 +137,8 @@ class Scene:
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
     def object_for(self, parameter: inspect.Parameter, function: Callable[..., Any]) -> str:
-        """The value of `--arg` that makes the object which a parameter asks for, by a class of its
-        author's that needs nothing unknown; empty where there is none.
+        """Return the value of `--arg` that creates the object for a parameter, from a class of the
+        code's author that needs no unknown arguments. Empty if there is no such class.
         """
         kind = class_for(parameter, function)
         if kind is None or kind in self._looked_at:
@@ -156,7 +156,9 @@ class Scene:
         return argument_for_class(kind)
 
     def keep(self, name: str, text: str) -> Any:
-        """Return the value of an option, created once per name: it may hold state."""
+        """Return the value of an option. It is created only once per name, because it may hold
+        state.
+        """
         if text.startswith("@") and ":" not in text:
             return self.read(text)
         if name not in self._kept:
@@ -222,10 +224,12 @@ class Scene:
 class Filling:
     """The parameters of one callable, each with the source of its value.
 
-    `supplied` are parameters that the caller passes at every call; `made_from` is the one of them
-    that the caller creates from `--arg`; `also` are filled in although they have a default, as are
-    a constructor's `world_size=1` and `rank=0`. Raises UsageError for a parameter of unknown
-    meaning.
+    supplied   parameters that the caller passes at every call
+    made_from  the parameter among them that the caller creates from `--arg`
+    also       parameters to fill in although they have a default; constructors' `world_size=1` and
+               `rank=0` always are
+
+    Raises UsageError for a parameter of unknown meaning.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ class Filling:
         return meaning
 
     def call(self, *handed: Any) -> Any:
-        """Call it; `handed` are the values of `supplied`, in its order."""
+        """Make the call; `handed` are the values of `supplied`, in the same order."""
         values = dict(zip(self._supplied, handed, strict=True))
         positional, keywords = [], {}
         for parameter, how, source in self._sources:

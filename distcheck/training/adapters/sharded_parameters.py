@@ -1,9 +1,9 @@
-"""Parameters that a user's module shards: the place of each element, and unsharding.
+"""Parameters that a user's module shards: finds the place of each element, and unshards.
 
 The layout (flat or by rows, padded, merged with other parameters, whole parameters on single ranks)
-is measured, not guessed. A copy of the model whose elements are numbered from 1 is wrapped first,
-so that the wrapper then holds the numbers of its elements; 0 is padding. One copy is wrapped per
-digit, in the largest base whose digits the parameters' dtypes represent exactly.
+is measured, not guessed. A copy of the model whose elements are numbered from 1 is wrapped first.
+The wrapper then holds the numbers of its elements; 0 is padding. One copy is wrapped per digit, in
+the largest base whose digits the parameters' dtypes represent exactly.
 
 Gradients and optimizer state have the layout of the parameters, so the same places unshard them.
 """
@@ -28,8 +28,8 @@ class LostElementsError(Exception):
 class ShardedParameters:
     """The places of a model's elements in the tensors that this rank holds.
 
-    `whole` is the full model, which is not trained; unsharded values are written into it. A copy is
-    trained, once `train` has wrapped it.
+    `whole` is the full model, which is not trained: unsharded values are written into it. `train`
+    wraps a copy, which is trained.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class ShardedParameters:
     def together(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Return the unsharded tensors by parameter name; a collective.
 
-        A rank's own copy of an element is preferred to another's. The value is None if no rank has
-        any element of a parameter, and missing elements are zeros. Exact: bits are added to zeros,
-        as integers.
+        A rank prefers its copy of an element to those of other ranks. The value is None if no rank
+        has any element of a parameter. Missing elements are zeros. The result is exact: bits are
+        added to zeros, as integers.
         """
         self._check(values)
         whole = self._zeros(self._total)
@@ -207,7 +207,7 @@ class ShardedParameters:
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
         """Return an optimizer's sharded state as state of the full parameters. A value that is not
-        sharded (a step count) is taken from the rank that provides a parameter's first element.
+        sharded (a step count) is taken from the rank that has a parameter's first element.
         """
         here: list[dict[str, Any]] = [optimizer.state.get(p, {}) for p in self.held]
         keys = sorted({k for s in here for k, v in s.items() if isinstance(v, torch.Tensor)})
@@ -243,7 +243,7 @@ def _integers(dtype: torch.dtype) -> int:
 
 
 class OptimizerOverShards(OptimizerProxy):
-    """The workload's optimizer on a rank's shards; each step updates the full model."""
+    """The workload's optimizer on a rank's shards. Each step also updates the full model."""
 
     def __init__(self, inner: torch.optim.Optimizer, pieces: ShardedParameters) -> None:
         super().__init__(inner)

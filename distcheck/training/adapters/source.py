@@ -1,4 +1,4 @@
-"""Static analysis of source code: the use of a variable, and the names that occur."""
+"""Static analysis of source code: the names in it, and how a variable is used."""
 
 import ast
 import dis
@@ -49,7 +49,9 @@ _TAKE_ONE = {
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the function inside a partial, or a decorator with a single one in its closure."""
+    """Return the function inside a partial, or inside a decorator whose closure has a single
+    function.
+    """
     while True:
         if isinstance(value, functools.partial):
             value = value.func
@@ -60,7 +62,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def decorated(value: Any) -> Any:
-    """Return the function hidden by a decorator without functools.wraps; None if there is none."""
+    """Return the function that a decorator without functools.wraps hides; None if there is none."""
     if not inspect.isfunction(value) or hasattr(value, "__wrapped__") or value.__closure__ is None:
         return None
     code = value.__code__
@@ -81,7 +83,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def function_of(value: Any) -> Any:
-    """Return the function that a call runs: that of a partial, or an object's __call__."""
+    """Return the function that a call runs: the function of a partial, or an object's __call__."""
     value = unwrapped(value)
     is_named = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
     return value if is_named or not callable(value) else type(value).__call__
@@ -162,11 +164,11 @@ class Source:
 
     @property
     def attributes(self) -> set[str]:
-        """Every `.name` in it."""
+        """Return every `.name` in the function."""
         return self._nodes.attributes
 
     def attributes_of(self, name: str, *, assigned: bool = False) -> set[str]:
-        """Return every `.attr` of a variable; only assigned ones if `assigned`."""
+        """Return every `.attr` of a variable; with `assigned`, only assigned attributes."""
         return {
             node.attr
             for node in self._nodes
@@ -176,7 +178,7 @@ class Source:
         }
 
     def changed_of(self, name: str) -> set[str]:
-        """Every `.attr` of a variable that is assigned to, or to which something is added."""
+        """Return every `.attr` of a variable that is assigned or extended."""
         parts = [one.split(".") for one in self.called if one.count(".") == 2]
         added = {attribute for of, attribute, method in parts if of == name and method in _ADDING}
         return added | self.attributes_of(name, assigned=True)
@@ -204,13 +206,15 @@ class Source:
 
     @property
     def exchanges_by_mpi(self) -> bool:
-        """True if it calls a communication method that only mpi4py has."""
+        """Return True if the function calls a communication method that only mpi4py has."""
         return bool(self.attributes & (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"}))
 
     def worked_on(self, name: str) -> str:
-        """Return the kind of a variable judged by the use of it or its elements: `parameters` or
-        `models` by attributes of the elements, `gradients` whose elements are passed to a
-        collective, a `tensor` that is passed to one; empty if ambiguous.
+        """Return the kind of a variable, judged by the use of the variable or of its elements.
+
+        `parameters` and `models` follow from attributes of the elements, `gradients` from elements
+        that are passed to a collective, and `tensor` from a variable that is passed to one. Empty
+        if ambiguous.
         """
         elements = {name_ for node in self._nodes for name_ in _elements_of(node, name)}
         used = set[str]().union(*map(self.attributes_of, elements))
@@ -222,7 +226,7 @@ class Source:
         return "tensor" if name in sent else "gradients" if sent & elements else ""
 
     def meaning_of(self, name: str) -> str:
-        """Return the meaning of a variable: its use takes precedence over its name, unless the name
+        """Return the meaning of a variable. Its use takes precedence over its name, unless the name
         is more specific about a model or an optimizer.
         """
         use, named = self.use_of(name), meaning_of(name)
@@ -230,7 +234,7 @@ class Source:
 
     @property
     def called(self) -> set[str]:
-        """Every function that it calls, as written."""
+        """Return every function that the function calls, as written."""
         return self._nodes.called
 
     @property
@@ -240,7 +244,7 @@ class Source:
 
     @property
     def returns_many(self) -> bool:
-        """True if it returns a list, tuple or dict that it creates."""
+        """Return True if the function returns a list, tuple or dict that it creates."""
         return self._returns((ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
 
     @property
@@ -267,13 +271,13 @@ class Source:
         )
 
     def goes_through_pairs(self, name: str) -> bool:
-        """Return True if it unpacks the elements of a variable: `for name, p in pairs`."""
+        """Return True if the function unpacks elements of a variable: `for name, p in pairs`."""
         loops = (node for node in self._nodes if isinstance(node, ast.For | ast.comprehension))
         pairs = (n for n in loops if isinstance(n.target, ast.Tuple) and len(n.target.elts) == 2)
         return any(_is_name(node.iter, name) for node in pairs)
 
     def indexes(self, name: str) -> bool:
-        """Return True if it uses a variable as a list: x[0], len(x), reversed(x)."""
+        """Return True if the function uses a variable as a list: x[0], len(x), reversed(x)."""
         used = [node.value for node in self._nodes if isinstance(node, ast.Subscript)]
         for node in self._nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("len", "reversed"):
@@ -281,19 +285,21 @@ class Source:
         return any(_is_name(value, name) for value in used)
 
     def only_tests(self, name: str) -> bool:
-        """Return True if it uses a variable as a condition, and in no other way."""
+        """Return True if the function uses a variable only as a condition."""
         tests = [n.test for n in self._nodes if isinstance(n, ast.If | ast.IfExp | ast.While)]
         found = [n for test in tests for n in _conditions(test) if _is_name(n, name)]
         return bool(found) and len(found) == sum(_is_name(node, name) for node in self._nodes)
 
     @property
     def words(self) -> set[str]:
-        """Every name in it, of any kind."""
+        """Return every name in the function, of any kind."""
         return self._nodes.words
 
     @property
     def descends(self) -> bool:
-        """True if it subtracts from a parameter's `.data`: p.data -= ..., p.data.sub_(...)"""
+        """Return True if the function subtracts from a parameter's `.data`: p.data -= ...,
+        p.data.sub_(...)
+        """
         return self._nodes.descends
 
     @property
@@ -355,7 +361,7 @@ _READS, _BINDS = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 class ReachedCode:
-    """The code of a module that a call of one of its functions or classes runs: its sources, and
+    """The code that runs when one of a module's functions or classes is called: its sources, and
     the global names that it reads and binds.
     """
 

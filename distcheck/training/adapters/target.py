@@ -1,4 +1,4 @@
-"""The code to adapt, and its properties that are known without calling it."""
+"""The code to adapt, and its properties that are known without a call."""
 
 import ast
 import functools
@@ -32,8 +32,8 @@ _NAMED = (
 
 @dataclass(frozen=True)
 class Target:
-    """An object selected by the user, the class that it was reached through, and its module.
-    `maker` is the class to construct, if `value` is a method of it that was bound later.
+    """An object that the user selected, the class through which it was selected, and its module.
+    `maker` is the class to construct, if `value` is one of its methods and was bound later.
     """
 
     spec: str
@@ -49,12 +49,12 @@ class Target:
 
     @property
     def is_function(self) -> bool:
-        """True if it can be called directly."""
+        """Return True if the object can be called directly."""
         return callable(self.value) and not self.is_class
 
     @property
     def is_unbound(self) -> bool:
-        """True if it is a method without an object."""
+        """Return True if the object is a method without an instance."""
         if self.owner is None or not inspect.isfunction(self.value):
             return False
         return not isinstance(inspect.getattr_static(self.owner, self.name, None), staticmethod)
@@ -66,7 +66,7 @@ class Target:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Its named parameters, without a method's `self`."""
+        """The named parameters, without a method's `self`."""
         return named_parameters(self.value, skip=int(self.is_unbound))
 
     @property
@@ -76,14 +76,14 @@ class Target:
 
     @property
     def required(self) -> Parameters:
-        """Parameters without a default for which `--arg` gives no value."""
+        """The parameters that have neither a default nor a value from `--arg`."""
         return [p for p in required(self.parameters) if p.name not in self.arguments]
 
     @property
     def first(self) -> str:
-        """The name of its subject: the first parameter to be filled in, or the first of all, unless
-        that is something else (a rank, a group, a command line, a module) by its name or use, and a
-        subject follows.
+        """The name of the subject: the first parameter to fill in, or else the first parameter. If
+        its name or use shows that it is something else (a rank, a group, a command line, a module),
+        a later parameter that can be the subject is used.
         """
         taken = [p.name for p in (self.required or self.parameters)]
         if not taken or not self._is_a_fact(taken[0]):
@@ -110,7 +110,7 @@ class Target:
 
     @property
     def signature(self) -> str:
-        """Its signature without annotations and without defaults that are not literals."""
+        """The signature, without annotations and without defaults that are not literals."""
         try:
             shown = inspect.signature(decorated(self.value) or self.value)
         except (TypeError, ValueError):
@@ -127,39 +127,41 @@ class Target:
 
     @property
     def described(self) -> str:
-        """The beginning of messages about its parameters."""
+        """The beginning of messages about the object's parameters."""
         return f"strategy {self.spec!r} has the signature {self.signature}"
 
     def loaded(self, note: str, **methods: Any) -> LoadedStrategy:
-        """Return a strategy with these methods, and the contract and file of the code."""
+        """Return a strategy with the given methods, and with the contract and file of the code."""
         return LoadedStrategy(
             contract=contract_of(self.value), file=source_file(self.value), note=note, **methods
         )
 
     @cached_property
     def reached(self) -> list[Source]:
-        """Its source, and those of all code that it reaches in its module."""
+        """Return the source of the object, and the sources of all code that it reaches in its
+        module.
+        """
         if self.module is None or self.value is None:
             return [self.source]
         return ReachedCode(function_of(self.value), self.module).sources
 
     @property
     def everything(self) -> list[Source]:
-        """The reached sources, including the class that it is a method of."""
+        """Return the reached sources, and the class if the object is a method."""
         if self.owner is None or self.module is None:
             return self.reached
         return ReachedCode(self.owner, self.module).sources
 
     @property
     def takes_closure(self) -> bool:
-        """True if its step() requires a closure, or receives one by `--arg`."""
+        """Return True if step() requires a closure, or receives one by `--arg`."""
         step: Any = getattr(self.value, "step", None) if self.is_class else None
         taken = [p for p in named_parameters(step, skip=1) if p.name == "closure"]
         return bool(required(taken) or (taken and "closure" in self.arguments))
 
     @property
     def needs_closure(self) -> bool:
-        """True if its step() communicates only if it receives a closure."""
+        """Return True if step() communicates only if it receives a closure."""
         nodes = Source(getattr(self.value, "step", None)).nodes if self.is_class else ()
         tests = [n for n in nodes if isinstance(n, ast.If) and "closure" in ast.unparse(n.test)]
         words = [{ast.unparse(n).rpartition(".")[2] for n in ast.walk(test)} for test in tests]
@@ -167,7 +169,9 @@ class Target:
 
     @property
     def hooks_ddp(self) -> bool:
-        """True if it registers a communication hook on a module that it receives: DDP's."""
+        """Return True if the code registers a communication hook on a module that it receives, so
+        on DDP.
+        """
         function = getattr(self.value, "__init__") if self.is_class else self.value  # noqa: B009
         called = Source(function).called
         is_made = any(one.endswith(("DDP", "DistributedDataParallel")) for one in called)
@@ -181,9 +185,9 @@ class Target:
 
     @cached_property
     def kind_of_first(self) -> str:
-        """The kind of its subject: `model`, `models`, `parameters`, `gradients`, `tensor`,
-        `optimizer`, or empty if unknown. Its use takes precedence over its annotation, which
-        precedes its name.
+        """The kind of the subject: `model`, `models`, `parameters`, `gradients`, `tensor`,
+        `optimizer`, or empty if unknown. Use takes precedence over annotation, and annotation over
+        name.
         """
         kind = self.known_kind or self._named_kind()
         if kind in ("parameters", "gradients"):
@@ -192,7 +196,7 @@ class Target:
 
     @property
     def known_kind(self) -> str:
-        """The kind of its subject judged by use and annotation, without the name."""
+        """The kind of the subject judged by use and annotation, without its name."""
         use = self.source.use_of(self.first)
         if use in ("model", "optimizer"):
             return use
@@ -221,7 +225,7 @@ class Target:
 
 def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
     """Return True if a parameter needs a list of parameters, judged by its name, annotation or use.
-    Others receive the usual `model.parameters()`.
+    Otherwise it receives `model.parameters()`.
     """
     text = str(parameter.annotation)
     by_type = any(word in text for word in ("ist[", "list", "List", "equence", "uple"))
@@ -229,7 +233,7 @@ def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
 
 
 def is_annotated_number(parameter: inspect.Parameter) -> bool:
-    """Return True if it is annotated as a number, as in `step: int`."""
+    """Return True if a parameter is annotated as a number, as in `step: int`."""
     return parameter.annotation in (int, "int")
 
 
@@ -260,7 +264,7 @@ def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
 
 
 def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
-    """Return the meaning of a parameter: by its annotation, else by its use or name."""
+    """Return the meaning of a parameter from its annotation, or else from its use or name."""
     text = str(parameter.annotation)
     called = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009
     known = "model" if "Module" in text else "optimizer" if "Optimizer" in text else ""
@@ -272,7 +276,7 @@ def required(parameters: Parameters) -> Parameters:
 
 
 def is_single_process_default(parameter: inspect.Parameter) -> bool:
-    """Return True if its default describes a single process, as in `world_size=1, rank=0`."""
+    """Return True if the default describes a single process, as in `world_size=1, rank=0`."""
     name, default = parameter.name, parameter.default
     known = names.OF_ONE_PROCESS.get(names.meaning_of(name))
     return type(default) is int and default == known and name not in names.AMBIGUOUS
@@ -285,13 +289,15 @@ def takes_any(value: Callable[..., Any], kind: str) -> bool:
 
 
 def own_classes(build: Any) -> list[Any]:
-    """Return a class and its bases that are not torch's or builtin; a function itself."""
+    """Return a class and its bases, except torch's and builtin ones; return a function itself."""
     bases = build.__mro__ if inspect.isclass(build) else (build,)
     return [base for base in bases if not base.__module__.startswith(("torch", "builtins"))]
 
 
 def own_names(build: type) -> list[str]:
-    """Return the public methods not inherited from torch or object, in the order of definition."""
+    """Return the public methods that are not inherited from torch or object, in order of
+    definition.
+    """
     kept = [
         (name, getattr(value, "__func__", value))  # the function of a static or class method
         for base in own_classes(build)
@@ -309,7 +315,7 @@ def written(kind: Any) -> list[str]:
 
 
 def sources_of(kind: type, name: str) -> list[Source]:
-    """Return the sources of a method, of methods that it calls on itself, and their bases."""
+    """Return the sources of a method, of methods that it calls on `self`, and of their bases."""
     members, found, waiting = written(kind), dict[str, list[Source]](), [name]
     while waiting:
         called = waiting.pop()
@@ -323,10 +329,11 @@ def sources_of(kind: type, name: str) -> list[Source]:
 
 
 def name_of_start_method(kind: Any, *, takes: str) -> str:
-    """Return the method that a training loop calls once on a new object: it registers hooks that
-    the constructor does not, or sets attributes that other methods read without reducing anything,
-    or has a common name. `takes` is its argument: `model` (or its parameters), or empty for none.
-    Empty if several fit.
+    """Return the method that a training loop calls once on a new object.
+
+    Such a method registers hooks that the constructor does not register, or sets attributes that
+    other methods read without reducing anything, or has a common name. `takes` is its argument:
+    `model` (or its parameters), or empty for none. Empty if several methods fit.
     """
     own = {name: sources_of(kind, name) for name in written(kind)}
     if any(source.registers_hooks for source in own.pop("__init__", ())):
@@ -360,7 +367,7 @@ def source_file(value: Any) -> str:
 
 
 def source_line(value: Any, *, file: str) -> int:
-    """Return the line of `file` where an object's definition begins; 0 if it is not there."""
+    """Return the line of `file` at which an object's definition begins; 0 if it is not there."""
     try:
         inspectable = _inspectable(value)
         if inspect.getsourcefile(inspectable) != file:
@@ -378,7 +385,7 @@ def _inspectable(value: Any) -> Any:
 
 
 def bound_later(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a method as a function without `self`; the rank constructs its object."""
+    """Return a method as a function without `self`. The rank constructs the object."""
     made: list[Any] = []
 
     @functools.wraps(method)

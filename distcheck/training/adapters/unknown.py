@@ -28,8 +28,8 @@ _BY_WORD = {
 
 
 def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) -> str:
-    """Return the option for each of `names`, such as `--arg a=@rank --arg b=25`, with values
-    suggested by the last part of the name or found in the file of `code`.
+    """Return the option for each of `names`, such as `--arg a=@rank --arg b=25`. Values are
+    suggested by the last part of the name, or found in the file of `code`.
     """
     return " ".join(
         f"{option} {name}={suggested_value(name.rpartition('.')[2], code) or 'VALUE'}"
@@ -38,7 +38,7 @@ def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) 
 
 
 def suggested_value(name: str, code: Callable[..., Any] | None) -> str:
-    """The value that a name lets expect; empty where it says nothing."""
+    """Return a likely value for a name; empty if the name suggests none."""
     words = [word for word in name.lower().split("_") if word in _BY_WORD]
     return _defaults(code).get(name, _BY_WORD[words[-1]] if words else "")
 
@@ -67,11 +67,11 @@ def _defaults(code: Callable[..., Any] | None) -> dict[str, str]:
 
 
 class FormError(UsageError):
-    """Raised for code that does not fit its selected form; another may fit."""
+    """Raised for code that does not fit its selected form, but may fit a different one."""
 
 
 class UnknownArgumentsError(FormError):
-    """Arguments that nothing is known of; `values` are those to try, by name."""
+    """Raised for arguments of unknown meaning; `values` are values to try, by name."""
 
     def __init__(self, message: str, values: dict[str, list[str]]) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class NotKnownError(UsageError, AttributeError):
 
 
 class NotGiven:
-    """A missing value: every use of it raises UsageError. `stand_in` creates one."""
+    """A missing value: every use raises UsageError. `stand_in` creates one."""
 
     def __init__(self, sentence: str) -> None:
         object.__setattr__(self, "_sentence", sentence)
@@ -124,7 +124,7 @@ def stand_in(name: str, sentence: str) -> NotGiven:
 
 
 def explain(error: TypeError) -> None:
-    """Raise UsageError if a function rejected a stand-in, which its message names by the class."""
+    """Raise UsageError if a function rejected a stand-in, recognized by its class in the error."""
     for kind, sentence in _made.items():
         if kind in str(error):
             raise UsageError(sentence) from error

@@ -58,7 +58,7 @@ _OFTEN = 2  # lines kept per feature
 
 
 def uses_of(sources: Sequence[Source]) -> tuple[UsedFeature, ...]:
-    """Return the features that these sources use, each line once."""
+    """Return the features that these sources use; each line appears once."""
     nodes = [(source, node) for source in sources for node in source.nodes]
     look = _Look(nodes)
     found: dict[tuple[str, int], list[UsedFeature]] = {}
@@ -77,8 +77,8 @@ def names_collectives(sources: Sequence[Source]) -> bool:
 
 
 def marker_attributes(sources: Sequence[Source]) -> tuple[str, ...]:
-    """Return the attributes that these sources look up and that no torch parameter or module has: a
-    training script sets them to mark the parameters that the code handles.
+    """Return the attributes that these sources look up and that no parameter or module of torch
+    has. A training script sets them to mark the parameters that the code handles.
     """
     calls = (node for source in sources for node in source.nodes if isinstance(node, ast.Call))
     names = (

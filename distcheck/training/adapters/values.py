@@ -2,11 +2,11 @@
 code requires, or plain values.
 
 An argument gets an object only if the code identifies its class: by the annotation, or by
-attributes that one class of its module has. Plain values are hypotheses, which `hypotheses` tries.
-The world size is tried only for a name that can be a number of ranks and that no documentation
-describes otherwise: code that forgets to divide would pass if its loss scale happened to be the
-world size. No other number is tried for it: with 1, code that divides by twice its argument would
-pass in a world of 2.
+attributes that only one class of the code's module has. Plain values are hypotheses, which
+`hypotheses` tries. The world size is tried only for a name that can mean a number of ranks, unless
+documentation describes it differently. Otherwise, code that forgets to divide would pass if its
+loss scale happened to be the world size. No other number is tried for it: with 1, code that divides
+by twice its argument would pass in a world of 2.
 """
 
 import inspect
@@ -32,8 +32,8 @@ _NO_DIVISORS = re.compile(
 
 
 def class_for(parameter: inspect.Parameter, function: Callable[..., Any]) -> type | None:
-    """Return the class of the author's of which an argument is to be an object: by its annotation,
-    or the only one of the module that has every attribute which the function reads of it.
+    """Return the author's class from which an argument is to be created: the class in its
+    annotation, or the only class of the module that has every attribute which the function reads.
     """
     source = Source(function)
     words = re.findall(r"[A-Za-z_]\w*", annotation(parameter))
@@ -61,7 +61,9 @@ def _members(kind: type) -> set[str]:
 
 
 def argument_for_class(kind: type) -> str:
-    """Return the value of `--arg` that makes an object of a class; empty if it has no file."""
+    """Return the value of `--arg` that creates an object of a class; empty if the class has no
+    file.
+    """
     try:
         file = inspect.getsourcefile(kind) or ""
     except TypeError:
@@ -71,7 +73,7 @@ def argument_for_class(kind: type) -> str:
 
 
 def candidates(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[str]:
-    """Return the values to try for an argument, as `--arg` takes them."""
+    """Return the values to try for an argument, in the format of `--arg`."""
     text, name = annotation(parameter), parameter.name
     divides = ["@world_size"] if _may_divide(name, function) else []
     first = [value] if (value := suggested_value(name, function)) else []

@@ -1,12 +1,13 @@
 """The table of forms: how user code that synchronizes gradients is written, and how each is called.
 
-A row states when the code is called, and its subject; `../called.py` executes it. A row with
-neither has a file here by its name (`comm_hook.py` for `comm-hook`), with
+A row states when the code is called and what its subject is: the model, gradients or a tensor.
+`../called.py` executes it. A row without both is implemented in a file of the same name here
+(`comm_hook.py` for `comm-hook`), with
 
- fits(target) -> bool   whether this code has the form, from its signature and its source
+ fits(target) -> bool   True if the code has the form, judged by its signature and source
  adapt(target, scene) -> LoadedStrategy
 
-Code has the first form that fits, in the order of the rows. No torch here, so that a misspelled
+The first form that fits, in row order, is selected. Does not import torch, so that a misspelled
 `--as` fails before torch is imported.
 """
 
@@ -36,8 +37,9 @@ Subject = Literal["model", "parameters", "gradients", "each gradient", "flat gra
 class Form:
     """One form of user code; `name` is its `--as`.
 
-    `lacks` ends the error message for code that cannot be called in this form, and `note` is added
-    to the report. `trains` is the workload for code that is itself trained.
+    lacks   end of the error message for code that cannot be called in this form
+    note    sentence that is added to the report
+    trains  the workload that trains code which is itself the model or the loss
     """
 
     name: str
@@ -56,7 +58,7 @@ class Form:
 
     @property
     def own(self) -> Any:
-        """The file of a form with its own behavior."""
+        """The module of a form with special behavior."""
         return importlib.import_module(f"{__name__}.{self.file or self.name.replace('-', '_')}")
 
     def fits(self, target: Target) -> bool:
@@ -67,7 +69,9 @@ class Form:
 
 
 def is_context_function(value: Any) -> bool:
-    """Return True if calling it returns a context manager, by `contextlib.contextmanager`."""
+    """Return True if `contextlib.contextmanager` created the function, so that a call returns a
+    context.
+    """
     inner = getattr(unwrapped(value), "__wrapped__", None)
     return inspect.isgeneratorfunction(inner)
 
@@ -297,7 +301,7 @@ def form_names() -> list[str]:
 
 
 def form_of(name: str) -> Form:
-    """Return a form by its name. Raises UsageError for an unknown one."""
+    """Return a form by its name. Raises UsageError for an unknown name."""
     for form in FORMS:
         if form.name == name:
             return form
@@ -310,5 +314,5 @@ def trained_with(form: str | None) -> str:
 
 
 def choose_form(target: Target) -> Form | None:
-    """Return the form that the code has; None if none fits."""
+    """Return the first form that fits the code; None if no form fits."""
     return next((form for form in FORMS if form.fits(target)), None)

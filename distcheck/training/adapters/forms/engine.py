@@ -1,9 +1,9 @@
 """A function of model and optimizer that returns an engine: DeepSpeed, Accelerate, Fabric, ...
 
-The loop trains a module and steps an optimizer, so the engine is presented as both. An engine that
-keeps parameters, gradients or state outside the model provides them through `full_parameters()`,
-`full_gradients()` and `full_state()`, or DeepSpeed's own functions. A missing or None value is not
-recorded, and an unrecorded value cannot pass.
+The loop trains a module and steps an optimizer, so the engine takes the place of both. An engine
+that keeps parameters, gradients or state outside the model provides them through
+`full_parameters()`, `full_gradients()` and `full_state()`, or DeepSpeed's functions. A missing or
+None value is not recorded, and an unrecorded value cannot pass.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def _parameter_names(target: Target) -> list[str]:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that calls it once, before the first step. Raises UsageError."""
+    """Return a strategy that calls the function once, before the first step. Raises UsageError."""
     taken = _parameter_names(target)
     if len(taken) != 2 or not callable(target.value):
         raise refusal(
@@ -119,12 +119,12 @@ class Engine:
 
     @property
     def optimizer(self) -> Any:
-        """The engine's own optimizer, if exposed; else the one passed to it."""
+        """The optimizer that the engine exposes, or else the optimizer passed to it."""
         shown = getattr(self.engine, "optimizer", None)
         return self.built if shown is None else shown
 
     def clip(self, max_norm: float) -> None:
-        """Clip by the engine's own `clip(max_norm)`, or by torch's clip_grad_norm_."""
+        """Clip by the engine's `clip(max_norm)`, or else by torch's clip_grad_norm_."""
         clip = getattr(self.engine, "clip", None)
         if callable(clip):
             clip(max_norm)
@@ -132,13 +132,13 @@ class Engine:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def zero_grad(self) -> None:
-        """Clear gradients by the engine's own method, if it has one."""
+        """Clear gradients by the engine's method, if it has one."""
         zero_grad = getattr(self.engine, "zero_grad", None) or self.optimizer.zero_grad
         zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter the engine's own context without gradient synchronization, if it has one."""
+        """Enter the engine's context without gradient synchronization, if it has one."""
         no_sync = getattr(self.engine, "no_sync", None)
         with no_sync() if callable(no_sync) else contextlib.nullcontext():
             yield
@@ -163,7 +163,7 @@ class Engine:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """The optimizer that the loop steps: its methods call the engine."""
+    """The optimizer that the loop steps. Its methods call the engine."""
 
     def __init__(self, engine: Engine) -> None:
         inner = innermost(engine.optimizer)

@@ -1,15 +1,15 @@
-"""A loss that communicates itself: it takes features and returns one number over all ranks'
-samples. Or a metric: an object with `update` and `compute`.
+"""A loss that communicates: it takes features and returns one number over all ranks' samples. Or a
+metric: an object with `update` and `compute`.
 
 Such code gathers features, labels or sums over the ranks, so that a step equals that of one process
 with all samples. It is trained on a table of features (`workloads/features.py`), and distcheck
-averages gradients as DistributedDataParallel does: of the features, and of the loss's own weights.
-The reference passes all samples to the same loss, in a group of one rank.
+averages gradients as DistributedDataParallel does: those of the features, and those of the loss's
+weights. The reference passes all samples to the same loss, in a group of one rank.
 
-The loss's arguments follow from its parameters: labels by their name, and one view of the samples
-for each other parameter without a default.
+The arguments follow from the parameters of the loss: labels by their name, and one view of the
+samples for each remaining parameter without a default.
 
-Each rank updates a metric with its own samples, in chunks of different sizes, and computes. Every
+Each rank updates a metric with its samples, in chunks of different sizes, and computes. Every
 rank's result must equal that of one process with all samples. A metric is cleared by its `reset`
 before each step if it has one, and recreated otherwise.
 """
@@ -35,7 +35,7 @@ _OF_A_MATRIX = {"transpose", "t", "T", "mT", "mm", "matmul", "norm"}
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that averages every gradient over the ranks after backward; a metric has
+    """Return a strategy that averages every gradient over the ranks after backward. A metric has
     communicated before.
     """
     of_metric = target.adaptation.form == "metric"
@@ -80,7 +80,7 @@ def _average(model: nn.Module) -> None:
 
 
 class Made:
-    """The code's object, and the arguments of its method: "labels", or "features" for a view.
+    """The user's object, and the arguments of its method: "labels", or "features" for a view.
 
     `make` returns a new object of a class or of a function without arguments, a copy of an object,
     or a function of samples itself. Raises UsageError.

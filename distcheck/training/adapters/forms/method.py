@@ -1,4 +1,4 @@
-"""A method of an agent or a model: called on a stand-in with the attributes that it reads."""
+"""A method of an agent or a model, called on a stand-in with the attributes that it reads."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,13 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
-    """Return True for a method that was reached through its class."""
+    """Return True for a method that the user selected through its class."""
     return target.is_unbound
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that calls it after every backward, on an object whose constructor did not
-    run or, if necessary, on a constructed one. Raises UsageError.
+    """Return a strategy that calls the method after every backward, on an object whose constructor
+    did not run or, if necessary, on a constructed object. Raises UsageError.
     """
     if target.owner is None or not target.is_unbound:
         raise refusal(target, f"strategy {target.spec!r} is not a method of a class")

@@ -1,4 +1,4 @@
-"""A class (or function) around the optimizer, which synchronizes inside its step()."""
+"""A class (or function) around the optimizer, whose step() synchronizes gradients."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ from distcheck.training.optimizers import OptimizerProxy
 
 
 def fits(target: Target) -> bool:
-    """Return True for a class that is or takes an optimizer, or a function that wraps one, such as
-    `DistributedOptimizer(optimizer, ...)` in many libraries.
+    """Return True for a class that takes an optimizer or is one, and for a function that wraps one,
+    such as `DistributedOptimizer(optimizer, ...)` in many libraries.
     """
     first = target.required[:1]
     if target.is_function and any(_changes_step(target, p.name) for p in target.parameters):
@@ -37,7 +37,7 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that wraps the workload's optimizer. Gradients are final where the inner
+    """Return a strategy that wraps the workload's optimizer. Gradients are final when the inner
     optimizer, or the torch class that it is derived from, begins its step. Raises UsageError.
     """
     supplied = optimizer_name(target)
@@ -85,8 +85,8 @@ def _changes_step(target: Target, name: str) -> bool:
 
 
 def optimizer_name(target: Target) -> list[str]:
-    """Return the parameter that takes the optimizer: by its name or annotation, else the first
-    required one of unknown meaning; empty if there is none.
+    """Return the parameter that takes the optimizer, by its name or annotation, or else the first
+    required parameter of unknown meaning. Empty if there is none.
     """
     taken = named_parameters(target.value)
     changed = [p for p in taken if _changes_step(target, p.name)]
@@ -113,7 +113,7 @@ class _OfBoth(dict[str, Any]):
 
 
 class WrappedOptimizer(OptimizerProxy):
-    """A user's optimizer around torch's own, `optim`; the loop sees both."""
+    """A user's optimizer around torch's optimizer `optim`; the loop uses both."""
 
     def __init__(
         self, made: Any, inner: torch.optim.Optimizer, scene: Scene, *, has_groups: bool = True
@@ -124,9 +124,9 @@ class WrappedOptimizer(OptimizerProxy):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for a scheduler: the wrapper's; or, if these are missing or have none of
-        the settings, torch's own, whose settings are then also written to the wrapper's groups,
-        which may copy them in a step.
+        """Parameter groups for a scheduler: those of the wrapper. If these are missing or have none
+        of the settings, return torch's groups, and also write their settings to the wrapper's
+        groups, which may copy them in a step.
         """
         inner: list[dict[str, Any]] = self.optim.param_groups
         made: list[dict[str, Any]] = getattr(self._made, "param_groups", inner)

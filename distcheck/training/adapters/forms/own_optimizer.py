@@ -1,17 +1,17 @@
-"""An optimizer class whose step() synchronizes gradients, and then updates by itself.
+"""An optimizer class whose step() synchronizes gradients, and then updates the parameters.
 
-If it is derived from one of torch's optimizers and its step() ends in that one's, gradients are
-final where the base step begins. If the workload trains with that base class, its step is the
-update. Otherwise the step ends there, and the workload's own optimizer updates with those
-gradients. If the optimizer state is sharded, each rank has the gradients of its own parameters
-only, and step() distributes the updated ones: the workload's optimizer then steps inside, in place
-of the base step.
+If it is derived from one of torch's optimizers and its step() ends in the base step, gradients are
+final when the base step begins. If the workload trains with that base class, the base step is the
+update. Otherwise the base step is skipped, and the workload's optimizer updates with these
+gradients. If the optimizer state is sharded, each rank has only the gradients of its parameters,
+and step() distributes the updated ones: the workload's optimizer then steps in place of the base
+step.
 
-If its step() never calls the base step, as a copy of it, the gradients are those that remain after
-it, and its change of the parameters is the update, or is undone in the same way.
+If step() never calls the base step, because it is a copy of it, the gradients are those that remain
+after it, and its change of the parameters is the update, or is undone in the same way.
 
-An update of its own must be plain SGD: gradients are then derived from the values that it writes
-into zero parameters, as in `steps_inside`.
+A custom update must be plain SGD: gradients are then derived from the values that it writes into
+zero parameters, as in `steps_inside`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from distcheck.training.optimizers import OptimizerProxy
 
 
 def fits(target: Target) -> bool:
-    """Return True for an optimizer class that takes parameters, and has its own step()."""
+    """Return True for an optimizer class that takes parameters, and defines step()."""
     if not target.is_class or not issubclass(target.value, torch.optim.Optimizer):
         return False
     return not target.value.__module__.startswith("torch.optim") and bool(
@@ -43,8 +43,8 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedStrategy:
-    """Return a strategy that constructs it from the workload's parameters and calls its step() in
-    place of the optimizer's. Raises UsageError.
+    """Return a strategy that constructs the class from the workload's parameters, and calls its
+    step() in place of the optimizer's. Raises UsageError.
     """
     if not fits(target):
         raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
@@ -68,8 +68,8 @@ def _torch_base(made: type) -> type[torch.optim.Optimizer] | None:
 
 
 class WatchedOptimizer(OptimizerProxy):
-    """Stand-in that the loop sees for an optimizer: its groups and state, and the start of the step
-    of torch's class, which `instead` replaces if given.
+    """Stand-in for an optimizer in the loop. It has the optimizer's groups and state, and reports
+    the start of the step of torch's class. `instead` replaces that step, if given.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class WatchedOptimizer(OptimizerProxy):
         self._made.zero_grad()
 
     def before_update(self, begins: Callable[..., Any]) -> Any:
-        """Register `begins`, called once gradients are final; return a handle with `remove()`."""
+        """Register `begins`, to be called once gradients are final; return a handle with
+        `remove()`.
+        """
         self._begun = [begins]
         return self
 

@@ -1,4 +1,4 @@
-"""A wrapper class that shards the parameters of the module: hand-written FSDP."""
+"""A wrapper class that shards the parameters of a module: hand-written FSDP."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from distcheck.training.loaded import LoadedStrategy
 
 
 def fits(target: Target) -> bool:
-    """Return True for a wrapper that mentions shards, in a module that gathers."""
+    """Return True for a wrapper that mentions shards, in a Python module that gathers."""
     made = target.owner if target.is_unbound else target.value
     if made is None or not wrapper.fits(target):
         return False
@@ -27,9 +27,9 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that trains it in place of the module. The recorded model is a separate
-    copy, into which unsharded parameters, gradients and optimizer state are written. Raises
-    UsageError.
+    """Return a strategy that trains the wrapper in place of the module. The recorded model is a
+    separate copy, into which unsharded parameters, gradients and optimizer state are written.
+    Raises UsageError.
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
     kept: list[ShardedParameters] = []

@@ -1,5 +1,5 @@
-"""A class that shards the optimizer state (ZeRO-1): it takes parameters and an optimizer class,
-wraps an optimizer, or is derived from torch's. The latter two synchronize gradients themselves.
+"""A class that shards the optimizer state (ZeRO-1). It takes parameters and an optimizer class,
+wraps an optimizer, or is derived from torch's. In the last two cases it synchronizes gradients.
 """
 
 import functools
@@ -40,9 +40,9 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that constructs it with the workload's optimizer class and settings. If the
-    class leaves averaging to its caller, distcheck all-reduces the gradients before its step.
-    Raises UsageError.
+    """Return a strategy that constructs the class with the workload's optimizer class and settings.
+    If the class leaves averaging to its caller, distcheck all-reduces the gradients before its
+    step. Raises UsageError.
     """
     name = _class_name(target) if target.is_class else ""
     is_around = not name and not own_optimizer.fits(target) and target.is_class

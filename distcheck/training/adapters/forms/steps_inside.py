@@ -1,4 +1,4 @@
-"""A function that writes its own plain SGD step into the parameters after it has synchronized.
+"""A function that writes a plain SGD step into the parameters after it has synchronized.
 
 Gradients are derived from its update: (before - after) / lr. With parameters of ordinary size, the
 subtraction loses most of a gradient's digits: `after` is rounded to u |after|, which is u |after| /
@@ -12,7 +12,7 @@ receives a plain SGD optimizer with that rate (`--as steps-inside`).
 
 The method is valid for updates that add a multiple of this step's gradient to a parameter, whatever
 its value. After the last step the code is called once more with the current parameters and zero
-gradients: code that then moves them uses weight decay or momentum, and is refused.
+gradients. If it then changes them, it uses weight decay or momentum, and is rejected.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ RATE = 32.0
 
 
 class ZeroGradientError(ArithmeticError):
-    """Raised for code that divides zero by zero if a gradient is zero."""
+    """Raised if the code divides zero by zero, because a gradient is zero."""
 
 
 def fits(target: Target) -> bool:
@@ -45,8 +45,8 @@ def fits(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that calls it after backward on zero parameters; the optimizer step is the
-    workload's own. Raises UsageError.
+    """Return a strategy that calls the function after backward on zero parameters. The workload's
+    optimizer takes the step. Raises UsageError.
     """
     if target.is_class or target.is_unbound or not target.first:
         raise refusal(

@@ -1,4 +1,4 @@
-"""An object with distcheck's own methods: wrap, optimizer, backward, scale_loss, sync, close."""
+"""An object with distcheck's methods: wrap, optimizer, backward, scale_loss, sync, close."""
 
 import inspect
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def _has_methods(target: Target) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return the object's methods; supported signatures of scale_loss and sync are adapted."""
+    """Return the object's methods. Different signatures of scale_loss and sync are adapted."""
     if not _has_methods(target):
         raise refusal(
             target, f"strategy {target.spec!r} has none of wrap, backward, sync and scale_loss"

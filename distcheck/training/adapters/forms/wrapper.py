@@ -1,7 +1,7 @@
 """A class (or function) that takes the module, and is trained in its place or next to it.
 
 With `--as autograd`, parameters or activations pass through a function whose backward averages over
-the ranks. No hook can observe the local gradients, so these are not compared.
+the ranks. No hook can observe the local gradients, so they are not compared.
 """
 
 import inspect
@@ -36,7 +36,9 @@ _BY_HOOKS = "created once before training: it registers hooks; nothing is called
 
 
 def fits(target: Target) -> bool:
-    """Return True for a class whose constructor takes a module or parameters, or its method."""
+    """Return True for a class whose constructor takes a module or parameters, and for a method of
+    it.
+    """
     made = target.owner if target.is_unbound else target.value if target.is_class else None
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
@@ -55,7 +57,7 @@ def _is_there(meaning: str) -> bool:
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that constructs it in place of DDP and calls its methods."""
+    """Return a strategy that constructs the wrapper in place of DDP and calls its methods."""
     loaded = adapt_wrapper(target, scene, in_pieces=False)
     if target.adaptation.form != "autograd":
         return loaded
@@ -64,8 +66,8 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
 
 def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStrategy:
-    """Return the strategy of `adapt`. With `in_pieces`, the wrapper may hold other parameters than
-    the module's. Several objects may be constructed: methods are called on the last.
+    """Return the strategy of `adapt`. With `in_pieces`, the wrapper may hold parameters that are
+    not the module's. If several objects are constructed, methods are called on the last.
     """
     build: Callable[..., Any] = target.owner if target.is_unbound else target.value  # type: ignore[assignment]
     supplied = _module_name(build)
@@ -166,9 +168,9 @@ def _method_names(build: Callable[..., Any]) -> str:
 
 
 def first_phases(target: Target) -> tuple[str, str]:
-    """Return the methods to call after backward and before every step: those set by options, else
-    those with common names; after backward also the only method of an object that is not trained
-    itself. Empty if there is none.
+    """Return the methods to call after backward and before every step: those set by options, or
+    else those with common names. After backward, also the only method of an object that is not
+    itself the trained module. Empty if there is none.
     """
     said = target.adaptation
     build: Any = target.owner if target.is_unbound else target.value
@@ -200,7 +202,7 @@ def _check_method(
 
 
 def is_known(method: Callable[..., Any]) -> bool:
-    """Return True if all required arguments other than its object can be filled in."""
+    """Return True if all required arguments, except the object itself, can be filled in."""
     return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
 
 
@@ -243,7 +245,9 @@ def _refuse_other_parameters(
 
 
 class ModuleAroundWrapper(nn.Module):
-    """Module around a wrapper that is not one: its forward, and its or the model's parameters."""
+    """A module for a wrapper that is not a module. It has the forward of the wrapper, and the
+    parameters of the wrapper or of the model.
+    """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], made: Any) -> None:
         super().__init__()
