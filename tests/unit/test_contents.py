@@ -223,7 +223,7 @@ def test_the_page_on_what_equal_means_names_each_of_them() -> None:
         "tied": "that two modules share", "sparse": "sparse gradients",
         "not_contiguous": "a different memory layout", "views": "views that share one storage",
         "frozen": "frozen parameters", "several_dtypes": "several dtypes", "buffers": "buffers",
-        "integer_buffers": "buffers", "batch_norm": "of another kind",
+        "integer_buffers": "buffers", "batch_norm": "of a different kind",
         "random_numbers": "random numbers", "unequal_shards": "uneven shards",
         "accumulation": "accumulation", "clipping": "clipping", "loss_scaling": "loss scaling",
         "resume": "a resumed run", "late_ranks": "arrival orders",
