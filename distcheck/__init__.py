@@ -11,9 +11,10 @@ Importing this package imports no torch; the work is done in separate processes.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Report", "Step", "VerdictError", "__version__", "guard", "strategy", "verify"]
+__all__ = ["Report", "Step", "VerdictError", "__version__", "guard", "scores", "strategy", "verify"]
 
 if TYPE_CHECKING:
+    from distcheck.compare.scoring import scores
     from distcheck.contract import Step, strategy
     from distcheck.errors import VerdictError
     from distcheck.job.guard import guard
@@ -25,6 +26,7 @@ _HOMES = {
     "Step": "distcheck.contract",
     "VerdictError": "distcheck.errors",
     "guard": "distcheck.job.guard",
+    "scores": "distcheck.compare.scoring",
     "strategy": "distcheck.contract",
     "verify": "distcheck.testing.verifying",
 }

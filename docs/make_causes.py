@@ -72,6 +72,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: of_families("gradients"),
     "layouts": lambda: of_families("layouts"),
     "updates and runs": lambda: of_families("updates", "state", "runs"),
+    "scores": lambda: of_families("scores"),
     "jobs": of_jobs,
     "symptoms": of_symptoms,
     "named by job": lambda: named_by("job"),

@@ -65,11 +65,14 @@ def compare_command(
     files: Mapping[str, str],
     trusted: bool,
     quiet: bool,
+    scores: bool = False,
 ) -> int:
     """Compare two runs, print the result and write files; return the exit code."""
     check_outputs(files)
     origin = origin_here()
-    if _is_job(then) or (now is not None and _is_job(now)):
+    if scores:
+        comparison, known = _compare_scores(then, now, bits=bits)
+    elif _is_job(then) or (now is not None and _is_job(now)):
         comparison, known = _compare_jobs(then, now, bits=bits)
     else:
         comparison, known = _compare_runs(then, now, bits=bits, trusted=trusted, quiet=quiet)
@@ -78,7 +81,14 @@ def compare_command(
         render(comparison, console_for(), quiet=quiet)
     if "json" in files:
         write_text(files["json"], render_json(comparison))
-    words = ["distcheck", "compare", then, *([now] if now else []), *(["--bits"] * bits)]
+    words = [
+        "distcheck",
+        "compare",
+        then,
+        *([now] if now else []),
+        *(["--bits"] * bits),
+        *(["--scores"] * scores),
+    ]
     if "html" in files:
         write_text(
             files["html"], render_page(comparison, command=shlex.join(words)), option="--html"
@@ -107,6 +117,15 @@ def _compare_jobs(then: str, now: str | None, *, bits: bool) -> Compared:
     from distcheck.compare.jobs import compare_jobs  # imports torch
 
     compared, known = compare_jobs(Path(then), Path(now), bits=bits)
+    return RunsComparison(then=then, now=now, cases=(compared,)), {compared.id: known}
+
+
+def _compare_scores(then: str, now: str | None, *, bits: bool) -> Compared:
+    if now is None:
+        raise UsageError("compare --scores needs two files: distcheck compare A B --scores")
+    from distcheck.compare.scores import compare_scores  # imports torch
+
+    compared, known = compare_scores(Path(then), Path(now), bits=bits)
     return RunsComparison(then=then, now=now, cases=(compared,)), {compared.id: known}
 
 
@@ -190,7 +209,7 @@ def saved_run(folder: Path) -> SavedRun:
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; pass a folder that distcheck record, verify --save or "
-            "job --save wrote"
+            "job --save wrote, or --scores for two files of distcheck.scores"
         )
     found = {trace.saved.case.id: trace for trace in saved_traces(folder)}
     said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}

@@ -25,9 +25,47 @@ COMPARE = Job(
 )
 
 
+class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A scored token: its sequence and position from 0, its id, its log-probability in both files
+    and its noise floor, in nats.
+    """
+
+    sequence: int
+    position: int
+    token: int
+    then: float
+    now: float
+    noise_floor: float
+
+
+class ScoresComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of two files of log-probabilities, in nats.
+
+    mean, signed_mean  mean of the distances, and of the differences
+    noise_floor        its mean; None: not measured
+    beyond             number of tokens beyond their bound
+    first, worst       the first of them, and tokens with the largest multiples of their noise floor
+    not_detected       mistakes that a pass would not have detected
+    by_position, by_sequence  mean distance and noise floor of each
+    """
+
+    tokens: int
+    sequences: int
+    mean: float
+    signed_mean: float
+    noise_floor: float | None
+    beyond: int
+    first: ScoredToken | None
+    worst: tuple[ScoredToken, ...]
+    not_detected: tuple[str, ...]
+    by_position: tuple[tuple[float | None, float | None], ...]
+    by_sequence: tuple[tuple[float | None, float | None], ...]
+
+
 class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict over one case. For two jobs, it also has the first module that differs and a text
-    on the first operator that differs.
+    on the first operator that differs. For two files of log-probabilities, it has `scores`
+    instead of `found`.
     """
 
     id: str
@@ -39,6 +77,7 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
     diagnosis: tuple[Diagnosis, ...] = ()
     modules: ByModule | None = None
     op: str = ""
+    scores: ScoresComparison | None = None
 
 
 class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 report with one check per case, `compare`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from distcheck import __version__
-from distcheck.compare.records import CaseComparison, RunsComparison
+from distcheck.compare.records import (
+    CaseComparison,
+    RunsComparison,
+    ScoredToken,
+    ScoresComparison,
+)
 from distcheck.errors.shown_text import displayable
 from distcheck.recordings.differing import TraceComparison
 from distcheck.records import (
@@ -25,6 +31,7 @@ from distcheck.records import (
 )
 from distcheck.reports.html_report import page, tree
 from distcheck.reports.json_report import as_document
+from distcheck.reports.pictures import Picture, Table, curves
 from distcheck.reports.wording import describe_place, sentence_on_modules, show
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
@@ -62,6 +69,8 @@ def headline(comparison: RunsComparison) -> str:
     of = f"{len(compared)} of {len(cases)} cases compared" if len(compared) < len(cases) else ""
     if not compared:
         return "nothing was compared"
+    if cases[0].scores is not None:
+        return _describe_scores(cases[0], cases[0].scores)
     if len(cases) == 1 and cases[0].found.noise_floor:
         return ": ".join(filter(None, [said, _describe_job_difference(cases[0])]))
     if changed:
@@ -96,6 +105,70 @@ def _describe_job_difference(case: CaseComparison) -> str:
     return f"the jobs diverge at {where}"
 
 
+def _describe_scores(case: CaseComparison, scores: ScoresComparison) -> str:
+    """Describe the mean difference of log-probabilities, and if it is rounding."""
+    floor = scores.noise_floor
+    text = f"mean difference {scores.mean:.2g} nats"
+    if not floor:
+        return f"{text}, without a noise floor"
+    where = "" if scores.first is None else f", first at {_place(scores.first)}"
+    kind = {"pass": "rounding", "fail": f"not rounding{where}", "unknown": f"not decided{where}"}
+    return f"{text}, {scores.mean / floor:.2g}x the noise floor: {kind[case.verdict]}"
+
+
+def _place(token: ScoredToken) -> str:
+    return f"sequence {token.sequence}, position {token.position}"
+
+
+def _of_scores(case: CaseComparison, scores: ScoresComparison) -> list[tuple[str, str]]:
+    """Return the lines on two files of log-probabilities."""
+    size = f"{scores.tokens:,} tokens of {scores.sequences:,} sequences; {scores.beyond:,} beyond"
+    floor = f", mean noise floor {scores.noise_floor:.2g}" if scores.noise_floor else ""
+    lines = [("tokens", f"{size}; mean signed difference {scores.signed_mean:.2g} nats{floor}")]
+    if scores.first is not None:
+        lines.append(("first", _describe_token(scores.first)))
+    if case.verdict == "pass":
+        said = "; ".join(scores.not_detected)
+        return [*lines, ("limits", f"not detected by this pass: {said}")] if said else lines
+    worst = zip(("worst", "", ""), scores.worst, strict=False)
+    return lines + [(label, _describe_token(token)) for label, token in worst]
+
+
+def _describe_token(token: ScoredToken) -> str:
+    was, now = (f"{v:.9g}" for v in (token.then, token.now))
+    said = f"{_place(token)}, token {token.token}: was {was}, is {now}, a difference of"
+    return f"{said} {token.now - token.then:.2g}, noise floor {token.noise_floor:.2g}"
+
+
+def _pictures_of_scores(scores: ScoresComparison) -> list[Picture]:
+    """Draw the distance and the noise floor over position and over sequence, as logarithms."""
+    drawn = [
+        curves.draw(
+            f"by-{unit}",
+            "log10 of the distance in nats",
+            unit,
+            [[None if not pair[k] else math.log10(pair[k] or 1) for pair in pairs] for k in (0, 1)],
+            runs=("distance", "noise floor"),
+            shares=False,
+            first=0,
+        )
+        for unit, pairs in (("position", scores.by_position), ("sequence", scores.by_sequence))
+    ]
+    return [picture for picture in drawn if picture is not None]
+
+
+def _worst_tokens(scores: ScoresComparison) -> Table:
+    heads = ["sequence", "position", "token", "old", "new", "difference", "noise floor"]
+    rows = [
+        [
+            f"{one.sequence}", f"{one.position}", f"{one.token}", f"{one.then:.6g}",
+            f"{one.now:.6g}", f"{one.now - one.then:.3g}", f"{one.noise_floor:.3g}",
+        ]
+        for one in scores.worst
+    ]  # fmt: skip
+    return Table(heads, rows)
+
+
 def common_changes(comparison: RunsComparison) -> list[Change]:
     known = [case.changes for case in comparison.cases if case.bits != "not compared"]
     return [change for change in known[0] if all(change in own for own in known)] if known else []
@@ -103,6 +176,8 @@ def common_changes(comparison: RunsComparison) -> list[Change]:
 
 def _details(case: CaseComparison) -> list[tuple[str, str]]:
     found = case.found
+    if case.scores is not None:
+        return [*_of_scores(case, case.scores), *of_jobs(case)]
     if found.first is None:
         return []
     old, new = old_and_new(found.first)
@@ -179,7 +254,9 @@ def _row(case: CaseComparison) -> dict[str, Any]:
         "bits": case.bits,
         "reason": case.reason,
     }
-    row["lines"] = of_jobs(case)
+    row["lines"] = of_jobs(case) if case.scores is None else _details(case)
+    row["pictures"] = [] if case.scores is None else _pictures_of_scores(case.scores)
+    row["worst"] = Table((), ()) if case.scores is None else _worst_tokens(case.scores)
     found = case.modules
     row["modules"] = [] if found is None else tree(found.modules)
     row["first_module"] = "" if found is None else found.first

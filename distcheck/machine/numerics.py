@@ -62,6 +62,22 @@ def spacing(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
+def perturbed(
+    tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
+) -> torch.Tensor:
+    """Perturb every element by ±1 ULP at random, in the coarser of the two dtypes."""
+    import torch
+
+    if not tensor.is_floating_point():
+        return tensor
+    up = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.bool)
+    if of is None or spacing(of) <= spacing(tensor.dtype):
+        end = torch.where(up, float("inf"), float("-inf")).to(tensor.dtype)
+        return torch.nextafter(tensor, end)
+    ulp = torch.ldexp(torch.full_like(tensor, spacing(of)), torch.frexp(tensor).exponent - 1)
+    return torch.where(up, tensor + ulp, tensor - ulp)
+
+
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     """Return complex numbers as pairs of real ones, in a last dimension of 2."""
     import torch

@@ -14,6 +14,7 @@ _HEADINGS = {
     "state": "In state and data",
     "runs": "In runs and schedules",
     "jobs": "In whole jobs only",
+    "scores": "In log-probabilities of two engines",
 }
 _WIDTH = 80
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import msgspec
+import torch
 
 from distcheck import cli, registry
 from distcheck.compare import command as comparing
@@ -32,6 +33,7 @@ from distcheck.plan.cases import check_case
 from distcheck.plan.costs import recorded_s
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.records import OpCall, Ops
+from distcheck.recordings.scores import Scores, ScoresAbout, write_scores
 from distcheck.recordings.traces import files
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.reports import training_report
@@ -372,6 +374,25 @@ def beside(originals: Originals, folder: Path, draw: Random) -> Answer:
     return answer_of(read)
 
 
+def scored(originals: Originals, folder: Path, draw: Random) -> Answer:
+    """`distcheck compare --scores`, of files that differ by far more than their noise floor."""
+    files = [folder / f"{name}.safetensors" for name in "ab"]
+    lengths = torch.tensor([20, 12])
+    for number, file in enumerate(files):
+        columns = {
+            "logprobs": -torch.arange(1.0, 31.0) / (1 + number),
+            "floor": torch.full((30,), 1e-6),
+            "if/temperature 0.9": -torch.arange(1.0, 31.0),
+        }
+        start = torch.ones_like(lengths)
+        write_scores(Scores(file, ScoresAbout(), torch.arange(32), lengths, start, columns))
+    _damaged_in_place(draw.choice(files), draw, "bytes")
+    answer = command("compare", *files, "--scores")
+    if answer.code == 0:
+        raise BrokenError("a pass, of scores that differ")
+    return answer
+
+
 def rejudged(originals: Originals, folder: Path, draw: Random, pool: Pool) -> Answer:
     """`distcheck recheck` with its judges, of an edited about.json of a case that failed."""
     place = _copied_traces(originals, folder, number=1)
@@ -393,6 +414,7 @@ READERS: dict[str, Callable[[Originals, Path, Random], Answer]] = {
     "pack": pack, "recheck": recheck, "edited": edited, "compare": compare,
     "digested": digested, "earlier": earlier, "baseline": baseline, "recording": recording,
     "explained": explained, "beside": beside,
+    "scored": scored,
 }  # fmt: skip
 if not registry.is_installed("backend_probe"):
     del READERS["baseline"]

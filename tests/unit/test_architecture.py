@@ -165,6 +165,7 @@ def test_long_files_and_functions_are_questioned() -> None:
 MANY_PARAMETERS_FOR_A_REASON = {
     "distcheck.contract.strategy": "public: the whole contract, by name",
     "distcheck.job.guard.guard": "public",
+    "distcheck.compare.scoring.scores": "public",
     "distcheck.job.guard.guarding.__init__": "those of `guard`, checked",
     "distcheck.addons.explore.space.cases": "public: a strategy of Hypothesis for property tests",
     "distcheck.addons.backend_probe.command.command": "the options of a command",

@@ -38,7 +38,7 @@ SHOWN_IN = (
     "tests/mutants/causes.py", "tests/mutants/subtle/causes.py", "examples/jobs/planted.toml",
     "examples/jobs/resuming.toml", "examples/jobs/layouts/planted.toml",
     "tests/unit/test_gaps.py", "tests/wrong_programs/*.py", "tests/job/test_*.py",
-    "tests/launchers/test_deaths.py",
+    "tests/launchers/test_deaths.py", "tests/unit/test_scores.py",
 )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from distcheck.job.inside import state, tensors
+from distcheck.job.inside import tensors
 from distcheck.job.inside.recorder import Recorder
-from distcheck.machine import seeds
+from distcheck.machine import numerics, seeds
 
 
 class PerturbingRecorder(Recorder):
@@ -51,7 +51,7 @@ class PerturbingRecorder(Recorder):
                 seed = seeds.derive(self._settings.draw, name, self.steps_over, rank)
                 moves = torch.Generator().manual_seed(seed % (1 << 63))
                 self._unmoved[name] = own.clone()
-                own.data.copy_(state.perturbed(own.cpu(), moves, self._dtype))
+                own.data.copy_(numerics.perturbed(own.cpu(), moves, self._dtype))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         self._put_back()

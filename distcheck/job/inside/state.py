@@ -16,7 +16,7 @@ from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.rank import models_like_averages, state_digest
 from distcheck.job.inside.step_file import StepFile
 from distcheck.machine.compat import fsdp2_dtypes
-from distcheck.machine.numerics import spacing
+from distcheck.machine.numerics import perturbed, spacing
 from distcheck.recordings.jobs import records
 
 Tensors = dict[str, torch.Tensor]
@@ -60,20 +60,6 @@ def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
                 tensors.local(parameter.grad).copy_(number)
             elif not tensors.is_dtensor(parameter):
                 parameter.grad = number.to(parameter.device, parameter.dtype).clone()
-
-
-def perturbed(
-    tensor: torch.Tensor, generator: torch.Generator, of: torch.dtype | None = None
-) -> torch.Tensor:
-    """Perturb every element by ±1 ULP at random, in the coarser of the two dtypes."""
-    if not tensor.is_floating_point():
-        return tensor
-    up = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.bool)
-    if of is None or spacing(of) <= spacing(tensor.dtype):
-        end = torch.where(up, float("inf"), float("-inf")).to(tensor.dtype)
-        return torch.nextafter(tensor, end)
-    ulp = torch.ldexp(tensor.new_full((), spacing(of)), torch.frexp(tensor).exponent - 1)
-    return torch.where(up, tensor + ulp, tensor - ulp)
 
 
 def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors | None:

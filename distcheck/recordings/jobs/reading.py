@@ -279,9 +279,11 @@ def _names_of(stem: str, record: StepRecord) -> tuple[str, ...]:
     return tuple(name.removeprefix(stem) for name in record.digests if name.startswith(stem))
 
 
-def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
-    """Read a file of tensors and verify its checksum, if given. Raises UsageError if the file is
-    damaged, or larger than memory (a sparse file may be).
+def read_tensors(
+    file: Path, checksum: str = "", again: str = "run distcheck job again"
+) -> dict[str, torch.Tensor]:
+    """Read a file of tensors and verify its checksum, if given. Raises UsageError, with the advice
+    `again`, if the file is damaged, or larger than memory (a sparse file may be).
     """
     try:
         found = checksum_of(file, min(MOST_BYTES, available_bytes()))
@@ -293,7 +295,7 @@ def read_tensors(file: Path, checksum: str = "") -> dict[str, torch.Tensor]:
             raise ValueError(f"it holds {', '.join(others)}, in which no script can train")
         return tensors
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{file} is damaged: {error}; run distcheck job again") from error
+        raise UsageError(f"{file} is damaged: {error}; {again}") from error
 
 
 def read(folder: Path) -> JobRecording:

@@ -15,7 +15,7 @@ import msgspec
 
 from distcheck.records import Diagnosis
 
-FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs")
+FAMILIES = ("gradients", "layouts", "updates", "state", "runs", "jobs", "scores")
 APART = "what was recorded cannot tell this from"  # starts the list of indistinguishable causes
 NOT_EXERCISED = "not-exercised"  # only in a pass; screens print it with uncovered properties
 _USUAL = "usual"  # the default variant

@@ -22,10 +22,11 @@ Curve = Sequence[float | None]
 
 
 def draw(
-    name: str, what: str, unit: str, curves: Sequence[Curve], *, runs: Sequence[str], shares: bool
-) -> Picture | None:
+    name: str, what: str, unit: str, curves: Sequence[Curve], *, runs: Sequence[str], shares: bool,
+    first: int = 1,
+) -> Picture | None:  # fmt: skip
     """Draw the curves of `what` over `unit`, with run names at their ends; None if all are empty.
-    `shares` are shown in percent, from 0 to 100.
+    `shares` are shown in percent, from 0 to 100. Units are numbered from `first` on.
     """
     longest = max(map(len, curves), default=0)
     if not longest:
@@ -58,12 +59,12 @@ def draw(
     bottom = _TOP + _HEIGHT
     at = ticks(places, 8)
     for i in at if stretch > 1 or at.step == 1 else range(at.step - 1, places, at.step):
-        drawing.text(x(i), bottom + 14, str(i * stretch + 1), kind="faint", end="middle")
+        drawing.text(x(i), bottom + 14, str(i * stretch + first), kind="faint", end="middle")
     drawing.text(_LEFT - 6, bottom + 14, unit, kind="faint", end="end")
     title = f"{what.capitalize()} by {unit}"
     says = f"Each point is the mean of {stretch} {unit}s." if stretch > 1 else ""
     rows = [
-        [str(i * stretch + 1), *("" if i >= len(c) else figure(c[i]) for c in thinned)]
+        [str(i * stretch + first), *("" if i >= len(c) else figure(c[i]) for c in thinned)]
         for i in range(places)
     ]
     heads = [unit, *runs]
