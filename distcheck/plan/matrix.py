@@ -22,7 +22,7 @@ from distcheck.plan.costs import rough_s
 from distcheck.plan.provenance import file_digest
 from distcheck.plan.settings import SETTINGS, Request, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
-from distcheck.records import EXACT_DTYPES, Case, PlannedCase, RunPlan
+from distcheck.records import EXACT_DTYPES, Case, RunPlan
 from distcheck.records.case import digest_of_all, with_unique_ids
 from distcheck.records.run_facts import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
@@ -103,7 +103,8 @@ def plan_run(
         digest=digest_of(every, searches),
         shard=part if parts > 1 else 0,
         shards=parts,
-        cases=tuple(_to_planned_case(case, assigned[case.id]) for case in every),
+        cases=tuple(every),
+        assigned=assigned,
         searches=searches,
     )
     here = tuple(s for s in extras.searches if part_of_strategy[s.strategy] == part)
@@ -243,8 +244,3 @@ def _request_fields(
             if not request["workloads"]:
                 continue
         yield request
-
-
-def _to_planned_case(case: Case, shard: int) -> PlannedCase:
-    names = (name for name in PlannedCase.__struct_fields__ if name != "shard")
-    return PlannedCase(shard=shard, **{name: getattr(case, name) for name in names})

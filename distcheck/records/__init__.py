@@ -26,7 +26,7 @@ from distcheck.records.case import Adaptation as Adaptation
 from distcheck.records.case import Case as Case
 from distcheck.records.case import Delay as Delay
 from distcheck.records.case import LossName as LossName
-from distcheck.records.decoding import Count, Int, Steps, World
+from distcheck.records.decoding import Count, Int, Steps
 from distcheck.records.exit_status import Collective as Collective
 from distcheck.records.exit_status import Outcome as Outcome
 from distcheck.records.exit_status import RankEnd
@@ -245,30 +245,22 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.outcomes) and all(o.outcome == RankEnd.FINISHED for o in self.outcomes)
 
 
-class PlannedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell of the complete plan; `shard` is the part (1 to `RunPlan.shards`) that runs it."""
-
-    id: str
-    strategy: str
-    world: World
-    backend: str
-    device: str
-    dtype: str
-    workload: str
-    seed: int
-    shard: int = 1
-
-
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The complete plan. A report holds part `shard` of `shards`; 0 means all parts. `digest`
     covers the cases and the files that they name, and is the same in all parts of a plan.
+    `assigned` is the part (1 to `shards`) that runs each case, by its id; 1 if not listed.
     """
 
     digest: str
     shard: int
     shards: int
-    cases: tuple[PlannedCase, ...]
+    cases: tuple[Case, ...]
+    assigned: dict[str, int] = {}
     searches: tuple[PlannedSearch, ...] = ()
+
+    def holds(self, case: str) -> bool:
+        """Return True if this part runs the case with this id."""
+        return self.shard in (0, self.assigned.get(case, 1))
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from distcheck.records.decoding import Steps, World
+from distcheck.records.decoding import Count, Int, Steps, World
 from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
 
 LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
@@ -63,9 +63,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     workload: str = "cnn"
     data: str = "synthetic"
     data_dir: str | None = None
-    batch: int = 256
+    batch: Count = 256
     steps: Steps = 3
-    seed: int = 0
+    seed: Int = 0
     deadline_s: float = 30.0
     layers: tuple[str, ...] = (BITWISE, ROUNDING, IN_FLOAT32)
     rerun: bool = True

@@ -234,8 +234,9 @@ def _differences_from_plan(document: Document, plan: RunPlan) -> Iterator[str]:
         yield f"the report is part {plan.shard} of {plan.shards}"
     for name in [*(case.id for case in document.cases), *document.left_out]:
         cell = planned.get(name)
-        if plan.shard and cell is not None and cell.shard != plan.shard:
-            yield f"the report is part {plan.shard}, but has case {name!r} of part {cell.shard}"
+        if cell is not None and not plan.holds(name):
+            part = plan.assigned.get(name, 1)
+            yield f"the report is part {plan.shard}, but has case {name!r} of part {part}"
     known = {case.id for case in document.cases}
     for name in document.left_out:
         if name in known:
@@ -251,7 +252,7 @@ def _missing(document: Document) -> Iterator[str]:
         return
     there = {case.id for case in document.cases} | document.left_out.keys()
     for cell in plan.cases:
-        if plan.shard in (0, cell.shard) and cell.id not in there:
+        if plan.holds(cell.id) and cell.id not in there:
             yield f"the report passed, but case {cell.id!r} of its plan is not in it"
     searched = {one.strategy for one in document.explored}
     for search in plan.searches:

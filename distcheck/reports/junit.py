@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import msgspec
 
 from distcheck.errors.shown_text import displayable
-from distcheck.records import Origin, PlannedCase, ranks_failed
+from distcheck.records import Case, Origin, ranks_failed
 from distcheck.records.layers import check_with_layer
 from distcheck.records.run_facts import Explored
 from distcheck.reports.document import CaseEntry, Document, decoded
@@ -71,7 +71,7 @@ def _search(explored: Explored) -> ElementTree.Element:
     return element
 
 
-def _left_out(document: Document) -> list[tuple[PlannedCase, str]]:
+def _left_out(document: Document) -> list[tuple[Case, str]]:
     planned = document.plan.cases if document.plan else ()
     reasons = document.left_out
     return [(cell, reasons[cell.id]) for cell in planned if cell.id in reasons]

@@ -14,7 +14,8 @@ import msgspec
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import print_displayable
-from distcheck.records import exit_code_of_report, verdict_of
+from distcheck.records import Case, exit_code_of_report, verdict_of
+from distcheck.records.case import digest_of_all
 from distcheck.records.run_facts import Explored
 from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
 from distcheck.reports.documents import OF_A_CELL, check_document
@@ -78,6 +79,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
     of_plan = [part for part in parts if part.document.get("plan")]
     plan = _common_plan(of_plan) if of_plan else None
     planned = {entry["id"]: entry for entry in plan["cases"]} if plan else {}
+    assigned, shards = (plan.get("assigned", {}), plan["shards"]) if plan else ({}, 1)
     holders: dict[str, MatrixPart] = {}
     cases: dict[str, dict[str, Any]] = {}
     explored = _explored(plan or {}, parts)
@@ -97,7 +99,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
             holders[name], cases[name] = part, case
     left_out = {n: why for p in parts for n, why in (p.document.get("left_out") or {}).items()}
     found = [
-        cases.get(name) or _missing(entry, plan["shards"] if plan else 1, lost or {})
+        cases.get(name) or _missing(entry, assigned.get(name, 1), shards, lost or {})
         for name, entry in planned.items()
         if name in cases or name not in left_out
     ]
@@ -192,12 +194,18 @@ def _common_plan(parts: Sequence[MatrixPart]) -> dict[str, Any]:
                 f"{other['shards']} parts, {plan['digest']} in {plan['shards']}): options, files "
                 "or versions differ; merge parts of the same run"
             )
-        if other["cases"] != plan["cases"]:
+        if _cells_of(other) != _cells_of(plan):
             raise UsageError(
                 f"{part.file} and {first.file} have the same plan digest, but different cases; "
                 "use the reports as they were written"
             )
     return plan
+
+
+def _cells_of(plan: Mapping[str, Any]) -> object:
+    """Return the cases, without what may differ by machine, and the parts that run them."""
+    cases = msgspec.convert(plan["cases"], list[Case])
+    return digest_of_all(cases), [case.id for case in cases], plan.get("assigned")
 
 
 def _check_alike(
@@ -213,10 +221,12 @@ def _check_alike(
         )
 
 
-def _missing(entry: Mapping[str, Any], shards: int, lost: Mapping[int, str]) -> dict[str, Any]:
+def _missing(
+    entry: Mapping[str, Any], part: int, shards: int, lost: Mapping[int, str]
+) -> dict[str, Any]:
     """Return a placeholder for a planned case in no part, with the keys of every case."""
-    where = f" in part {entry['shard']} of {shards}" if shards > 1 else ""
-    why = f": {lost[entry['shard']]}" if entry["shard"] in lost else ""
+    where = f" in part {part} of {shards}" if shards > 1 else ""
+    why = f": {lost[part]}" if part in lost else ""
     missing = CaseEntry(
         **{name: entry[name] for name in ("id", *OF_A_CELL)},
         strategy_file="", verdict="unknown", outcomes=[], checks=[], diagnosis=[], timings_s={},

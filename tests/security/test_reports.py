@@ -119,7 +119,8 @@ def set_in_plan(**values: Any) -> Callable[[Document], None]:
 def leave_out_of_part_2(document: Document) -> None:
     """A part is silent about what the other parts hold, and cannot excuse them."""
     plan = document["plan"]
-    plan["cases"].append({**plan["cases"][0], "id": "other", "shard": 2})
+    plan["cases"].append({**plan["cases"][0], "id": "other"})
+    plan["assigned"]["other"] = 2
     plan |= {"shard": 1, "shards": 2}
     document["left_out"] = {"other": "nothing to show"}
 

@@ -13,7 +13,6 @@ from distcheck.records import (
     Diagnosis,
     Difference,
     Outcome,
-    PlannedCase,
     Report,
     RunPlan,
     VerdictName,
@@ -73,14 +72,9 @@ def document_of(
     interrupted: bool = False, left_out: dict[str, str] | None = None, digest: str = "d",
 ) -> Document:  # fmt: skip
     """The document of a run of `cases`, part `shard` of a plan that deals `plan` out in turn."""
-    planned = tuple(
-        PlannedCase(
-            id=c.case.id, strategy=c.case.strategy, world=c.case.world, backend="gloo",
-            device="cpu", dtype="float32", workload="mlp", seed=0, shard=n % shards + 1,
-        )
-        for n, c in enumerate(plan or cases)
-    )  # fmt: skip
-    whole = RunPlan(digest=digest, shard=shard, shards=shards, cases=planned)
+    planned = tuple(c.case for c in plan or cases)
+    assigned = {case.id: n % shards + 1 for n, case in enumerate(planned)}
+    whole = RunPlan(digest=digest, shard=shard, shards=shards, cases=planned, assigned=assigned)
     report = Report(
         environment={"torch": "2.13.0"}, cases=cases, plan=whole, interrupted=interrupted,
         left_out=left_out or {},

@@ -129,16 +129,15 @@ def run_on(
 def _make_tasks(planned: Planned, parts: int) -> list[MatrixTask]:
     typed = shlex.split(command_line())[2:]
     words = words_without(typed, _OF_THE_FRONT, flags=_FLAGS)
-    own = {case.id: case for case in planned.every}
     found: dict[int, MatrixTask] = {}
-    for one in planned.whole.cases:
-        case = own[one.id]
-        known = found.get(one.shard)
+    for case in planned.whole.cases:
+        part = planned.whole.assigned.get(case.id, 1)
+        known = found.get(part)
         ranks = max(case.world, known.ranks if known else 0)
-        found[one.shard] = MatrixTask(
-            number=one.shard,
+        found[part] = MatrixTask(
+            number=part,
             name=f"{case.strategy}, {case.world} ranks",
-            words=(*words, *(("--shard", f"{one.shard}/{parts}") if parts > 1 else ())),
+            words=(*words, *(("--shard", f"{part}/{parts}") if parts > 1 else ())),
             ranks=ranks,
             gpus=ranks if case.device == "cuda" else 0,
         )

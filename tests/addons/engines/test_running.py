@@ -15,7 +15,7 @@ from distcheck.addons.engines import on_ray, on_slurm
 from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_on
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.matrix import Planned
-from distcheck.records import PlannedCase, RunPlan
+from distcheck.records import RunPlan
 from tests.unit.gate_documents import FAILED, PASSED, case_report, document_of
 
 REPORTS = (PASSED, FAILED, case_report("fsdp", "pass", world=4))
@@ -43,15 +43,11 @@ class Made:
 
 def plan(part: str | None) -> Planned:
     cases = [report.case for report in REPORTS]
-    planned = tuple(
-        PlannedCase(
-            id=case.id, strategy=case.strategy, world=case.world, backend="gloo", device="cpu",
-            dtype="float32", workload="mlp", seed=0, shard=n,
-        )
-        for n, case in enumerate(cases, start=1)
-    )  # fmt: skip
     shards = len(cases) if part else 1
-    whole = RunPlan(digest="d", shard=1 if part else 0, shards=shards, cases=planned)
+    whole = RunPlan(
+        digest="d", shard=1 if part else 0, shards=shards, cases=tuple(cases),
+        assigned={case.id: n for n, case in enumerate(cases, start=1)},
+    )  # fmt: skip
     return Planned(cases=cases[:1], every=cases, whole=whole, file="")
 
 
