@@ -61,8 +61,8 @@ def judge_trace(
     freed before the next step.
     """
     references = References(ingredients, job.contract, trace)
-    evidence = evidence_of(job, ingredients, references, rerun)
-    runs = [CheckRun(*pair) for pair in job.planned]
+    evidence = evidence_of(job, references, rerun)
+    runs = [CheckRun(p.check, p.layer) for p in job.planned]
     for step in sorted(job.steps):
         if reporter is not None:
             reporter.progress(step, "what is expected")
@@ -71,24 +71,17 @@ def judge_trace(
             if reporter is not None and run.goes_on:
                 reporter.progress(step, f"check {run.pair[0]}")
             run.compare_step(evidence, expected)
-    of_run = [CheckRun(*pair) for pair in job.of_run]
+    of_run = [CheckRun(p.check, p.layer) for p in job.of_run]
     return [run.conclude(evidence) for run in (*runs, *of_run)]
 
 
-def evidence_of(
-    job: JudgeRequest, ingredients: Ingredients, references: References, rerun: TraceReader | None
-) -> Evidence:
+def evidence_of(job: JudgeRequest, references: References, rerun: TraceReader | None) -> Evidence:
     """Return the input of every check, without the expectations of a step."""
     return Evidence(
-        case=ingredients.case,
-        contract=job.contract,
+        case=job.case,
+        facts=job.facts,
         trace=references.whole,
         rerun=rerun,
-        train_size=ingredients.samples.size(train=True),
-        own_sampler=ingredients.loaded.sampler is not None,
-        draws_random_numbers=job.draws_random_numbers,
-        training=ingredients.training,
-        must_happen=ingredients.must_happen,
         averages=references.averages,
         holding=references.holding,
         mesh=references.mesh,

@@ -5,7 +5,8 @@ import msgspec
 from distcheck.contract import Contract
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.records import Case, CheckResult
+from distcheck.records import Case, CheckResult, PlannedCheck
+from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.jobs import Job
 
 
@@ -13,23 +14,26 @@ class _OfCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case, and the requested `steps`."""
 
     case: Case
-    contract: Contract
+    facts: CaseFacts
     layout: TraceLayout
     description: bytes
     steps: tuple[int, ...]
-    draws_random_numbers: bool = False
+
+    @property
+    def contract(self) -> Contract:
+        return self.facts.contract
 
 
 class JudgeRequest(_OfCase, frozen=True, kw_only=True):
-    """A request to judge; `planned` lists (check, layer).
+    """A request to make the `planned` checks.
 
     With `of_rerun`, the rerun is judged instead of the first run. `of_run` lists checks of the
     whole run, to be made in addition to those of the steps.
     """
 
-    planned: tuple[tuple[str, str], ...]
+    planned: tuple[PlannedCheck, ...]
     of_rerun: bool = False
-    of_run: tuple[tuple[str, str], ...] = ()
+    of_run: tuple[PlannedCheck, ...] = ()
 
 
 class ObserveRequest(_OfCase, frozen=True, kw_only=True):
@@ -38,7 +42,6 @@ class ObserveRequest(_OfCase, frozen=True, kw_only=True):
     """
 
     failed: tuple[tuple[str, str], ...]
-    takes_loss: bool = True
     update_step: int = -1  # first step with failed parameters
 
 

@@ -19,9 +19,9 @@ from distcheck.machine import devices
 from distcheck.plan import scheduled
 from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
 from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run, with_own_workload
-from distcheck.plan.coverage import Coverage, PlannedCheck
+from distcheck.plan.coverage import Coverage
 from distcheck.plan.settings import DTYPES, Request
-from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName
+from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName, PlannedCheck
 from distcheck.records import layers as known_layers
 from distcheck.records.case import as_file_name, is_file_name, with_unique_ids
 from distcheck.records.generated_words import PREFIX

@@ -5,24 +5,12 @@ If a check compares fewer tensors, elements, ranks or steps than required, the c
 
 from collections.abc import Sequence
 
-import msgspec
-
 from distcheck.contract import Contract
 from distcheck.judge.checks import ORDER
-from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+from distcheck.records import Case, Compared, ModelLayout, PlannedCheck, TensorSpec
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
-
-
-class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check that a case needs, with its layer and the amount that it must compare."""
-
-    check: str
-    layer: str
-    scope: str
-    required: Compared
-    note: str = ""
 
 
 class Coverage:

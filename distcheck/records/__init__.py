@@ -94,6 +94,16 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     steps: Steps = 0
 
 
+class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A check that a case needs, with its layer and the amount that it must compare."""
+
+    check: str
+    layer: str
+    scope: str
+    required: Compared
+    note: str = ""
+
+
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One place where actual and expected differ (or, in a pass, come closest to differing).
 

@@ -34,7 +34,6 @@ from distcheck.errors.masking import masked_json
 from distcheck.judge.rerun_bisection import Separation
 from distcheck.machine.resources import available_bytes
 from distcheck.plan.cases import check_case
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import (
     SOFTWARE,
     Provenance,
@@ -46,7 +45,7 @@ from distcheck.plan.provenance import (
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
-from distcheck.records import Case, CaseReport, Outcome
+from distcheck.records import Case, CaseReport, Outcome, PlannedCheck
 from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
 from distcheck.records.exit_status import RankEnd

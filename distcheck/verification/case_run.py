@@ -13,9 +13,8 @@ from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.rerun_bisection import RerunBisection, Separation
 from distcheck.machine.sealed_memory import sealed_memory
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import TraceLayout
-from distcheck.records import Case, CheckResult, Outcome
+from distcheck.records import Case, CheckResult, Outcome, PlannedCheck
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.run_facts import SEPARATELY
 from distcheck.training.jobs import CaseFacts

@@ -50,6 +50,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
+import msgspec
+
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
@@ -61,7 +63,7 @@ from distcheck.machine.resources import available_bytes, cores
 from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
 from distcheck.plan.cells_to_run import counts_if_finished
 from distcheck.recordings.traces.layout import steps_written
-from distcheck.records import Case, CheckResult
+from distcheck.records import Case, CheckResult, PlannedCheck
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
@@ -126,19 +128,14 @@ _JUDGE_DEADLINE_S = 600.0  # Heuristic: without any progress; a judge reports wh
 
 @dataclass(frozen=True)
 class JudgeTask:
-    """A judge's task for one world.
+    """A request to judge one world.
 
-    what    the first world, the rerun in its place, or a further world, whose bits are compared
-    steps   steps to judge; if empty, the judge makes the whole-run checks
-    of_run  whole-run checks that the judge of some steps makes as well
+    what  the first world, the rerun in its place, or a further world, whose bits are compared
     """
 
     run: CaseRun
-    steps: tuple[int, ...]
-    planned: tuple[tuple[str, str], ...]
-    diagnoses: bool = False
+    request: JudgeRequest | ObserveRequest
     what: WorldName = "world"
-    of_run: tuple[tuple[str, str], ...] = ()
 
 
 def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tuple[int, ...]]:
@@ -161,48 +158,31 @@ def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tup
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
 
-def groups_of_checks(run: CaseRun) -> list[list[tuple[str, str]]]:
+def planned_checks(run: CaseRun, scope: str) -> tuple[PlannedCheck, ...]:
+    return tuple(planned for planned in run.planned if planned.scope == scope)
+
+
+def groups_of_checks(run: CaseRun) -> list[tuple[PlannedCheck, ...]]:
     """Return the checks of each judge of a block of steps. After a long world, the two references,
     which take similar time, are judged separately. The longer one (which also runs the batch
     without ghosts) starts first, so that the cores finish together.
     """
-    planned = [(p.check, p.layer) for p in run.planned if p.scope == "step"]
+    planned = planned_checks(run, "step")
     if run.timings_s.get("world", 0.0) <= _LONG_WORLD_S:
         return [planned]
-    whole = [pair for pair in planned if pair[1] in FULL_BATCH_LAYERS]
-    return [group for group in (whole, [p for p in planned if p not in whole]) if group]
+    whole = tuple(one for one in planned if one.layer in FULL_BATCH_LAYERS)
+    return [group for group in (whole, tuple(p for p in planned if p not in whole)) if group]
 
 
 def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
-    run = task.run
+    run, request = task.run, task.request
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"], **data.fds}
-    about: dict[str, Any] = {
-        "case": run.case,
-        "contract": run.contract,
-        "layout": run.layout,
-        "description": data.description,
-        "draws_random_numbers": run.facts.draws_random_numbers,
-    }
-    if task.diagnoses:
-        look = ObserveRequest(
-            **about,
-            steps=diagnosis.steps_to_diagnose(run.results),
-            failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
-            takes_loss=run.facts.takes_loss,
-            update_step=diagnosis.step_of_update(run.results),
-        )
-        return start(OBSERVE, look, fds)
+    if isinstance(request, ObserveRequest):
+        return start(OBSERVE, request, fds)
     other: WorldName = "further" if task.what == "further" else "rerun"
-    if (not task.steps or task.what == "rerun") and other in run.traces:
+    if (not request.steps or request.of_rerun) and other in run.traces:
         fds["rerun"] = run.traces[other]
-    request = JudgeRequest(
-        **about,
-        steps=task.steps,
-        planned=task.planned,
-        of_rerun=task.what == "rerun",
-        of_run=task.of_run,
-    )
     return start(JUDGE, request, fds)
 
 
@@ -214,7 +194,7 @@ def observed_measurements(world: World, run: CaseRun) -> Measurements:
         return Measurements(world=run.case.world, trouble=str(error))
 
 
-def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
+def judged_results(world: World, request: JudgeRequest) -> list[CheckResult]:
     """Return a judge's results. If it failed, each planned check is unknown."""
     try:
         return JUDGE.decode(job_result(world))
@@ -223,8 +203,8 @@ def judged_results(world: World, task: JudgeTask) -> list[CheckResult]:
     reason = f"the check itself raised an error: {error}"
     defect = masked(error.traceback) if isinstance(error, InternalError) else ""
     return [
-        CheckResult(check=check, layer=layer, verdict="unknown", reason=reason, defect=defect)
-        for check, layer in (*task.planned, *task.of_run)
+        CheckResult(check=p.check, layer=p.layer, verdict="unknown", reason=reason, defect=defect)
+        for p in (*request.planned, *request.of_run)
     ]
 
 
@@ -362,14 +342,14 @@ class Session:
             if not world.succeeded:
                 apart.note(True)
                 continue
-            self._queue(JudgeTask(run, (), (("rerun", "-"),), what="further"))
+            planned = tuple(p for p in run.planned if p.check == "rerun")
+            self._queue_judge(run, (), planned, "further")
             yield None
         assert apart.conclusion is not None
         found = apart.conclusion
         if found.depends and found.factors == ("nodes",):
-            planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
             steps = tuple(range(run.case.steps))
-            self._queue(JudgeTask(run, steps, planned, what="rerun"))
+            self._queue_judge(run, steps, planned_checks(run, "step"), "rerun")
             yield None
         run.conclude(found)
 
@@ -381,7 +361,13 @@ class Session:
             if self._looks.waits(run):
                 run.judges_left += 1  # of the other case
             else:
-                self._queue(JudgeTask(run, (), (), diagnoses=True))
+                look = ObserveRequest(
+                    **self._of_case(run),
+                    steps=diagnosis.steps_to_diagnose(run.results),
+                    failed=tuple((r.check, r.layer) for r in run.results if r.verdict == "fail"),
+                    update_step=diagnosis.step_of_update(run.results),
+                )
+                self._queue(JudgeTask(run, look))
             yield None
 
     def _begin_case(self, run: CaseRun, stages: _Stages) -> None:
@@ -405,6 +391,23 @@ class Session:
         run.judges_left -= 1
         if not run.judges_left and run.awaited is None and run in self._stages:
             self._continue_case(run)
+
+    def _of_case(self, run: CaseRun) -> dict[str, Any]:
+        about = {"case": run.case, "facts": run.facts, "layout": run.layout}
+        return {**about, "description": self.data.description}
+
+    def _queue_judge(
+        self,
+        run: CaseRun,
+        steps: tuple[int, ...],
+        planned: tuple[PlannedCheck, ...],
+        what: WorldName = "world",
+    ) -> None:
+        """Queue a judge of some steps; without steps, of checks of the whole run."""
+        request = JudgeRequest(
+            **self._of_case(run), steps=steps, planned=planned, of_rerun=what == "rerun"
+        )
+        self._queue(JudgeTask(run, request, what))
 
     def _queue(self, task: JudgeTask) -> None:
         self._tasks.append(task)
@@ -571,16 +574,17 @@ class Session:
             written = steps_written(index, run.layout)
         for group in groups_of_checks(run):
             for steps in steps_of_judges(run, written, self._most_judges, self._cores):
-                self._queue(JudgeTask(run, steps, tuple(group)))
+                self._queue_judge(run, steps, group)
 
     def _queue_judge_of_run(self, run: CaseRun) -> None:
-        planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "run")
+        planned = planned_checks(run, "run")
         last = self._tasks[-1] if self._tasks else None
         if last is not None and last.run is run and "rerun" not in run.traces:
             # A process of its own costs more than the comparison.
-            self._tasks[-1] = replace(last, of_run=planned)
+            request = msgspec.structs.replace(last.request, of_run=planned)
+            self._tasks[-1] = replace(last, request=request)
             return
-        self._queue(JudgeTask(run, (), planned))
+        self._queue_judge(run, (), planned)
 
     def _tick_judges(self) -> None:
         for entry in list(self._judges):
@@ -589,24 +593,25 @@ class Session:
             if not world.over:
                 continue
             self._judges.remove(entry)
-            run = task.run
+            run, request = task.run, task.request
             spent = time.monotonic() - world.begun
-            what = "closer look" if task.diagnoses else "judge"
+            diagnoses = isinstance(request, ObserveRequest)
+            what = "closer look" if diagnoses else "judge"
             run.timings_s[what] = run.timings_s.get(what, 0.0) + spent
-            if task.diagnoses:
+            if isinstance(request, ObserveRequest):
                 run.seen = observed_measurements(world, run)
             else:
-                self._take_results(task, judged_results(world, task))
+                self._take_results(task, judged_results(world, request))
             world.close()
             self._judge_over(run)
-            for other in self._looks.taken_up(run) if task.diagnoses else ():
+            for other in self._looks.taken_up(run) if diagnoses else ():
                 self._judge_over(other)
 
     def _take_results(self, task: JudgeTask, results: list[CheckResult]) -> None:
         run = task.run
         if task.what == "world":
             run.results += results
-            self.listener.progress(run.case, f"judged {steps_in_words(task.steps)}")
+            self.listener.progress(run.case, f"judged {steps_in_words(task.request.steps)}")
         elif task.what == "rerun":
             run.of_rerun = results
         else:

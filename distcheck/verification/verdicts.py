@@ -15,7 +15,6 @@ from distcheck.judge.checks.merging import (
 )
 from distcheck.judge.diagnosis import state
 from distcheck.judge.diagnosis.parts import rounded_to
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import (
     Case,
@@ -24,6 +23,7 @@ from distcheck.records import (
     Compared,
     FindingKind,
     Outcome,
+    PlannedCheck,
     merge_verdicts,
 )
 from distcheck.records.exit_status import RankEnd

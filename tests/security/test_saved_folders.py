@@ -15,9 +15,8 @@ import pytest
 import distcheck
 from distcheck import cli
 from distcheck.errors import InternalError, UsageError
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.provenance import Provenance, changes
-from distcheck.records import Case, Compared, Outcome
+from distcheck.records import Case, Compared, Outcome, PlannedCheck
 from distcheck.records.exit_status import RankEnd
 from distcheck.store.run_folder import saved_traces
 from distcheck.verification import rechecking, verdicts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcheck.contract import Batch, Contract
+from distcheck.contract import Batch
 from distcheck.judge.checks import outputs as check
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
@@ -154,7 +154,7 @@ def test_a_bad_table_is_refused(fd: int, returned: Returned, state: EntryState) 
 def judged(fd: int, mesh: Mesh, expected: Outputs) -> CheckResult:
     header: Any = SimpleNamespace(written=True)
     evidence = Evidence(
-        case=Case(id="one", strategy="s", world=2, batch=3), contract=Contract(), mesh=mesh,
+        case=Case(id="one", strategy="s", world=2, batch=3), facts=None, mesh=mesh,
         trace=TraceReader(fd, LAYOUT),
         expectations=(Expectation(step=0, headers=(header,), what=expected),),
     )  # fmt: skip

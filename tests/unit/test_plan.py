@@ -10,9 +10,8 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batch
 from distcheck.plan.cases import check_case, plan_cases, plan_checks
 from distcheck.plan.cells_to_run import counts_if_finished
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.plan.settings import Request
-from distcheck.records import Case, Compared, ModelLayout, TensorSpec
+from distcheck.records import Case, Compared, ModelLayout, PlannedCheck, TensorSpec
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.loading import load_strategy
 from distcheck.verification.case_run import is_separate

@@ -7,7 +7,6 @@ import pytest
 
 from distcheck.contract import Contract
 from distcheck.judge.rerun_bisection import Separation
-from distcheck.plan.coverage import PlannedCheck
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import (
     Case,
@@ -18,6 +17,7 @@ from distcheck.records import (
     FindingKind,
     ModelLayout,
     Outcome,
+    PlannedCheck,
 )
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.jobs import CaseFacts

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distcheck.judge.jobs import JUDGE, JudgeRequest
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, Compared, PlannedCheck
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.pool import Pool
 from tests.world.test_kinks import AtAKink
@@ -118,9 +118,12 @@ def against_cpu(pool: Pool, folder: Path, strategy: str, workload: type) -> Chec
     names = f"{__name__}:{strategy}", [f"{__name__}:{workload.__name__}"]
     run = next(saved(pool, folder, *names, batch=64))
     case = msgspec.structs.replace(run.case, device="cuda", reference_device="cpu")
+    planned = PlannedCheck(
+        check="gradients", layer="full batch float32", scope="step", required=Compared()
+    )
     request = JudgeRequest(
-        case=case, contract=run.contract, layout=run.layout, description=b"",
-        steps=tuple(range(STEPS)), planned=(("gradients", "full batch float32"),),
+        case=case, facts=run.facts, layout=run.layout, description=b"",
+        steps=tuple(range(STEPS)), planned=(planned,),
     )  # fmt: skip
     (found,) = run_job(pool, JUDGE, request, {"trace": run.traces["world"]})
     return found

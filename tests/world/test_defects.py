@@ -105,7 +105,7 @@ def test_a_crashing_check_is_unknown_with_a_traceback(monkeypatch: pytest.Monkey
     broken = SimpleNamespace(compare=lambda: None, OVER_STEPS=True)
     monkeypatch.setattr(checks, "load", lambda name: broken)
     monkeypatch.setattr(job, "References", lambda *given: None)
-    seen = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
+    seen = Evidence(case=None, facts=None, trace=None)  # type: ignore[arg-type]
     monkeypatch.setattr(job, "evidence_of", lambda *given: seen)
     asked = SimpleNamespace(steps=(), planned=(("loss", "bitwise"),), of_run=(), contract=None)
     (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]

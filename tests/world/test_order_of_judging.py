@@ -74,11 +74,11 @@ def judged(
     job: "Job[JudgeRequest, list[CheckResult]]" = JUDGE,
 ) -> list[CheckResult]:  # fmt: skip
     """Each part by a judge of its own; the results merged in the order of the steps."""
-    planned = tuple((p.check, p.layer) for p in run.planned if p.scope == "step")
+    planned = tuple(p for p in run.planned if p.scope == "step")
     found: list[tuple[int, list[CheckResult]]] = []
     for steps in parts:
         request = JudgeRequest(
-            case=run.case, contract=run.contract, layout=run.layout, description=b"",
+            case=run.case, facts=run.facts, layout=run.layout, description=b"",
             steps=steps, planned=planned,
         )  # fmt: skip
         answer = run_job(pool, job, request, {"trace": run.traces["world"]})
@@ -98,8 +98,9 @@ def judge_out_of_order(
     ingredients = open_ingredients(job.case, b"", None)
     seeds.pin_default_dtype(job.case.dtype)
     references = References(ingredients, job.contract, TraceReader(fds["trace"], job.layout))
-    evidence = evidence_of(job, ingredients, references, None)
-    steps, planned, order = list(job.steps), list(job.planned), random.Random(len(job.steps))
+    evidence = evidence_of(job, references, None)
+    steps, order = list(job.steps), random.Random(len(job.steps))
+    planned = [(p.check, p.layer) for p in job.planned]
     parts: dict[tuple[str, str], dict[int, CheckResult]] = {pair: {} for pair in planned}
     kept: dict[tuple[str, str], dict[int, Expectation]] = {pair: {} for pair in planned}
     order.shuffle(steps)
@@ -148,7 +149,7 @@ def test_a_check_that_trains_would_be_refused(monkeypatch: pytest.MonkeyPatch) -
         torch.nn.Linear(1, 1)(torch.ones(1)).backward()
 
     monkeypatch.setattr(checks, "load", lambda name: SimpleNamespace(compare=trains))
-    nothing = Evidence(case=None, contract=None, trace=None)  # type: ignore[arg-type]
+    nothing = Evidence(case=None, facts=None, trace=None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="a check trains"):
         compared(nothing, ("loss", "-"), [])
 

@@ -133,11 +133,11 @@ def _judge(judge_case: JudgeCase, fds: list[int]) -> bytes:
     )
     request = JudgeRequest(
         case=case,
-        contract=facts.contract,
+        facts=facts,
         layout=layout,
         description=b"",
         steps=tuple(range(case.steps)),
-        planned=tuple((p.check, p.layer) for p in planned if p.scope != "front"),
+        planned=tuple(p for p in planned if p.scope != "front"),
     )
     trace = TraceReader(fds[0], layout)
     rerun = TraceReader(fds[1], layout, baseline=trace) if len(fds) > 1 else None

@@ -25,8 +25,8 @@ OVER_STEPS = True  # judges all recorded steps together
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     case, world = evidence.case, len(evidence.with_data)
-    size = evidence.train_size
-    own_sampler = evidence.own_sampler
+    size = evidence.facts.train_size
+    own_sampler = evidence.facts.own_sampler
     per_epoch = size // case.batch + (size % case.batch >= world)
     seen: dict[int, dict[int, tuple[int, int]]] = {}  # epoch -> sample -> (rank, step)
     for step in range(evidence.trace.steps_written()):
@@ -48,7 +48,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 _compare_ids(tally, header, list(first_of.ids), rank, step)
     if own_sampler:
         _orders_differ(tally, evidence, per_epoch)
-    if evidence.draws_random_numbers:
+    if evidence.facts.draws_random_numbers:
         _remark_on_random_numbers(tally, evidence)
 
 

@@ -1,16 +1,16 @@
 """The input of a check, all frozen: the case, the trace, and the expectations."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from distcheck.contract import Contract, Training
+from distcheck.contract import Contract
 from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
-from distcheck.records.expected_events import Happening
 from distcheck.records.mesh import Mesh
 from distcheck.records.mistakes import Shown
+from distcheck.training.jobs import CaseFacts
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,23 @@ class Expectation:
 class Evidence:
     """A trace, the expectation at each judged step, and the rerun's trace if there is one.
 
-    train_size, own_sampler   describe the data
-    training, must_happen, draws_random_numbers   describe the workload
     averages  steps at which parameters are averaged under local SGD
     holding   ranks that must hold the mean gradient
     mesh      the mesh of a model-parallel layout
     """
 
     case: Case
-    contract: Contract
+    facts: CaseFacts
     trace: TraceReader
     expectations: tuple[Expectation, ...] = ()
     rerun: TraceReader | None = None
-    train_size: int = 0
-    own_sampler: bool = False
-    draws_random_numbers: bool = False
-    training: Training = field(default_factory=Training)
-    must_happen: tuple[Happening, ...] = ()
     averages: ParameterAverages | None = None
     holding: tuple[int, ...] = ()
     mesh: Mesh | None = None
+
+    @property
+    def contract(self) -> Contract:
+        return self.facts.contract
 
     @property
     def ranks(self) -> range:

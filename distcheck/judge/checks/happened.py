@@ -23,7 +23,7 @@ class RunOfEvents:
     """A run in which events are searched for; it has only ranks with data, numbered from 0."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self.case, self.training = evidence.case, evidence.training
+        self.case, self.training = evidence.case, evidence.facts.training
         self.steps = evidence.expectations
         self.trace = evidence.trace.of_ranks(evidence.with_data)
         self.ranks = range(len(evidence.with_data))

@@ -32,7 +32,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for rank, header in zip(evidence.with_data, expectation.headers, strict=True):
             read = len(header.ids)
             tally.count(parameter="", rank=rank, step=expectation.step, elements=read)
-    for event in evidence.must_happen:
+    for event in evidence.facts.must_happen:
         seen = look_for(type(event))(event, recording) if recording.steps else "seen: no step"
         if seen:
             tally.missing(f"expected {event.says}; {seen}")

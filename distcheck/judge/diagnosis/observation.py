@@ -86,7 +86,7 @@ def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -
     library, _, alike = first_shared_rng_state(trace, range(job.layout.world))
     seen: dict[str, Any] = {
         "overlaps": tuple(_overlaps(trace)) if ("data", "-") in job.failed else (),
-        "same_randomness": alike if job.draws_random_numbers and library == "torch" else (),
+        "same_randomness": alike if job.facts.draws_random_numbers and library == "torch" else (),
         "begins_alike": _starts_bit_identical(trace),
         "ways": tuple(way for step in job.steps for way in measured_lines(trace, step)),
     }
@@ -175,7 +175,7 @@ class _Look:
             seen["averaged_every"] = averaged_every(expectation, self._written)
         if expectation.contract.gradients == "owner":
             seen["elsewhere"] = _reduced_to_wrong_rank(expectation)
-        if first.parameters and self._job.takes_loss:
+        if first.parameters and self._job.facts.takes_loss:
             seen["right_under"] = tuple(self._right_under(steps[0]))
         if first.parameters or first.not_finite:
             return seen
