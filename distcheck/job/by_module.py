@@ -129,7 +129,7 @@ def diagnose_modules(
         private.folder(folder / "reference", is_new=True)
         replayed = replaying.replay(
             found, ProjectCopy(folder / "copy", copy.folder), folder / "reference",
-            on_cpu=asked.on_cpu, weights=asked.weights or "", command=asked.reference or "",
+            on_cpu=asked.on_cpu, weights=asked.weights, command=asked.reference or "",
             deadline_s=asked.deadline_s, modules=True,
         )  # fmt: skip
         modules = by_module(found, replayed)

@@ -166,17 +166,8 @@ def _hung(asked: JobOptions, ran: CommandResult) -> CaseReport:
 
 
 def _settings_of(asked: JobOptions) -> JobSettings:
-    return JobSettings(
-        steps=asked.steps,
-        from_step=asked.from_step,
-        budget=asked.budget,
-        keep_going=asked.keep_going,
-        kept=asked.save is not None or asked.resumed_from is not None,
-        modules=asked.modules or asked.ops,
-        ops=asked.ops,
-        mesh=asked.mesh,
-        on_cpu=asked.on_cpu,
-    )
+    kept = asked.save is not None or asked.resumed_from is not None
+    return msgspec.structs.replace(asked, kept=kept, modules=asked.modules or asked.ops)
 
 
 def _why_none(asked: JobOptions) -> str:
@@ -204,7 +195,7 @@ def _replay(
     private.folder(folder, is_new=True)
     try:
         return job, replaying.replay(
-            job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights or "",
+            job, copy, folder, on_cpu=asked.on_cpu, weights=asked.weights,
             command=asked.reference or "", deadline_s=asked.deadline_s,
             modules=asked.modules or asked.ops, own_inputs=own_inputs,
         ), ""  # fmt: skip

@@ -4,7 +4,6 @@ compare.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -41,14 +40,10 @@ _NOT_SHOWN = (
 )
 
 
-@dataclass(frozen=True)
-class GuardOptions(CommandOptions):
+class GuardOptions(CommandOptions, frozen=True, kw_only=True):
     """The user's options for a guard."""
 
-    every: int = 100
-    warns: bool = False
     save: str | None = None
-    audit: bool = False
 
     def __post_init__(self) -> None:
         accepting.check_kinds(self.accept, guards=True)
@@ -64,10 +59,10 @@ def guard_job(asked: GuardOptions) -> tuple[Report, int]:
     bundles = Path(asked.save or FOLDER).absolute()
     with leftovers.folder() as folder:
         made = origin_here()
-        given = JobSettings(
-            mode="guard", every=asked.every, warns=asked.warns, bundles=str(bundles),
-            randomness=accepting.RANDOMNESS not in asked.accept, audit=asked.audit,
-        )  # fmt: skip
+        randomness = accepting.RANDOMNESS not in asked.accept
+        given = msgspec.structs.replace(
+            asked, mode="guard", bundles=str(bundles), randomness=randomness
+        )
         ran = running.run(command, settings.write(given, folder))
         found = _read(folder)
         if not found or (folder / "defect").exists():

@@ -226,12 +226,12 @@ _REPLAYED = (
 
 def case_of_command(asked: JobOptions, *, script: str, world: int, **about: Any) -> Case:
     """Return the case of a job with the known fields `about` and the requested command line."""
-    options = list[str]()
+    options, default = list[str](), JobOptions(words=asked.words)
     for name in _REPLAYED:
         value = getattr(asked, name)
-        if value and value != getattr(JobOptions, name):
+        if value and value != getattr(default, name):
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    if asked.deadline_s != JobOptions.deadline_s:
+    if asked.deadline_s != default.deadline_s:
         options += ["--deadline", f"{asked.deadline_s:g}s"]
     about = {"id": "job", "layers": (ROUNDING,), **about}
     return job_case(asked, options, script=script, world=world, **about)
@@ -401,10 +401,10 @@ def _note_on_reference(job: JobRecording, reference: Reference | None, missing: 
     text = f"the reference is the same script in a single process, with {how}"
     text += f" ({replayed.why})" if replayed.why else ""
     text += ", the micro-batches of a step in one forward pass" if job.joined else ""
-    if reference.own_inputs:
-        text += f", the script's own inputs (the ranks' samples), since {reference.own_inputs}"
-    if reference.replaced:
-        text += f"; its options request one rank instead of {', '.join(reference.replaced)}"
+    if replayed.own_inputs:
+        text += f", the script's own inputs (the ranks' samples), since {replayed.own_inputs}"
+    if replayed.replaced:
+        text += f"; its options request one rank instead of {', '.join(replayed.replaced)}"
     covered = {one.step for one in replayed.steps} & {*job.steps}
     text += f"; it covers {len(covered)} of {len(job.steps)} steps"
     ended = (

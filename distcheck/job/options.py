@@ -1,41 +1,32 @@
 """Options of `distcheck job`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distcheck.errors import UsageError
-from distcheck.job import accepting, settings
+from distcheck.job import accepting
+from distcheck.job.settings import MOST_STEPS, JobSettings
 from distcheck.records import MOST_DEADLINE_S, Case
 
 
-@dataclass(frozen=True)
-class CommandOptions:
-    """The user's command, with `nproc` ranks if it is a script, and accepted deviations."""
+class CommandOptions(JobSettings, frozen=True, kw_only=True):
+    """The settings of the job's processes, the user's command, with `nproc` ranks if it is a
+    script, and accepted deviations.
+    """
 
     words: tuple[str, ...]
     nproc: int | None = None
     accept: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobOptions(CommandOptions):
+class JobOptions(CommandOptions, frozen=True, kw_only=True):
     """The user's options for a job; budgets in bytes, deadlines in seconds."""
 
-    steps: int = 8
-    from_step: int = 0
-    budget: int = 4 << 30
-    keep_going: bool = False
     save: str | None = None
     resumed_from: str | None = None
-    modules: bool = False
-    ops: bool = False
     no_reference: bool = False
     reference: str | None = None
-    weights: str | None = None
-    mesh: str = ""
-    on_cpu: bool = False
     strict: bool = False
     deadline_s: float = 300.0
 
@@ -50,8 +41,8 @@ class JobOptions(CommandOptions):
             raise UsageError(
                 "--ops requires a saved recording to compare later; pass --save as well"
             )
-        if not 1 <= self.steps <= settings.MOST_STEPS:
-            raise UsageError(f"--steps must be between 1 and {settings.MOST_STEPS}")
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise UsageError(f"--steps must be between 1 and {MOST_STEPS}")
         if self.from_step < 0:
             raise UsageError("--from-step must be at least 0")
         if not 0 < self.deadline_s <= MOST_DEADLINE_S:

@@ -47,14 +47,10 @@ class NoReferenceError(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of the single-process run; `replaced`: options of its command that were set to 1;
-    `own_inputs`: why it had the script's own inputs, if it had.
-    """
+    """Results of the single-process run, with its tensors."""
 
     folder: Path
     replayed: ReplayResult
-    replaced: tuple[str, ...] = ()
-    own_inputs: str = ""
     _kept: TensorCache = field(default_factory=TensorCache)
 
     def until(self, steps: tuple[ReplayedStep, ...]) -> "Reference":
@@ -119,7 +115,10 @@ def replay(
         raise NoReferenceError(
             f"the script made no progress for {deadline_s:g} s in a single process"
         )
-    return dataclasses.replace(_read(folder, ran, replaced), own_inputs=own_inputs)
+    replayed = _read(folder, ran)
+    return Reference(
+        folder, msgspec.structs.replace(replayed, replaced=replaced, own_inputs=own_inputs)
+    )
 
 
 def _is_spawned(words: Sequence[str]) -> bool:
@@ -160,7 +159,7 @@ def with_one_rank(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[s
     return found, tuple(replaced)
 
 
-def _read(folder: Path, ran: running.CommandResult, replaced: tuple[str, ...]) -> Reference:
+def _read(folder: Path, ran: running.CommandResult) -> ReplayResult:
     if (folder / "defect").exists():
         said = (folder / "defect").read_text(errors="backslashreplace").strip().rpartition("\n")[2]
         raise NoReferenceError(f"the reference run failed: {said[:300]}")
@@ -169,7 +168,7 @@ def _read(folder: Path, ran: running.CommandResult, replaced: tuple[str, ...]) -
         if not ran.raised:
             why = f"exits with code {ran.code}"
         else:
-            why = f"raises {ran.raised[0][1][:300]}"
+            why = f"raises {ran.raised[0].text[:300]}"
         raise NoReferenceError(
             f"the script {why} before its first step in a single process; pass the command that "
             "trains in a single process, --reference COMMAND"
@@ -179,6 +178,6 @@ def _read(folder: Path, ran: running.CommandResult, replaced: tuple[str, ...]) -
         failure = replayed.failure or "the script makes no step in a single process"
         raise NoReferenceError(failure, replayed.retry)
     if ran.raised and not replayed.failure:
-        why = f"the script, given the inputs of the ranks, raises {ran.raised[0][1][:300]}"
+        why = f"the script, given the inputs of the ranks, raises {ran.raised[0].text[:300]}"
         replayed = msgspec.structs.replace(replayed, failure=why)
-    return Reference(folder, replayed, replaced)
+    return replayed

@@ -180,18 +180,18 @@ class JobEndedError(DistcheckError):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Exit status of the command, and the processes that raised: (rank, message)."""
+    """Exit status of the command, and the processes that raised or hung."""
 
     code: int
-    raised: tuple[tuple[int, str], ...]
+    raised: tuple[Outcome, ...]
     hung: tuple[Outcome, ...] = ()
 
     def outcomes(self, world: int) -> tuple[Outcome, ...]:
-        raised = dict(self.raised)
         found = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(world)]
-        for rank in raised.keys() & set(range(world)):
-            found[rank] = Outcome(rank=rank, outcome=RankEnd.RAISED, text=raised[rank])
-        if self.code and not raised:
+        for one in self.raised:
+            if one.rank < world:
+                found[one.rank] = one
+        if self.code and not self.raised:
             detail = f"the command ended with exit code {self.code}"
             found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
         return tuple(found)
@@ -333,14 +333,14 @@ def _started_by(process: int) -> list[psutil.Process]:
     return found
 
 
-def noted_exceptions(folder: Path) -> tuple[tuple[int, str], ...]:
-    """Return the exceptions noted by processes: (rank, first line)."""
+def noted_exceptions(folder: Path) -> tuple[Outcome, ...]:
+    """Return the processes that noted an exception, each with its first line."""
     found = []
     for file in sorted(folder.glob("raised-*")):
         with file.open(errors="backslashreplace") as note:
             rank, _, said = note.read(_MOST_NOTES).partition("\n")
-        first = said.strip().partition("\n")[0]
-        found.append((int(rank) if rank.isdecimal() else 0, first))
+        first, number = said.strip().partition("\n")[0], int(rank) if rank.isdecimal() else 0
+        found.append(Outcome(rank=number, outcome=RankEnd.RAISED, text=first))
     return tuple(found)
 
 
@@ -365,10 +365,10 @@ def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> 
         )
     if any(folder.glob("rank-*/step-*.json")):
         return
-    for _, said in ran.raised:
-        if _needs_gpu(said):
+    for one in ran.raised:
+        if _needs_gpu(one.text):
             raise CannotRunError(
-                f"the job needs a GPU, but this machine has none ({said[:200]}); pass --on-cpu "
+                f"the job needs a GPU, but this machine has none ({one.text[:200]}); pass --on-cpu "
                 "to run it on CPUs"
             )
     if (note := folder / "no-distcheck").exists():
@@ -377,7 +377,7 @@ def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> 
             f"distcheck is not installed for {program}, which the command started; install it there"
         )
     if ran.code:
-        why = f": {ran.raised[0][1]}" if ran.raised else ""
+        why = f": {ran.raised[0].text}" if ran.raised else ""
         raise JobEndedError(
             f"the command ended with exit code {ran.code} before its first optimizer step"
             f"{why or '; see its output above'}"

@@ -79,7 +79,8 @@ class ReplayResult(ReferenceChoice, frozen=True, kw_only=True):
     """Result of a replay: its steps, and the reason if passes could not be merged (`unfolded`).
 
     Its gradients are times `scale`. `pads`: batches were padded; `divides`: a rank's inputs are
-    parts of the samples that it reads.
+    parts of the samples that it reads. `replaced`: options of its command that were set to 1;
+    `own_inputs`: why it had the script's own inputs, if it had; both are set by the front end.
     """
 
     steps: tuple[ReplayedStep, ...] = ()
@@ -88,6 +89,8 @@ class ReplayResult(ReferenceChoice, frozen=True, kw_only=True):
     pads: bool = False
     divides: bool = False
     reads: tuple[SampleComparison, ...] = ()
+    replaced: tuple[str, ...] = ()
+    own_inputs: str = ""
 
 
 class ReplayTask(msgspec.Struct, frozen=True):
@@ -173,7 +176,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def write(settings: JobSettings, folder: Path) -> Path:
     file = folder / FILE
-    private.write(file, msgspec.json.encode(settings))
+    plain = msgspec.convert(settings, JobSettings, from_attributes=True)  # no options of a command
+    private.write(file, msgspec.json.encode(plain))
     return file
 
 

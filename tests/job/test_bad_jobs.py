@@ -215,8 +215,8 @@ def test_what_the_script_does_is_as_without_distcheck(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_a_script_that_starts_its_ranks_and_ends_early(tmp_path: Path) -> None:
     ran, case = run(tmp_path, STARTS_ITS_RANKS, torchrun=False)
-    assert (ran.returncode, case["verdict"], case["world"]) == (5, "unknown", 2)
-    reasons = {c["check"]: c["reason"] for c in case["checks"]}
+    assert (ran.returncode, case["verdict"], case["case"]["world"]) == (5, "unknown", 2)
+    reasons = {c["check"]: c.get("reason", "") for c in case["checks"]}
     assert reasons["outcome"].startswith("the job ended after step 2, before 4 steps were recorded")
     gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     assert [(c["verdict"], c["compared"]["ranks"]) for c in gradients] == [("pass", 2)] * 2
@@ -309,7 +309,8 @@ def test_what_ended_a_process_is_one_line(error: str, expected: Any, tmp_path: P
     program = SHOW.replace("{error}", error)
     words = [sys.executable, "-c", program, str(tmp_path / "settings.json")]
     subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
-    assert running.noted_exceptions(tmp_path) == expected
+    found = running.noted_exceptions(tmp_path)
+    assert tuple((one.rank, one.text) for one in found) == expected
 
 
 MODES = """

@@ -27,6 +27,7 @@ from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult
 from distcheck.recordings.jobs import reading, records, sketches
 from distcheck.recordings.jobs.records import RankRecord
+from distcheck.records import Outcome
 from tests.job.recordings import make
 
 HOOK = Path(running.__file__).parent / "hook"
@@ -123,7 +124,8 @@ def test_numbers_out_of_range_are_refused(asked: dict[str, int], said: str) -> N
         JobOptions(words=("python",), **asked)  # type: ignore[arg-type]
 
 
-GOOD, BAD = CommandResult(0, ()), CommandResult(1, ((0, "ValueError: no"),))
+RAISED = Outcome(rank=0, outcome="raised", text="ValueError: no")
+GOOD, BAD = CommandResult(0, ()), CommandResult(1, (RAISED,))
 
 
 @pytest.mark.parametrize(

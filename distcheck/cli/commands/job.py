@@ -154,6 +154,7 @@ def _run(words: tuple[str, ...], asked: dict[str, Any], *, quiet: bool) -> tuple
     from distcheck.reports.live import LiveProgress
 
     live = LiveProgress(Console(stderr=True, quiet=quiet))
-    options = JobOptions(words=words, **{**asked, "budget": parse_size(asked["budget"])})
+    asked |= {"budget": parse_size(asked["budget"]), "weights": asked["weights"] or ""}
+    options = JobOptions(words=words, **asked)
     report = judge_job(options, live)
     return report, int(report.exit_code)

@@ -154,7 +154,7 @@ class Processes:
         if found is None:
             raised = running.noted_exceptions(copy.folder)
             code = copy.process.returncode if copy.process is not None else 0
-            self.why[task] = raised[0][1] if raised else exit_description(code)
+            self.why[task] = raised[0].text if raised else exit_description(code)
         return found
 
     def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
