@@ -111,7 +111,7 @@ def judged(ran: Ran, cases: Sequence[dict[str, Any]]) -> Ran:
 
 
 def _relative(check: dict[str, Any]) -> float:
-    worst = check["worst"]
+    worst = check.get("worst")
     if check["verdict"] != "fail" or not worst:
         return 0.0
     try:
@@ -150,7 +150,7 @@ def run(entry: dict[str, Any], targets: Path, limit_s: float, needs: Sequence[st
             for one, name in zip(together, names, strict=True):
                 cases = report.get("cases", [])
                 if entry["form"] != "job":
-                    cases = [case for case in cases if case["strategy"] == str(HERE / name)]
+                    cases = [case for case in cases if case["case"]["strategy"] == str(HERE / name)]
                 one.seconds = seconds / len(together)
                 rows.append(judged(one, cases))
     return rows

@@ -212,7 +212,8 @@ def saved_run(folder: Path) -> SavedRun:
             "job --save wrote, or --scores for two files of distcheck.scores"
         )
     found = {trace.saved.case.id: trace for trace in saved_traces(folder)}
-    said = {case["id"]: case["verdict"] for case in read_report(folder / "report.json")["cases"]}
+    reports = read_report(folder / "report.json")["cases"]
+    said = {report["case"]["id"]: report["verdict"] for report in reports}
     return SavedRun(folder, found, said)
 
 

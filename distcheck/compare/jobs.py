@@ -103,15 +103,14 @@ def _verdict_of_job(report: dict[str, Any]) -> VerdictName:
     """
     case = report["cases"][0]
     checks = [one["verdict"] for one in case["checks"] if one["check"] != "outcome"]
-    only_one = case["world"] == 1 and case["verdict"] == "unknown" and "fail" not in checks
+    only_one = case["case"]["world"] == 1 and case["verdict"] == "unknown" and "fail" not in checks
     verdict: VerdictName = "pass" if only_one else case["verdict"]
     return verdict
 
 
 def _known_case(report: dict[str, Any]) -> KnownCase:
     entry = report["cases"][0]
-    fields = ("strategy", "world", "backend", "device", "dtype", "batch", "steps", "seed")
-    case = Case(id=_NAME, workload="job", data="job", **{name: entry[name] for name in fields})
+    case = msgspec.structs.replace(msgspec.convert(entry["case"], Case), id=_NAME)
     return KnownCase(case, report["environment"], entry["strategy_file"])
 
 

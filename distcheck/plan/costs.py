@@ -57,7 +57,7 @@ def cost_key(case: Case) -> tuple[Any, ...]:
 
 
 def _cell(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*(case[name] for name in _ALIKE), "rerun" in case["timings_s"])
+    return (*(case["case"][name] for name in _ALIKE), "rerun" in case["timings_s"])
 
 
 def _spent_s(case: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ This module defines results and reports: `CheckResult`, `CaseReport`, `Report`. 
     exit_status, odd_ranks   exit status of ranks; the rank that differs from the others
     run_facts         facts about a run in addition to its checks
     posted_calls, schedules  calls of ranks and deadlocks; interleavings of ranks
-    mistakes, expected_events, picture_sums   sensitivity of a pass; required events; pictures
+    mistakes, expected_events  sensitivity of a pass; required events
     decoding          reads files of any origin, with limits
 """
 
@@ -30,8 +30,7 @@ from distcheck.records.decoding import Count, Int, Steps
 from distcheck.records.exit_status import Collective as Collective
 from distcheck.records.exit_status import Outcome as Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.mistakes import Shown
-from distcheck.records.picture_sums import Aggregates
+from distcheck.records.mistakes import Sensitivity, Shown
 from distcheck.records.run_facts import ByModule, PlannedSearch
 from distcheck.records.run_facts import Contents as Contents
 from distcheck.records.run_facts import Explored as Explored
@@ -148,7 +147,20 @@ class FindingKind(StrEnum):
     OTHER = "something on which nothing depends"
 
 
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest error of each tensor at each step: of its bound (`kind` "bound"), or if any bit
+    differs ("bits"). A row is one text.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    steps: tuple[Int, ...]
+    rows: tuple[Annotated[str, msgspec.Meta(max_length=1 << 20)], ...]
+    parameters_per_row: Count
+    steps_per_column: Count
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one check under one layer of a case.
 
     reason       sentences for people
@@ -156,6 +168,9 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     kinds        the kind of each sentence, in the same order
     shown        mistakes that the comparison of each tensor would have revealed, if computed
     insensitive  amount compared without revealing any mistake; not included in `compared`
+    shares       worst error over its bound, by tensor and step; "inf" if wrong without a bound
+    in_bits      True if comparisons were bitwise: all shares are 0 or "inf"
+    map, sensitivity   in a document, in place of `shares` and `shown`
     """
 
     check: str
@@ -167,7 +182,10 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     lead: str = ""
     kinds: tuple[FindingKind, ...] = ()
-    aggregates: Aggregates = Aggregates()
+    shares: dict[str, dict[int, Number]] = {}
+    in_bits: bool = True
+    map: ErrorMap | None = None
+    sensitivity: Sensitivity | None = None
     shown: dict[str, Shown] = {}
     insensitive: Compared = Compared()
     excuse: str = ""  # why something passed; meaningless next to a failure
@@ -211,12 +229,6 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     not_owed: tuple[str, ...]
 
 
-def ranks_failed(case: Any) -> bool:
-    """Return `CaseReport.ranks_failed` for a case, or for its entry in a document."""
-    own = any(check.check == "outcome" and check.defect for check in case.checks)
-    return not own and any(one.outcome != RankEnd.FINISHED for one in case.outcomes)
-
-
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """A case, the exit status of its ranks, and all check results.
 
@@ -226,7 +238,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     case: Case
     strategy_file: str
-    strategy_line: int = 0  # line of its definition; 0: unknown
+    strategy_line: Count = 0  # line of its definition; 0: unknown
     verdict: VerdictName
     outcomes: tuple[Outcome, ...]
     checks: tuple[CheckResult, ...]
@@ -247,7 +259,8 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return True if a rank crashed, hung or was lost, and not because of a defect of
         distcheck.
         """
-        return ranks_failed(self)
+        own = any(check.check == "outcome" and check.defect for check in self.checks)
+        return not own and any(one.outcome != RankEnd.FINISHED for one in self.outcomes)
 
     @property
     def ranks_finished(self) -> bool:
@@ -378,7 +391,7 @@ def exit_code_of_report(report: Any, early: ExitCode | None = None) -> ExitCode:
     """
     failed = [case for case in report.cases if case.verdict == "fail"]
     if failed:
-        only_ranks = all(map(ranks_failed, failed))
+        only_ranks = all(case.ranks_failed for case in failed)
         return ExitCode.RANK_FAILED if only_ranks else ExitCode.MISMATCH
     if early is not None:
         return early

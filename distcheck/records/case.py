@@ -19,6 +19,8 @@ LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
 MOST_DEADLINE_S = 10**6
 EXACT_DTYPES = ("float32", "float64")  # dtypes that hold sums of a batch of small integers exactly
 
+CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
+
 
 class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
     """Options for calling a strategy that was not written for distcheck; see
@@ -37,7 +39,7 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
     variables: tuple[tuple[str, str], ...] = ()
     finish: str | None = None
     reset: str | None = None
-    without_data: tuple[int, ...] = ()
+    without_data: tuple[Count, ...] = ()
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +48,9 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True):
     step, from 1.
     """
 
-    rank: int
-    collective: int = 0
-    ms: int
+    rank: Count
+    collective: Count = 0
+    ms: Count
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +79,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     delays: tuple[Delay, ...] = ()
     separate: bool = True  # if the rerun's ranks are forked from separate interpreters
     job: tuple[str, ...] = ()  # of a whole training job: the arguments of distcheck job
-    schedules: int = 0  # schedules of a simulated world to compare with the usual one
-    preemptions: int = 0  # maximum preemptions, fewest first; 0: random schedules
+    schedules: Count = 0  # schedules of a simulated world to compare with the usual one
+    preemptions: Count = 0  # maximum preemptions, fewest first; 0: random schedules
     schedule: str | None = None  # of its first world
     initial: str = ""  # initial slot-000.safetensors of a trace; "": the seed's model
+
+    @property
+    def cell(self) -> tuple[str | int, ...]:
+        """The values that identify a case in a plan and in earlier runs, as in `CELL`."""
+        return tuple(getattr(self, name) for name in CELL)
 
     @property
     def siblings(self) -> tuple[str, int, str, int]:

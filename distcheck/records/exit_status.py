@@ -78,7 +78,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 Silence = Literal["", "stopped", "no answer", "no turn"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The exit status of one rank, with known circumstances; `detail` is the text.
 
     run           the run, if not the first: "in the rerun"
@@ -113,7 +113,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     call: Collective | None = None
     place: str = ""
-    text: str = msgspec.field(default="", name="detail")  # as in earlier files
+    text: str = ""
     output: str = ""
     collectives: tuple[Collective, ...] = ()
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from distcheck.records.decoding import Count
+
 SENSITIVITY = "sensitivity"  # the name of the check
 _MOST_NAMED = 4
 
@@ -69,6 +71,22 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     def counts(self) -> bool:
         """Return True if any mistake in synchronization would have been revealed."""
         return self.steps > 0
+
+
+class MistakeCount(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of tensors that would have revealed a mistake, and the others' names."""
+
+    tensors: Count
+    of: Count
+    not_in: tuple[str, ...]
+
+
+class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """The simplest mistakes that would have been revealed, for a document."""
+
+    mistakes: dict[str, MistakeCount]
+    wrong_factor: dict[str, float | str]
+    no_mistake_shows_in: tuple[str, ...]
 
 
 NOTHING = Shown(

@@ -5,7 +5,7 @@ terminal         all cases in order, and the tables of `--verbose`
 failures         causes and the exit status of ranks, as both screens print them
 wording          phrases and numbers that all formats share; wrapping: lines and labels
 findings         the same screen for a saved report (`merge`, `report`)
-json_report      writes the format of document; documents reads it, and checks that it is consistent
+json_report      the document and its writer; documents reads it, and checks that it is consistent
 html_report      the page, with its pictures/; github, junit, sarif, gitlab: one file per format
 files            options such as --json, and the files that they write
 live             progress while cases run

@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import UnsetType
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.records import (
+    CaseReport,
+    CheckResult,
     Difference,
     RunPlan,
     exit_code_of_report,
     merge_verdicts,
-    ranks_failed,
     verdict_of,
 )
+from distcheck.records.case import CELL
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.run_facts import Explored
-from distcheck.reports.document import CaseEntry, CheckEntry, Document, check_shape
-from distcheck.reports.json_report import read_document, totals_of
+from distcheck.reports.json_report import Document, check_shape, read_document, totals_of
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
 # Planned for every case, in addition to its outcome; a guard only compares ranks.
@@ -47,7 +47,6 @@ _LAST = {"--dtype": "dtype", "--backend": "backend", "--device": "device", "--se
 _MASKED = "<$"  # beginning of a masked secret
 _MAY_BE_LEFT_OUT = "exact"  # by a dtype or accepted deviation without it
 _WITH_PLAN = (["distcheck", "verify"], ["distcheck", "record"])  # commands that always have one
-OF_A_CELL = ("strategy", "world", "backend", "device", "dtype", "workload", "seed")
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -68,13 +67,13 @@ def check_document(document: dict[str, Any], name: str) -> Document:
 
 
 def _contradictions(document: Document) -> Iterator[str]:
-    for name, times in Counter(case.id for case in document.cases).items():
+    for name, times in Counter(case.case.id for case in document.cases).items():
         if times > 1:
             yield f"case {name!r} is in it {times} times"
     for case in document.cases:
         for problem in _errors_in_case(case):
-            yield f"case {case.id!r} {problem}"
-    failed = {case.id for case in document.cases if case.verdict == "fail"}
+            yield f"case {case.case.id!r} {problem}"
+    failed = {case.case.id for case in document.cases if case.verdict == "fail"}
     for one in document.explored:
         yield from _errors_in_search(one, document.plan)
         if (one.verdict == "fail") != bool(failed & set(one.found)):
@@ -125,19 +124,18 @@ def _errors_in_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
         )
 
 
-def _errors_in_case(case: CaseEntry) -> Iterator[str]:
-    for name, text in (("replay", case.replay), ("command", case.command)):
-        if text and not _is_command(text):
-            yield f"has a {name} that is not a single distcheck command"
+def _errors_in_case(case: CaseReport) -> Iterator[str]:
+    if case.replay and not _is_command(case.replay):
+        yield "has a replay that is not a single distcheck command"
     verdict = merge_verdicts([check.verdict for check in case.checks])
     if case.verdict != verdict:
         yield f"has the verdict {case.verdict}, but its checks give {verdict}"
     ended = {check.verdict for check in case.checks if check.check == _OUTCOME}
     ranks = sorted(outcome.rank for outcome in case.outcomes)
     finished = all(outcome.outcome == RankEnd.FINISHED for outcome in case.outcomes)
-    if "pass" in ended and not (finished and ranks == list(range(case.world))):
-        yield f"passed its outcome check, although not all {case.world} ranks finished"
-    if ranks_failed(case) and ended and "fail" not in ended:
+    if "pass" in ended and not (finished and ranks == list(range(case.case.world))):
+        yield f"passed its outcome check, although not all {case.case.world} ranks finished"
+    if case.ranks_failed and ended and "fail" not in ended:
         yield "has a rank that did not finish, but no failed outcome check"
     for check in case.checks:
         if problem := _wrong_bound(check):
@@ -148,14 +146,14 @@ def _errors_in_case(case: CaseEntry) -> Iterator[str]:
         yield from _errors_in_pass(case, ended)
 
 
-def _errors_in_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
+def _errors_in_pass(case: CaseReport, ended: Collection[str]) -> Iterator[str]:
     """Yield violations of a passing case: it needs the checks of every case, a nonempty comparison
     in each, and no error beyond a bound.
     """
     if not ended:
         yield "passed without an outcome check"
     there = {check.check for check in case.checks}
-    for name in _OF_A_GUARD if case.workload == "job" and case.id == "guard" else _ALWAYS:
+    for name in _OF_A_GUARD if case.case.workload == "job" and case.case.id == "guard" else _ALWAYS:
         if name not in there:
             yield f"passed without the check {name!r}, which every case has"
     for check in case.checks:
@@ -165,16 +163,16 @@ def _errors_in_pass(case: CaseEntry, ended: Collection[str]) -> Iterator[str]:
             yield f"passed the check {check.check!r}, although it compared {less}"
 
 
-def _compared_too_little(case: CaseEntry, check: CheckEntry) -> str:
+def _compared_too_little(case: CaseReport, check: CheckResult) -> str:
     """Return the missing part of a passing check's coverage, as far as its case implies it."""
     seen = check.compared
     if not any(msgspec.structs.astuple(seen)):
         return "nothing"
-    if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.world:
-        return f"{seen.ranks} of {case.world} ranks"
+    if check.check in (_OUTCOME, _INITIAL) and seen.ranks != case.case.world:
+        return f"{seen.ranks} of {case.case.world} ranks"
     # By a layer, a job's data is the content of samples, which two ranks show if both have one.
-    if (check.check, check.layer) == (_DATA, NO_LAYER) and seen.steps != case.steps:
-        return f"{seen.steps} of {case.steps} steps"
+    if (check.check, check.layer) == (_DATA, NO_LAYER) and seen.steps != case.case.steps:
+        return f"{seen.steps} of {case.case.steps} steps"
     needed = ["ranks"]
     needed += [] if check.check in _OF_RANKS_ALONE else ["elements", "steps"]
     needed += [] if check.check in _WITHOUT_TENSORS else ["tensors"]
@@ -186,14 +184,11 @@ def _is_beyond(worst: Difference) -> bool:
     return not 0 <= error <= bound
 
 
-def _wrong_bound(check: CheckEntry) -> str:
+def _wrong_bound(check: CheckResult) -> str:
     """Return the error in a bound. No error is within an infinite or NaN bound, so a pass has none;
     a failure may, if a reference overflows.
     """
-    elements = [] if isinstance(check.elements, UnsetType) else check.elements
-    places = [place for place in (check.worst, check.first, *elements) if place is not None]
-    bounds = [float(place.bound) for place in places]
-    bounds += map(float, check.loss.bound) if check.loss else []
+    bounds = [float(place.bound) for place in (check.worst, check.first) if place is not None]
     if any(bound < 0 for bound in bounds):
         return "is below zero"
     if check.verdict == "pass" and not all(map(math.isfinite, bounds)):
@@ -222,9 +217,9 @@ def _differences_from_plan(document: Document, plan: RunPlan) -> Iterator[str]:
     planned = {cell.id: cell for cell in plan.cases}
     if len(planned) < len(plan.cases):
         yield "the plan holds a case twice"
-    for case in document.cases:
+    for case in (report.case for report in document.cases):
         cell = planned.get(case.id)
-        for name in () if cell is None else OF_A_CELL:
+        for name in () if cell is None else CELL:
             if getattr(case, name) != getattr(cell, name):
                 yield (
                     f"case {case.id!r} has the {name} {getattr(case, name)!r}, but "
@@ -232,12 +227,12 @@ def _differences_from_plan(document: Document, plan: RunPlan) -> Iterator[str]:
                 )
     if plan.shard > plan.shards:
         yield f"the report is part {plan.shard} of {plan.shards}"
-    for name in [*(case.id for case in document.cases), *document.left_out]:
+    for name in [*(case.case.id for case in document.cases), *document.left_out]:
         cell = planned.get(name)
         if cell is not None and not plan.holds(name):
             part = plan.assigned.get(name, 1)
             yield f"the report is part {plan.shard}, but has case {name!r} of part {part}"
-    known = {case.id for case in document.cases}
+    known = {case.case.id for case in document.cases}
     for name in document.left_out:
         if name in known:
             yield f"case {name!r} is in the report, but is also listed as left out"
@@ -250,7 +245,7 @@ def _missing(document: Document) -> Iterator[str]:
     plan = document.plan
     if plan is None or document.exit_code != ExitCode.PASS:
         return
-    there = {case.id for case in document.cases} | document.left_out.keys()
+    there = {case.case.id for case in document.cases} | document.left_out.keys()
     for cell in plan.cases:
         if plan.holds(cell.id) and cell.id not in there:
             yield f"the report passed, but case {cell.id!r} of its plan is not in it"

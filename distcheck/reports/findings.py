@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from distcheck.errors.masking import masked_command
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.records import Origin, ranks_failed
+from distcheck.records import Case, CaseReport, Origin
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import check_with_layer
-from distcheck.reports.document import CaseEntry, Document
+from distcheck.reports.json_report import Document
 from distcheck.reports.wording import describe_search, describe_site
 from distcheck.reports.wrapping import CUT, VERDICT, fitting
 
@@ -29,7 +30,7 @@ class FailureSummary:
     replay: str  # independent of the files of the machine
 
 
-def name_of(case: CaseEntry) -> str:
+def name_of(case: Case) -> str:
     """Return the distinguishing properties of a cell, except the strategy."""
     device = "" if case.device == "cpu" else f", {case.device}"
     seed = f", seed {case.seed}" if case.seed else ""
@@ -37,38 +38,41 @@ def name_of(case: CaseEntry) -> str:
     return about + seed
 
 
-def names_of(cases: Sequence[CaseEntry]) -> list[str]:
+def names_of(cases: Sequence[CaseReport]) -> list[str]:
     """Return names of cells that are unique per strategy, with the id if necessary."""
-    names = [(case.strategy, name_of(case)) for case in cases]
+    names = [(case.case.strategy, name_of(case.case)) for case in cases]
     times = Counter(names)
     return [
-        name if times[strategy, name] == 1 else f"{name}, {case.id}"
+        name if times[strategy, name] == 1 else f"{name}, {case.case.id}"
         for (strategy, name), case in zip(names, cases, strict=True)
     ]
 
 
-def finding_of(case: CaseEntry) -> FailureSummary:
+def finding_of(case: CaseReport) -> FailureSummary:
     failed = [(f"rank {o.rank} {o.outcome}", o.detail) for o in case.outcomes
               if o.outcome != RankEnd.FINISHED]  # fmt: skip
     check = earliest_failure(case.checks) or earliest_failure(case.checks, "unknown")
     first = ""
     if check is not None:
         first = f"{check_with_layer(check.check, check.layer)}: {check.reason or check.verdict}"
-    headline = (
-        failed[0][0] if ranks_failed(case) else first or "; ".join(case.notes) or case.verdict
-    )
+    headline = failed[0][0] if case.ranks_failed else first or "; ".join(case.notes) or case.verdict
     return FailureSummary(
         headline=" ".join(headline.split()),
         first=first,
-        where=describe_site(case.where or None, case.strategy_file),
+        where=describe_site(case.where, case.strategy_file),
         causes=tuple(f"{d.cause}: {d.evidence}" for d in case.diagnosis),
         suggestions=tuple(d.suggestion for d in case.diagnosis if d.suggestion),
         ranks=tuple(failed),
-        replay=case.command or case.replay,
+        replay=portable_command(case.case),
     )
 
 
-def place_of(case: CaseEntry, root: Path) -> tuple[str, int]:
+def portable_command(case: Case) -> str:
+    """Return the command that runs a case without the files of a run, without secrets."""
+    return masked_command(case.command_line)
+
+
+def place_of(case: CaseReport, root: Path) -> tuple[str, int]:
     """Return the file and line of a case's cause, or of its strategy. The file is a path in the
     repository `root`, which may be checked out elsewhere on the machine that ran the case: then the
     longest suffix of the path that exists here.
@@ -128,33 +132,33 @@ def summary_lines(document: Document, *, width: int, quiet: bool = False) -> lis
     return found
 
 
-def _group_similar_cases(cases: Sequence[CaseEntry]) -> list[list[CaseEntry]]:
-    together: dict[object, list[CaseEntry]] = {}
+def _group_similar_cases(cases: Sequence[CaseReport]) -> list[list[CaseReport]]:
+    together: dict[object, list[CaseReport]] = {}
     for case in cases:
         causes = sorted({one.cause for one in case.diagnosis})
         known = causes and "unexplained" not in causes
         same = causes if known else [finding_of(case).headline]
-        key = (case.strategy, case.verdict, *same)
+        key = (case.case.strategy, case.verdict, *same)
         together.setdefault(key, []).append(case)
     return [*together.values()]
 
 
-def _failure(cases: Sequence[CaseEntry], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
+def _failure(cases: Sequence[CaseReport], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
     """Yield the lines of equal failures; repairs already `said` for the strategy are omitted."""
     case, *others = cases
     finding = finding_of(case)
     causes = ", ".join(dict.fromkeys(one.cause for one in case.diagnosis))
-    what = f"{case.strategy}, {name_of(case)}: {causes or finding.headline}"
+    what = f"{case.case.strategy}, {name_of(case.case)}: {causes or finding.headline}"
     head = f"  {case.verdict.upper():<{VERDICT}}"
     yield from fitting(what, width, first=head, indent=2 + VERDICT, most=4)
     for label, text in _lines(finding, [one.evidence for one in case.diagnosis]):
         yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=3)
     for text in dict.fromkeys(finding.suggestions[:_MOST_CAUSES]):
-        if (case.strategy, text) not in said:
+        if (case.case.strategy, text) not in said:
             yield from fitting(text, width, first=f"{'':<10}try", indent=_INDENT, most=2)
-            said.add((case.strategy, text))
+            said.add((case.case.strategy, text))
     if others:
-        names = "; ".join(name_of(one) for one in others)
+        names = "; ".join(name_of(one.case) for one in others)
         yield from fitting(names, width, first=f"{'':<10}also", indent=_INDENT, most=3)
     if finding.replay:
         yield f"{'':<10}{'replay':<{_INDENT - 10}}{finding.replay}"

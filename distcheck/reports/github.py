@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distcheck.errors.shown_text import displayable
-from distcheck.reports.document import CaseEntry, decoded
+from distcheck.records import CaseReport
 from distcheck.reports.findings import (
     FailureSummary,
     describe_origin,
@@ -18,6 +18,7 @@ from distcheck.reports.findings import (
     name_of,
     place_of,
 )
+from distcheck.reports.json_report import decoded
 from distcheck.reports.wording import describe_search
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -51,9 +52,9 @@ def error(message: str) -> str:
     return f"::error title=distcheck::{_data(_shorten(displayable(message), _MOST_MESSAGE))}"
 
 
-def _annotation(command: str, case: CaseEntry, root: Path) -> str:
+def _annotation(command: str, case: CaseReport, root: Path) -> str:
     found = finding_of(case)
-    remarks = case.remarks or ()
+    remarks = case.remarks
     parts = [
         *(f"cause: {cause}" for cause in found.causes),
         *(f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks),
@@ -65,7 +66,7 @@ def _annotation(command: str, case: CaseEntry, root: Path) -> str:
     ]
     first = next(iter([*case.diagnosis, *remarks]), None)
     named = f" ({first.cause})" if first else ""
-    title = f"distcheck: {case.verdict}{named}: {case.strategy}, {name_of(case)}"
+    title = f"distcheck: {case.verdict}{named}: {case.case.strategy}, {name_of(case.case)}"
     file, line = place_of(case, root)
     place = [f"file={_property(file)}", f"line={line}"] if file else []
     message = "\n".join(dict.fromkeys(part for part in parts if part))
@@ -91,17 +92,17 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     return _join_fitting([head, *table, "\n", *details, *end], room_bytes)
 
 
-def _table_row(case: CaseEntry) -> str:
+def _table_row(case: CaseReport) -> str:
     found = finding_of(case)
     said = next(iter(found.causes), found.headline)
     what = "" if case.verdict == "pass" else _shorten(said, 200)
-    words = (_MARKS[case.verdict], case.strategy, name_of(case), what)
+    words = (_MARKS[case.verdict], case.case.strategy, name_of(case.case), what)
     return f"| {' | '.join(map(_escape_markdown, words))} |\n"
 
 
-def _details(case: CaseEntry) -> str:
+def _details(case: CaseReport) -> str:
     found = finding_of(case)
-    title = f"{case.verdict}: {case.strategy}, {name_of(case)}"
+    title = f"{case.verdict}: {case.case.strategy}, {name_of(case.case)}"
     text = f"### {_escape_markdown(title)}\n\n"
     for label, lines in _labeled_texts(found):
         text += f"**{label}**\n\n{_code_block(_shorten(lines, _MOST_DETAIL))}\n"

@@ -18,13 +18,14 @@ from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import displayable
 from distcheck.judge.checks.merging import earliest_failure
+from distcheck.records import Case, CaseReport, CheckResult
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, LAYERS, check_with_layer, shown_layer
+from distcheck.records.layers import LAYERS, check_with_layer, shown_layer
 from distcheck.records.run_facts import ModuleSeen
 from distcheck.reports import scale
-from distcheck.reports.document import CaseEntry, CheckEntry, decoded
-from distcheck.reports.findings import describe_origin
-from distcheck.reports.pictures import Picture, agreement, heat, histogram, losses, timeline
+from distcheck.reports.findings import describe_origin, portable_command
+from distcheck.reports.json_report import decoded
+from distcheck.reports.pictures import Picture, heat, timeline
 from distcheck.reports.pictures import scale as picture
 from distcheck.reports.wording import count, describe_search, describe_site
 
@@ -33,7 +34,6 @@ View = dict[str, Any]  # of a case or a check, for the template
 _MARKS = {"pass": "✓", "fail": "✕", "unknown": "?"}
 _ORDER = ("fail", "unknown", "pass")
 _PICTURED_CASES = 24  # beyond, passing cases have no pictures, or the page gets too long
-_ELEMENTS = 5  # of one check; the JSON has more
 _FIRST_CAUSES = 3  # at the top of the page
 _FOLLOWS = "and may follow from it"  # in the reason of a failure that may be a consequence
 _BREAKS = re.compile(
@@ -125,7 +125,7 @@ def breakable(text: object) -> Markup:
     return Markup("".join(found))
 
 
-def _headline(cases: Sequence[CaseEntry]) -> str:
+def _headline(cases: Sequence[CaseReport]) -> str:
     by_verdict = {name: [c for c in cases if c.verdict == name] for name in _MARKS}
     failed, unknown = by_verdict["fail"], by_verdict["unknown"]
     one = len(cases) == 1
@@ -145,24 +145,24 @@ def _headline(cases: Sequence[CaseEntry]) -> str:
     return f"{text}: {reason or 'see below'}."
 
 
-def _is_job(case: CaseEntry) -> bool:
+def _is_job(case: CaseReport) -> bool:
     """Return True for a whole job, which has a script and no settings of a case."""
-    return case.workload == "job"
+    return case.case.workload == "job"
 
 
-def _name(case: CaseEntry, among: Sequence[CaseEntry]) -> str:
-    several = len({other.backend for other in among}) > 1
-    where = f", {case.backend}" if several else ""
+def _name(case: CaseReport, among: Sequence[CaseReport]) -> str:
+    about, several = case.case, len({other.case.backend for other in among}) > 1
+    where = f", {about.backend}" if several else ""
     if _is_job(case):
-        return f"{case.strategy}, {case.world} rank{'s' * (case.world != 1)}{where}"
-    return f"{case.strategy}, world {case.world}{where}, {case.workload} {case.dtype}"
+        return f"{about.strategy}, {about.world} rank{'s' * (about.world != 1)}{where}"
+    return f"{about.strategy}, world {about.world}{where}, {about.workload} {about.dtype}"
 
 
 def _grid(views: list[View]) -> View:
     columns: dict[tuple[str, str], None] = {}
     rows: dict[tuple[str, int, str], dict[tuple[str, str], list[View]]] = {}
     for view in views:
-        case: CaseEntry = view["case"]
+        case: Case = view["case"].case
         column = (case.workload, case.dtype)
         where = case.backend + (f", {case.device}" if case.device != "cpu" else "")
         columns[column] = None
@@ -171,7 +171,7 @@ def _grid(views: list[View]) -> View:
     return {"columns": list(columns), "rows": rows}
 
 
-def _case_view(anchor: str, case: CaseEntry, *, name: str, opened: bool, pictured: bool) -> View:
+def _case_view(anchor: str, case: CaseReport, *, name: str, opened: bool, pictured: bool) -> View:
     failed = [check for check in case.checks if check.verdict == "fail" and check.first]
     first = earliest_failure(failed)
     return {
@@ -182,7 +182,8 @@ def _case_view(anchor: str, case: CaseEntry, *, name: str, opened: bool, picture
         "opened": opened,
         "first": first,
         "first_name": check_with_layer(first.check, first.layer) if first else "",
-        "where": describe_site(case.where or None, case.strategy_file),
+        "command": portable_command(case.case),
+        "where": describe_site(case.where, case.strategy_file),
         "reasons": _reasons(case.checks),
         "checks": [_check_view(check) for check in case.checks],
         "pictured": pictured,
@@ -211,7 +212,7 @@ def _causes(views: list[View]) -> list[View]:
     return list(found.values())
 
 
-def _reasons(checks: Sequence[CheckEntry]) -> list[tuple[str, str, str]]:
+def _reasons(checks: Sequence[CheckResult]) -> list[tuple[str, str, str]]:
     """Return verdict, names and reason: one entry for all checks with equal reasons."""
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
@@ -222,7 +223,7 @@ def _reasons(checks: Sequence[CheckEntry]) -> list[tuple[str, str, str]]:
     return sorted(found, key=lambda entry: _ORDER.index(entry[0]))
 
 
-def _check_view(check: CheckEntry) -> View:
+def _check_view(check: CheckResult) -> View:
     compared = msgspec.structs.asdict(check.compared)
     parts = [
         f"{count(compared[what])} {what if compared[what] != 1 else what[:-1]}"
@@ -240,7 +241,7 @@ def _check_view(check: CheckEntry) -> View:
     }
 
 
-def _worst(check: CheckEntry) -> tuple[str, float | None]:
+def _worst(check: CheckResult) -> tuple[str, float | None]:
     """Return the worst error against its bound: as text, and as a bar if it is within."""
     worst = check.worst
     if worst is None:
@@ -257,7 +258,7 @@ def _worst(check: CheckEntry) -> tuple[str, float | None]:
     return words, round(_BAR * share, 1) if share <= 1 else None
 
 
-def _pictures(anchor: str, case: CaseEntry) -> Iterator[Picture]:
+def _pictures(anchor: str, case: CaseReport) -> Iterator[Picture]:
     made = (f"{anchor}-p{number}" for number in range(10**6))
     checks = case.checks
     drawn = timeline.draw(next(made), case.outcomes)
@@ -269,19 +270,9 @@ def _pictures(anchor: str, case: CaseEntry) -> Iterator[Picture]:
     for check in checks:
         if _has_map(check, "bits") and (_has_differences(check) or check.check == "gradients"):
             yield heat.draw_bits(next(made), check)
-    with_loss = [check for check in checks if check.loss]
-    if with_loss:
-        full = [check for check in with_loss if check.layer in (IN_FLOAT32, IN_FLOAT64)]
-        yield losses.draw(next(made), (full or with_loss)[-1])
-    for check in checks:
-        if check.check == "gradients" and histogram.shows_something(check):
-            yield histogram.draw(next(made), check)
-    for check in checks:
-        if check.digests:
-            yield agreement.draw(next(made), check.digests)
 
 
-def _scale_pictures(cases: Sequence[CaseEntry]) -> list[Picture]:
+def _scale_pictures(cases: Sequence[CaseReport]) -> list[Picture]:
     """Return a picture of error against world size per order; those of a strategy share axes."""
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
@@ -296,15 +287,15 @@ def _scale_pictures(cases: Sequence[CaseEntry]) -> list[Picture]:
     ]
 
 
-def _has_map(check: CheckEntry, kind: str) -> bool:
+def _has_map(check: CheckResult, kind: str) -> bool:
     return bool(check.map and check.map.kind == kind and check.map.steps)
 
 
-def _has_differences(check: CheckEntry) -> bool:
+def _has_differences(check: CheckResult) -> bool:
     return bool(check.map and any("x" in row for row in check.map.rows))
 
 
-def _bit_identical_checks(checks: Sequence[CheckEntry]) -> list[str]:
+def _bit_identical_checks(checks: Sequence[CheckResult]) -> list[str]:
     """Return checks whose bits were all equal: listed, not drawn."""
     return [
         check_with_layer(check.check, check.layer)
@@ -313,17 +304,13 @@ def _bit_identical_checks(checks: Sequence[CheckEntry]) -> list[str]:
     ]
 
 
-def _elements(checks: Sequence[CheckEntry]) -> list[View]:
-    """Return the worst elements of the failed checks that no other explains, at the first wrong
-    step: later ones may be consequences.
+def _elements(checks: Sequence[CheckResult]) -> list[View]:
+    """Return the first and the worst element of the failed checks that no other explains, at the
+    first wrong step: later ones may be consequences.
     """
-    failed = [check for check in checks if check.verdict == "fail"]
-    own = [check for check in failed if _FOLLOWS not in check.reason and check.elements]
-    taken = own or [check for check in failed if check.elements] or checks
-    first = min((e.step for check in own for e in check.elements or ()), default=None)
-    at_first = [
-        (check, [e for e in check.elements or () if first in (None, e.step)]) for check in taken
-    ]
+    failed = [(check, check.first) for check in checks if check.verdict == "fail" and check.first]
+    own = [(check, first) for check, first in failed if _FOLLOWS not in check.reason] or failed
+    step = min((first.step for _, first in own), default=None)
     return [
         {
             **msgspec.structs.asdict(element),
@@ -332,9 +319,9 @@ def _elements(checks: Sequence[CheckEntry]) -> list[View]:
             "actual_text": _digits(element.actual, element.actual_bits),
             "expected_text": _digits(element.expected, element.actual_bits),
         }
-        for check, elements in at_first
-        for element in elements[:_ELEMENTS]
-        if element.index or element.actual_bits
+        for check, first in own
+        for element in dict.fromkeys((first, check.worst))
+        if element is not None and element.step == step and (element.index or element.actual_bits)
     ]
 
 

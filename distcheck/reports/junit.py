@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import msgspec
 
 from distcheck.errors.shown_text import displayable
-from distcheck.records import Case, Origin, ranks_failed
+from distcheck.records import Case, CaseReport, Origin
 from distcheck.records.layers import check_with_layer
 from distcheck.records.run_facts import Explored
-from distcheck.reports.document import CaseEntry, Document, decoded
 from distcheck.reports.findings import finding_of, names_of
+from distcheck.reports.json_report import Document, decoded
 
 # Characters that XML 1.0 cannot represent, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -29,7 +29,7 @@ def render(document: Mapping[str, Any]) -> str:
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
     for case, name in zip(found.cases, names_of(found.cases), strict=True):
-        suites[case.strategy].append(_test_case(case, name))
+        suites[case.case.strategy].append(_test_case(case, name))
     for planned, reason in _left_out(found):
         element = ElementTree.Element("testcase", classname=_valid(planned.strategy))
         element.set("name", _valid(planned.id))
@@ -77,21 +77,22 @@ def _left_out(document: Document) -> list[tuple[Case, str]]:
     return [(cell, reasons[cell.id]) for cell in planned if cell.id in reasons]
 
 
-def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
-    element = ElementTree.Element("testcase", classname=_valid(case.strategy), name=_valid(name))
+def _test_case(case: CaseReport, name: str) -> ElementTree.Element:
+    named = {"classname": _valid(case.case.strategy), "name": _valid(name)}
+    element = ElementTree.Element("testcase", named)
     element.set("time", f"{sum(case.timings_s.values()):.3f}")
     if case.strategy_file:
         element.set("file", _valid(case.strategy_file))
     if case.strategy_line:
         element.set("line", str(case.strategy_line))
-    remarks = case.remarks or ()
+    remarks = case.remarks
     said = [f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks]
     if case.verdict == "pass":
         if said:
             ElementTree.SubElement(element, "system-out").text = _valid("\n".join(said) + "\n")
         return element
     found = finding_of(case)
-    failed = case.verdict == "fail" and not ranks_failed(case)
+    failed = case.verdict == "fail" and not case.ranks_failed
     kind = case.diagnosis[0].cause if case.diagnosis else case.verdict
     wrong = ElementTree.SubElement(element, "failure" if failed else "error")
     wrong.set("type", _valid(kind))
@@ -112,7 +113,7 @@ def _test_case(case: CaseEntry, name: str) -> ElementTree.Element:
     return element
 
 
-def _failures(case: CaseEntry) -> str:
+def _failures(case: CaseReport) -> str:
     """Return every check that did not pass, one line each, and the notes."""
     lines = [
         f"{check.verdict} {check_with_layer(check.check, check.layer)}: {check.reason}"

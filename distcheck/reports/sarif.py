@@ -15,8 +15,8 @@ from urllib.parse import quote
 from distcheck.errors.shown_text import displayable
 from distcheck.records.causes import causes
 from distcheck.reports.causes import cause_explanation
-from distcheck.reports.document import decoded
 from distcheck.reports.findings import finding_of, name_of, place_of
+from distcheck.reports.json_report import decoded
 from distcheck.reports.json_report import render as as_json
 
 _SCHEMA = (
@@ -44,7 +44,7 @@ def located(document: Mapping[str, Any]) -> Iterator[Located]:
     for case in decoded(displayable(document)).cases:
         found = finding_of(case)
         given = [(one, "error") for one in case.diagnosis]
-        given += [(one, "warning") for one in case.remarks or ()]
+        given += [(one, "warning") for one in case.remarks]
         told = [(one.cause, level, f"{one.cause}: {one.evidence}\ntry: {one.suggestion}")
                 for one, level in given]  # fmt: skip
         if case.verdict == "fail" and not case.diagnosis:
@@ -52,10 +52,10 @@ def located(document: Mapping[str, Any]) -> Iterator[Located]:
         elif case.verdict == "unknown":
             told.append((_UNKNOWN, "warning", found.headline))
         for rule, level, text in told:
-            lines = [f"{case.strategy}, {name_of(case)}: {case.verdict}", text]
+            lines = [f"{case.case.strategy}, {name_of(case.case)}: {case.verdict}", text]
             lines += [f"first: {found.first}"] * bool(found.first)
             lines += [f"replay: {found.replay}"] * bool(found.replay)
-            key = hashlib.sha256(f"{rule}\0{case.id}".encode("utf-8", "replace")).hexdigest()
+            key = hashlib.sha256(f"{rule}\0{case.case.id}".encode("utf-8", "replace")).hexdigest()
             yield Located(rule, level, "\n".join(lines), *place_of(case, root), key[:32])
 
 

@@ -8,9 +8,11 @@ its bound, or exceeds it most.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from distcheck.records import Difference, VerdictName
+import msgspec
+
+from distcheck.records import CaseReport, Difference, Number, VerdictName
+from distcheck.records.decoding import World
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, shown_layer
-from distcheck.reports.document import CaseEntry, ScaleEntry, entry_from_sources
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -64,18 +66,36 @@ class Curve:
         return f"passes in every world from {self.points[0].world} to {self.points[-1].world}"
 
 
-def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
+class ScaleEntry(msgspec.Struct, kw_only=True):
+    """The error in a simulated world of one size and summation order."""
+
+    strategy: str
+    workload: str
+    dtype: str
+    order: str
+    world: World
+    verdict: VerdictName
+    layer: str
+    error: Number | None
+    bound: Number | None
+    where: str
+    cause: str
+    reason: str
+
+
+def curves(cases: Sequence[CaseReport]) -> list[Curve]:
     """Return the curves of a document's cases; empty unless simulated worlds differ in size."""
-    found: dict[tuple[str, str, str, str], list[CaseEntry]] = {}
-    for case in cases:
+    found: dict[tuple[str, str, str, str], list[CaseReport]] = {}
+    for report in cases:
+        case = report.case
         name, _, order = case.backend.partition(":")
         if name == _BACKEND:
             key = (case.strategy, case.workload, case.dtype, order or "gloo")
-            found.setdefault(key, []).append(case)
+            found.setdefault(key, []).append(report)
     kept = {
-        key: sorted(group, key=lambda case: case.world)
+        key: sorted(group, key=lambda report: report.case.world)
         for key, group in found.items()
-        if len({case.world for case in group}) == len(group) > 1
+        if len({report.case.world for report in group}) == len(group) > 1
     }
     layers = {key: _layer_of(group) for key, group in kept.items()}
     return [
@@ -84,15 +104,21 @@ def curves(cases: Sequence[CaseEntry]) -> list[Curve]:
     ]
 
 
-def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
+def as_rows(cases: Sequence[CaseReport]) -> list[ScaleEntry]:
     """Return the curves for `--json`: a row for each world and order."""
     return [
-        entry_from_sources(
-            ScaleEntry,
-            point,
-            curve,
+        ScaleEntry(
+            strategy=curve.strategy,
+            workload=curve.workload,
+            dtype=curve.dtype,
+            order=curve.order,
+            layer=curve.layer,
+            world=point.world,
+            verdict=point.verdict,
             error=_json_number(point.error),
             bound=_json_number(point.bound),
+            where=point.where,
+            cause=point.cause,
             reason=point.reason if point.verdict == "unknown" else "",
         )
         for curve in curves(cases)
@@ -100,14 +126,14 @@ def as_rows(cases: Sequence[CaseEntry]) -> list[ScaleEntry]:
     ]
 
 
-def _layer_of(cases: Sequence[CaseEntry]) -> str:
+def _layer_of(cases: Sequence[CaseReport]) -> str:
     for layer in _LAYERS:
         if any(_worst(case, layer) is not None for case in cases):
             return layer
     return ""
 
 
-def _worst(case: CaseEntry, layer: str) -> Difference | None:
+def _worst(case: CaseReport, layer: str) -> Difference | None:
     for check in case.checks:
         worst = check.worst
         if check.check == "gradients" and check.layer == layer and worst is not None:
@@ -115,7 +141,7 @@ def _worst(case: CaseEntry, layer: str) -> Difference | None:
     return None
 
 
-def _point(case: CaseEntry, layer: str) -> Point:
+def _point(case: CaseReport, layer: str) -> Point:
     worst = _worst(case, layer)
     causes = case.diagnosis
     cause = causes[0].cause if causes and case.verdict != "pass" else ""
@@ -123,7 +149,7 @@ def _point(case: CaseEntry, layer: str) -> Point:
     reason = next((check.reason for check in unknown if check.reason), "")
     if not case.checks:  # no check was reached
         reason = next(iter(case.notes), "")
-    point = Point(case.world, case.verdict, cause=cause, reason=reason)
+    point = Point(case.case.world, case.verdict, cause=cause, reason=reason)
     if worst is None:
         return point
     return replace(

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,11 +28,10 @@ from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
 from distcheck.plan.provenance import Provenance, code_digest, is_sealed
 from distcheck.plan.source_files import NO_DIGEST, SourceFile, paths_in_common_folder, sources_of
-from distcheck.records import Case
+from distcheck.records import Case, CaseReport
 from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_if_whole, read_source
-from distcheck.reports.document import CaseEntry, check_shape
-from distcheck.reports.json_report import read_document
+from distcheck.reports.json_report import check_shape, read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
 from distcheck.store.trust import Checkout
@@ -94,7 +93,7 @@ def make_bundle(run: Path, target: Path, *, traces: bool) -> tuple[Manifest, lis
     cases = [store.read_case(path) for path in files]
     place = run / "report.json"
     report = read_document(place) if place.exists() else None
-    seen = [] if report is None else check_shape(report, place).cases
+    seen = () if report is None else check_shape(report, place).cases
     remarks: list[str] = []
     members: dict[str, bytes] = {}
     sources = list(_sources(run, cases, files, seen, members, remarks))
@@ -176,16 +175,20 @@ class _CaseId(msgspec.Struct):
     id: str
 
 
+class _Listed(msgspec.Struct):
+    case: _CaseId
+
+
 class _Order(msgspec.Struct):
     """The fields of a report that give the order of its cases."""
 
-    cases: list[_CaseId]
+    cases: list[_Listed]
 
 
 def _order_of(report: Path) -> dict[str, int]:
     """Return the position of each case in a run's report; empty if it cannot be read."""
     found = read_if_whole(report, _Order)
-    return {} if found is None else {case.id: place for place, case in enumerate(found.cases)}
+    return {} if found is None else {one.case.id: place for place, one in enumerate(found.cases)}
 
 
 def open_bundle(path: Path) -> Replay:
@@ -271,12 +274,12 @@ def _sources(
     run: Path,
     cases: list[Case],
     files: list[Path],
-    seen: list[CaseEntry],
+    seen: Iterable[CaseReport],
     members: dict[str, bytes],
     remarks: list[str],
 ) -> Iterator[BundledSource]:
     checkout, has_run = Checkout(), True
-    where = {case.strategy: case.strategy_file for case in seen}
+    where = {report.case.strategy: report.strategy_file for report in seen}
     asked: dict[tuple[str, str], str] = {}
     for case, file in zip(cases, files, strict=True):
         made = store.read_provenance(file)

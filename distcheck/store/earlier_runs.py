@@ -23,16 +23,14 @@ class _Judged(msgspec.Struct, frozen=True):
     """The needed fields of a case in report.json; the rest is skipped, not decoded."""
 
     verdict: str
-    strategy: str
-    world: int
-    backend: str
-    device: str
-    dtype: str
-    workload: str
-    seed: int
+    case: Case
 
 
-class _Report(msgspec.Struct):
+class _EarlierReport(msgspec.Struct):
+    """The needed fields of report.json."""
+
+    verdict: str
+    environment: dict[str, Any]
     cases: list[_Judged]
 
 
@@ -40,14 +38,11 @@ def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     """Return the ids of cases whose most recent verdict was a failure."""
     last: dict[tuple[object, ...], str] = {}
     for path in _reports_in(runs)[:_MOST_RUNS]:
-        earlier = read_if_whole(path, _Report)
+        earlier = read_if_whole(path, _EarlierReport)
         for judged in earlier.cases if earlier is not None else ():
             if judged.verdict in ("pass", "fail"):
-                last.setdefault(msgspec.structs.astuple(judged)[1:], judged.verdict)
-    of = _Judged.__struct_fields__[1:]
-    return {
-        case.id for case in cases if last.get(tuple(getattr(case, name) for name in of)) == "fail"
-    }
+                last.setdefault(judged.case.cell, judged.verdict)
+    return {case.id for case in cases if last.get(case.cell) == "fail"}
 
 
 def with_failed_first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
@@ -72,24 +67,12 @@ def reasons_for_not_failed(cases: Sequence[Case], failed: set[str]) -> dict[str,
 _Code = dict[tuple[str, str], str]  # by "strategy" or "workload", and its name
 
 
-class _CaseNamed(msgspec.Struct):
-    strategy: str
-
-
 class _EarlierCase(msgspec.Struct):
     """The needed fields of a saved case, which may no longer be runnable."""
 
     strategy: str
     workload: str
     made: Provenance | None = None
-
-
-class _EarlierReport(msgspec.Struct):
-    """The needed fields of report.json; the rest is skipped, not decoded."""
-
-    verdict: str
-    environment: dict[str, Any]
-    cases: list[_CaseNamed]
 
 
 def since_last_green(
@@ -103,7 +86,7 @@ def since_last_green(
         earlier = read_if_whole(path, _EarlierReport)
         if earlier is None or earlier.verdict != "pass":
             continue
-        if asked <= {case.strategy for case in earlier.cases}:
+        if asked <= {report.case.strategy for report in earlier.cases}:
             code = _code_of(path.parent)
             found = [
                 change

@@ -14,14 +14,13 @@ import msgspec
 
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import print_displayable
-from distcheck.records import Case, exit_code_of_report, verdict_of
+from distcheck.records import Case, CaseReport, exit_code_of_report, verdict_of
 from distcheck.records.case import digest_of_all
 from distcheck.records.run_facts import Explored
-from distcheck.reports.document import SCHEMA, CaseEntry, Document, decoded
-from distcheck.reports.documents import OF_A_CELL, check_document
+from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damaged_file_as_usage_error, write_document
 from distcheck.reports.findings import summary_lines
-from distcheck.reports.json_report import read_document, totals_of
+from distcheck.reports.json_report import SCHEMA, Document, decoded, read_document, totals_of
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import features_of_report, not_shown
@@ -87,7 +86,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
     found_by_search: list[dict[str, Any]] = []
     for part in of_plan:
         for case in part.document["cases"]:
-            name = case["id"]
+            name = case["case"]["id"]
             if name in added:
                 found_by_search.append(case)
                 continue
@@ -106,7 +105,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
     found += found_by_search
     not_in_them = list(not_shown(features_of_report(found))) if of_plan else []
     without_plan = [part for part in parts if part not in of_plan]
-    found += _without_plan(without_plan, {case["id"] for case in found})
+    found += _without_plan(without_plan, {case["case"]["id"] for case in found})
     not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]
     whole = {
         "schema": SCHEMA,
@@ -143,12 +142,12 @@ def _without_plan(parts: Sequence[MatrixPart], taken: Collection[str]) -> list[d
     found: list[dict[str, Any]] = []
     names = set(taken)
     for case in (case for part in parts for case in part.document["cases"]):
-        name, number = case["id"], 1
+        name, number = case["case"]["id"], 1
         while name in names:
             number += 1
-            name = f"{case['id']}-{number}"
+            name = f"{case['case']['id']}-{number}"
         names.add(name)
-        found.append({**case, "id": name})
+        found.append({**case, "case": {**case["case"], "id": name}})
     return found
 
 
@@ -227,10 +226,9 @@ def _missing(
     """Return a placeholder for a planned case in no part, with the keys of every case."""
     where = f" in part {part} of {shards}" if shards > 1 else ""
     why = f": {lost[part]}" if part in lost else ""
-    missing = CaseEntry(
-        **{name: entry[name] for name in ("id", *OF_A_CELL)},
-        strategy_file="", verdict="unknown", outcomes=[], checks=[], diagnosis=[], timings_s={},
-        replay="", notes=[f"planned{where}, but in no report{why}"],
+    missing = CaseReport(
+        case=msgspec.convert(entry, Case), strategy_file="", verdict="unknown", outcomes=(),
+        checks=(), notes=(f"planned{where}, but in no report{why}",),
     )  # fmt: skip
     found: dict[str, Any] = msgspec.to_builtins(missing)
     return found

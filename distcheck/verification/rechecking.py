@@ -91,6 +91,6 @@ def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
     written = folder / "report.json"
     said = read_report(written) if written.exists() else {"cases": []}
     planned = {cell["id"] for cell in (said.get("plan") or {"cases": []})["cases"]}
-    failed = [case["id"] for case in said["cases"] if case["verdict"] == "fail"]
+    failed = [case["case"]["id"] for case in said["cases"] if case["verdict"] == "fail"]
     lost = [name for name in failed if name in planned - set(there) and is_file_name(name)]
     return [store.read_case(folder / "cases" / f"{name}.json") for name in lost]

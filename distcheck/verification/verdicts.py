@@ -30,7 +30,6 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
 from distcheck.records.mistakes import SENSITIVITY
-from distcheck.records.picture_sums import merge_aggregates
 from distcheck.records.run_facts import DIFFERS
 from distcheck.verification import contents
 from distcheck.verification.case_run import CaseRun
@@ -210,10 +209,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
         found = parts.get((planned.check, planned.layer))
         if found:
             found.sort(key=lambda part: part.first.step if part.first else 0)
-            merged = msgspec.structs.replace(
-                with_excuse(merge_results(found)),
-                aggregates=merge_aggregates([part.aggregates for part in found]),
-            )
+            merged = with_excuse(merge_results(found))
         else:
             merged = CheckResult(
                 check=planned.check,

@@ -489,7 +489,8 @@ def test_a_replay_calls_it_the_same_way(tmp_path: Path) -> None:
     again = warm.run("replay", "--trust", str(case), "--json", str(report), cwd=tmp_path)
     assert again.returncode == 1
     (found,) = json.loads(report.read_text())["cases"]
-    assert (found["arguments"], found["loss"]) == ({"divisor": "3"}, "mean/world")
+    assert found["case"]["adaptation"]["arguments"] == [["divisor", "3"]]
+    assert found["case"]["loss"] == "mean/world"
 
 
 def command(file: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -593,5 +594,7 @@ def test_the_report_holds_all_that_was_said() -> None:
         ["functions:needs_a_word"], world=2, steps=1, loss="mean", arguments={"divisor": 2}
     )
     (case,) = as_document(report)["cases"]
-    assert (case["as"], case["arguments"], case["loss"]) == (None, {"divisor": "2"}, "mean")
+    adaptation = case["case"]["adaptation"]
+    assert (adaptation["form"], adaptation["arguments"]) == (None, (("divisor", "2"),))
+    assert case["case"]["loss"] == "mean"
     assert case["replay"].endswith("--arg divisor=2")

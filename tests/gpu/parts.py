@@ -139,13 +139,15 @@ def read_report(folder: Path, text: str) -> dict[str, Any]:
     for case in document["cases"]:
         checks = {}
         for check in case["checks"]:
-            worst, said = check["worst"], check["verdict"]
+            worst, said = check.get("worst"), check["verdict"]
             if worst and worst["bound"]:
                 share = worst["error"] / worst["bound"]
                 said += f", {worst['error']:.3g} of {worst['bound']:.3g}"
                 most = max(most, share) if check["verdict"] == "pass" else most
-            checks[f"{check['check']} {check['layer']}"] = f"{said} {check['reason']}".strip()
-        cases[case["id"]] = {
+            checks[f"{check['check']} {check['layer']}"] = (
+                f"{said} {check.get('reason', '')}".strip()
+            )
+        cases[case["case"]["id"]] = {
             "verdict": case["verdict"], "checks": checks, "notes": case["notes"],
             "causes": [found["cause"] for found in case["diagnosis"]],
             "timings_s": case["timings_s"],

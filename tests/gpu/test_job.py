@@ -86,7 +86,7 @@ def judge(folder: Path, how: str, text: str, steps: str = "3") -> dict[str, Any]
 )  # fmt: skip
 def test_job_is_compared(tmp_path: Path, find: str, put: str, steps: int, failed: set[str]) -> None:
     case = judge(tmp_path, "on a GPU", SCRIPT.replace(find, put), str(steps))
-    assert case["device"] == "cuda"
+    assert case["case"]["device"] == "cuda"
     assert any(
         BY_RANK in note and f"covers {steps} of {steps} step" in note for note in case["notes"]
     )

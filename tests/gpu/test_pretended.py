@@ -78,9 +78,11 @@ def test_all_of_a_verification(tmp_path: Path, workload: list[str], cases: list[
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["environment"]["gpu"] == "pretended"
     assert report["environment"]["tf32"] is False
-    assert {case["device"] for case in report["cases"]} == {"cuda"}
+    assert {case["case"]["device"] for case in report["cases"]} == {"cuda"}
     # composite draws random numbers, which are others on the CPU: it is not held against it.
-    assert [case["id"] for case in report["cases"]] == [f"allreduce-w2-{case}" for case in cases]
+    assert [case["case"]["id"] for case in report["cases"]] == [
+        f"allreduce-w2-{case}" for case in cases
+    ]
 
 
 @pytest.mark.sweep

@@ -69,7 +69,7 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
     if keeps:
         compared, _ = compare_jobs(tmp_path / "kept", tmp_path / "kept", bits=True)
         assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
-    assert case["world"] == world
+    assert case["case"]["world"] == world
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     layers = ["rounding", "full batch float32"]
     assert [c["layer"] for c in of_gradients] == layers
@@ -118,7 +118,7 @@ def test_accelerate_launch_is_a_command_like_others(name: str, tmp_path: Path) -
     code, case = judge_command(["--", *command], tmp_path)
     expected = (1, "fail", ["accumulation-scaled-twice"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
-    assert case["world"] == 2
+    assert case["case"]["world"] == 2
 
 
 @pytest.mark.sweep
@@ -167,7 +167,7 @@ def test_mpirun_is_a_command_like_others(name: str, tmp_path: Path) -> None:
     code, case = judge_command(command, tmp_path)
     expected = (1, "fail", ["same-data"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
-    assert case["world"] == 2
+    assert case["case"]["world"] == 2
 
 
 TWO_NODES = """
@@ -194,7 +194,7 @@ def test_two_nodes_on_one_machine_are_one_job(name: str, tmp_path: Path) -> None
     code, case = judge_command(["--", "sh", "both.sh"], tmp_path)
     expected = (1, "fail", ["missing-set-epoch"]) if name else (0, "pass", [])
     assert (code, case["verdict"], [d["cause"] for d in case["diagnosis"]]) == expected
-    assert case["world"] == 2
+    assert case["case"]["world"] == 2
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     assert [c["layer"] for c in of_gradients] == ["rounding", "full batch float32"]
 
@@ -259,4 +259,4 @@ def test_local_sgd(every: int, by: str, verdict: str, causes: list[str], tmp_pat
     code, case = judge(script, tmp_path)
     assert (case["verdict"], [one["cause"] for one in case["diagnosis"]]) == (verdict, causes)
     assert code == {"unknown": 5, "fail": 1}[verdict]
-    assert case["steps"] == (6 if every == 99 else 24)
+    assert case["case"]["steps"] == (6 if every == 99 else 24)

@@ -80,7 +80,7 @@ def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> N
                 assert (mine / name).read_bytes() == (theirs / name).read_bytes()
             assert not (mine / "ended").exists()
         assert (here / "drawn-0002-torch-ab12").exists()
-        assert (whole.ran.code, {rank for rank, _ in whole.ran.raised}) == (7, {0, 2})
+        assert (whole.ran.code, {one.rank for one in whole.ran.raised}) == (7, {0, 2})
         whole.tell(1, "FAIL train.py: missing-sync")
     said = other.result()
     assert isinstance(said, JudgedThereError)

@@ -257,5 +257,5 @@ def test_a_rank_that_multiprocessing_started_and_that_raises_is_named(tmp_path: 
     words = ("--no-reference", "--json", "report.json", "--", sys.executable, "train.py")
     cli("job", tmp_path, *words)
     (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
-    ends = {one["rank"]: one.get("detail", "") for one in case["outcomes"]}
+    ends = {one["rank"]: one.get("text", "") for one in case["outcomes"]}
     assert (case["verdict"], ends[1]) == ("fail", "ValueError: a bad sample")

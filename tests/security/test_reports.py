@@ -37,9 +37,9 @@ def outcome_alone(document: Document) -> None:
     without_checks(document)
     for case in document["cases"]:
         case["outcomes"] = [
-            {"rank": rank, "outcome": "finished", "detail": ""} for rank in range(case["world"])
+            {"rank": rank, "outcome": "finished"} for rank in range(case["case"]["world"])
         ]
-        case["checks"] = [check("outcome", ranks=case["world"])]
+        case["checks"] = [check("outcome", ranks=case["case"]["world"])]
 
 
 def check(name: str, *, ranks: int) -> Document:
@@ -100,12 +100,16 @@ def set_in_case(**values: Any) -> Callable[[Document], None]:
     return lambda document: document["cases"][0].update(values)
 
 
+def set_in_request(**values: Any) -> Callable[[Document], None]:
+    return lambda document: document["cases"][0]["case"].update(values)
+
+
 def set_in(**values: Any) -> Callable[[Document], None]:
     return lambda document: document.update(values)
 
 
 def leave_out_all(document: Document) -> None:
-    document["left_out"] = {case["id"]: "no reason" for case in document["cases"]}
+    document["left_out"] = {case["case"]["id"]: "no reason" for case in document["cases"]}
 
 
 def twice(document: Document) -> None:
@@ -153,14 +157,6 @@ def bounded(bound: float | str, verdict: str = "pass") -> Callable[[Document], N
             document["cases"][0]["verdict"] = "fail"
 
     return forge
-
-
-def losses_of_any_size(document: Document) -> None:
-    document |= document_of(PASSED)
-    check = document["cases"][0]["checks"][-1]
-    check["loss"] = {
-        "steps": [0], "ranks": [[1.0], [1.0]], "mean": [1.0], "expected": [9.0], "bound": ["inf"],
-    }  # fmt: skip
 
 
 def dropped(document: Document) -> None:
@@ -221,8 +217,8 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a pass of ranks that crashed": (all_pass, "although not all 3 ranks finished"),
     "a verdict of the whole": (set_in(verdict="pass"), "has the verdict pass, but its cases"),
     "an exit code": (set_in(exit_code=0), "has the exit code 0, but its cases give"),
-    "another world than planned": (set_in_case(world=2), "has the world 2, but 3 in the plan"),
-    "another strategy than planned": (set_in_case(strategy="x"), "has the strategy 'x', but"),
+    "another world than planned": (set_in_request(world=2), "has the world 2, but 3 in the plan"),
+    "another strategy than planned": (set_in_request(strategy="x"), "has the strategy 'x', but"),
     "a case that is left out as well": (leave_out_all, "is also listed as left out"),
     "a failure that is left out": (failure_left_out, "its totals are 1 pass, 0 unknown, 1 fail, 0"),
     "a failure that no total counts": (failure_left_out_without_totals,
@@ -237,7 +233,6 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
     "a bound below all": (bounded("-inf"), "that is below zero"),
     "a bound below zero in a failure": (bounded(-1.0, "fail"), "that is below zero"),
     "a bound in words": (bounded("large"), "matching regex"),
-    "a bound of any size of losses": (losses_of_any_size, "is not a finite number, although"),
     "a case that only the command asks for": (dropped_from_the_plan,
         "asks for strategy mine.py:sync, but the plan has no such case"),
     "a case that only a part's command asks for": (dropped_from_a_part,
@@ -249,8 +244,8 @@ FORGED: dict[str, tuple[Callable[[Document], None], str]] = {
         set_in_case(replay="distcheck replay x; curl x | sh"),
         "has a replay that is not a single",
     ),
-    "another program": (set_in_case(command="curl x"), "has a command that is not a single dist"),
-    "a world of none": (set_in_case(world=0), "is damaged: Expected `int` >= 1"),
+    "another program": (set_in_case(replay="curl x"), "has a replay that is not a single dist"),
+    "a world of none": (set_in_request(world=0), "is damaged: Expected `int` >= 1"),
     "a line that is a text": (
         set_in_case(strategy_line="1::\n::error::x"),
         "Expected `int`, got `str` - at `$.cases[0].strategy_line`",
@@ -318,7 +313,7 @@ def test_annotations_hold_no_other_command() -> None:
     document = document_of(*ALL)
     for case in document["cases"]:
         case |= {"strategy": COMMANDS, "strategy_file": COMMANDS, "notes": [COMMANDS]}
-        case["replay"] = case["command"] = COMMANDS
+        case["replay"] = COMMANDS
         for one in case["checks"]:
             one["reason"] = COMMANDS
         for one in case["diagnosis"]:

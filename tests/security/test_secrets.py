@@ -20,7 +20,7 @@ from distcheck.job import command as job_command
 from distcheck.job import machines
 from distcheck.job.inside import parameters, rank
 from distcheck.recordings.jobs.records import RankRecord, for_others, read_own, write_json
-from distcheck.records import Report
+from distcheck.records import Adaptation, Report
 from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import write_document, write_outputs
@@ -76,6 +76,18 @@ def test_the_command_of_a_run_is_masked(tmp_path: Path) -> None:
     write_outputs({"json": str(tmp_path / "r.json")}, report)
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["made"]["command"] == "distcheck verify --arg 'token=<$MY_API_KEY>'"
+
+
+@pytest.mark.parametrize("form", ["junit", "html"])
+def test_the_command_of_a_case_is_masked(tmp_path: Path, form: str) -> None:
+    """It follows from the case, whose arguments are pairs: only together they are a password."""
+    case = crash(text="x")
+    called = Adaptation(arguments=(("password", "'of-the-colleague1'"),))
+    case = msgspec.structs.replace(case, case=msgspec.structs.replace(case.case, adaptation=called))
+    write_outputs({form: str(tmp_path / "r")}, Report(environment=ENVIRONMENT, cases=(case,)))
+    text = (tmp_path / "r").read_text().replace("<wbr>", "")
+    assert "[masked]" in text
+    assert "colleague1" not in text
 
 
 def test_a_masked_command_stays_one(tmp_path: Path) -> None:

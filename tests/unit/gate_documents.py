@@ -34,7 +34,7 @@ def case_report(
     ranks = msgspec.convert(
         [
             {"rank": rank, "outcome": "finished" if rank != 1 else outcome}
-            | ({"detail": detail} if rank == 1 else {})
+            | ({"text": detail} if rank == 1 else {})
             for rank in range(world)
         ],
         tuple[Outcome, ...],

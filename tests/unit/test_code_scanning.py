@@ -12,8 +12,8 @@ from distcheck.cli import root_command
 from distcheck.errors import CannotRunError
 from distcheck.records.causes import causes
 from distcheck.reports import gitlab, sarif
-from distcheck.reports.document import decoded
 from distcheck.reports.files import check_outputs, write_document
+from distcheck.reports.json_report import decoded
 from tests.documents import HOSTILE
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of
 

@@ -145,9 +145,8 @@ def test_within_shows_what_fails_worst_first_as_a_share_of_its_bound() -> None:
     assert found.first is not None
     assert (found.first.index, found.first.error, found.first.bound) == ((1,), 4.0, 2.0)
     # Beyond a bound of zero is beyond measure; within it, as the last one is, is nothing.
-    assert [place.index for place in found.places] == [(3,), (2,), (1,)]
-    assert [place.bound for place in found.places] == [0.0, 1.0, 2.0]
-    assert found.worst == found.places[0]
+    assert found.worst is not None
+    assert (found.worst.index, found.worst.bound) == ((3,), 0.0)
 
 
 def test_within_a_bound_has_a_closest_and_no_failure() -> None:
@@ -158,7 +157,7 @@ def test_within_a_bound_has_a_closest_and_no_failure() -> None:
     assert found.ok
     assert found.worst is not None
     assert (found.worst.index, found.worst.error, found.worst.bound) == ((2,), 0.25, 0.25)
-    assert (found.first, found.places) == (None, ())
+    assert found.first is None
     assert within(torch.zeros(2), torch.zeros(2).double(), torch.zeros(1).double()).ok
 
 
@@ -167,9 +166,9 @@ def test_a_norm_that_fails_is_a_place_of_the_whole_tensor() -> None:
     assert not fails.ok
     assert fails.first is not None
     assert (fails.first.index, fails.first.error, fails.first.unit) == ((), 5.0, "L2 norm")
-    assert fails.places == (fails.first,)
+    assert fails.worst == fails.first
     passes = by_norm(torch.tensor([3.0, 4.0]), torch.zeros(2), 5.0)
-    assert (passes.ok, passes.first, passes.places) == (True, None, ())
+    assert (passes.ok, passes.first) == (True, None)
 
 
 def test_complex_numbers_differ_by_the_distance_of_their_parts() -> None:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.records import Report
 from distcheck.reports import github, junit
-from distcheck.reports.document import decoded
 from distcheck.reports.files import check_outputs, errors_annotated
 from distcheck.reports.findings import describe_origin
-from distcheck.reports.json_report import as_document
+from distcheck.reports.json_report import as_document, decoded
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of, parsed
 
 

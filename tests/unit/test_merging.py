@@ -43,7 +43,7 @@ def parts(*shared: CaseReport, shards: int = 2, **options: Any) -> list[MatrixPa
 
 def test_parts_make_the_whole_in_the_order_of_the_plan() -> None:
     whole = join(list(reversed(parts(*ALL))))
-    assert [case["id"] for case in whole["cases"]] == [c.case.id for c in ALL]
+    assert [case["case"]["id"] for case in whole["cases"]] == [c.case.id for c in ALL]
     assert (whole["verdict"], whole["exit_code"]) == ("fail", ExitCode.MISMATCH)
     assert [part["shard"] for part in whole["parts"]] == [2, 1]
     assert join([MatrixPart("whole.json", whole)])["cases"] == whole["cases"]
@@ -80,12 +80,14 @@ def test_a_planned_cell_that_is_missing_is_unknown() -> None:
     whole = join(parts(*passed)[:1])
     assert (whole["verdict"], whole["exit_code"]) == ("unknown", ExitCode.UNKNOWN)
     missing = [case for case in whole["cases"] if case["verdict"] == "unknown"]
-    assert [case["id"] for case in missing] == ["s1-w2", "s3-w2"]
-    assert missing[0]["notes"] == ["planned in part 2 of 2, but in no report"]
+    assert [case["case"]["id"] for case in missing] == ["s1-w2", "s3-w2"]
+    assert [*missing[0]["notes"]] == ["planned in part 2 of 2, but in no report"]
     root = ElementTree.fromstring(junit.render(whole).encode())
     assert (root.get("tests"), root.get("errors")) == ("4", "2")
     (warning, _) = github.annotations(whole, Path("/"))
-    assert parsed(warning)[2] == "planned in part 2 of 2, but in no report"
+    said, replay = parsed(warning)[2].split("\n")
+    assert said == "planned in part 2 of 2, but in no report"
+    assert replay.startswith("replay: distcheck verify --strategy s1 --world 2 ")
     # A report that was cut out of its own plan is noticed as well.
     (one, two) = parts(*passed)
     del two.document["cases"][0], two.document["totals"]
@@ -97,7 +99,7 @@ def test_a_missing_cell_has_all_keys_and_no_part_without_parts() -> None:
     assert set(whole["cases"][1]) == set(whole["cases"][0])
     alone = document_of(PASSED, plan=(PASSED, FAILED))
     (_, missing) = join([MatrixPart("a.json", alone)])["cases"]
-    assert missing["notes"] == ["planned, but in no report"]
+    assert [*missing["notes"]] == ["planned, but in no report"]
     assert join(parts(PASSED, FAILED))["plan"]["shard"] == 0
 
 
@@ -140,7 +142,7 @@ def test_parts_of_other_plans_are_refused() -> None:
     del cut.document["plan"]["cases"][0]
     with pytest.raises(UsageError, match="have the same plan digest, but different cases"):
         join([one, cut])
-    stray = edited(one, id="stray")
+    stray = edited(one, case={**one.document["cases"][0]["case"], "id": "stray"})
     with pytest.raises(UsageError, match="has case stray, which is not in its plan"):
         join([stray])
     with pytest.raises(UsageError, match="has neither a plan nor the command"):
@@ -188,7 +190,7 @@ def test_files_that_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("1.json").write_text(json.dumps(one.document))
     Path("old.json").write_text(json.dumps({**one.document, "schema": "distcheck.report/0"}))
     Path("text.json").write_text("{")
-    Path("cut.json").write_text(json.dumps({**one.document, "cases": [{"id": "x"}]}))
+    Path("cut.json").write_text(json.dumps({**one.document, "cases": [{"case": {"id": "x"}}]}))
     odd = copy.deepcopy(one.document)
     odd["cases"][0]["verdict"] = "passed"
     Path("odd.json").write_text(json.dumps(odd))

@@ -10,8 +10,7 @@ from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import majority_call, outside_the_majority
-from distcheck.reports.document import DigestsEntry
-from distcheck.reports.pictures import agreement, timeline
+from distcheck.reports.pictures import timeline
 
 Known = dict[str, Any]
 MISMATCH: Known = {"sizes_differ": True, "text": "a distributed collective mismatch in your code?"}
@@ -145,15 +144,3 @@ def test_majorities() -> None:
     assert majority_call({"a": [0, 2], "b": [1]}) == "a"
     assert majority_call({"a": [0, 2], "b": [1]}, unknown=1) == ""
     assert majority_call({"a": [0]}, unknown=3) == "a"
-
-
-def test_agreement_of_two_ranks_is_a_tie() -> None:
-    digests = {"steps": [0], "ranks": 2, "kinds": {"gradient": ["0=aa 1=bb"]}}
-    picture = agreement.draw("p", DigestsEntry(**digests))
-    assert "there are 2 versions, and no version is held by most ranks" in picture.says
-    assert "◂" not in picture.svg
-    digests = {"steps": [0], "ranks": 3, "kinds": {"gradient": ["0,2=aa 1=bb"]}}
-    assert (
-        "rank 1 (marked ◂) differs from the other ranks"
-        in agreement.draw("p", DigestsEntry(**digests)).says
-    )

@@ -15,8 +15,13 @@ import pytest
 
 from distcheck.cli import root_command
 from distcheck.records import CheckResult, Difference
-from distcheck.reports.document import Document, json_schema
-from distcheck.reports.json_report import as_document, document_of, render_json
+from distcheck.reports.json_report import (
+    Document,
+    as_document,
+    document_of,
+    json_schema,
+    render_json,
+)
 from tests import documents
 from tests.unit.test_screens import REPORTS
 
@@ -70,7 +75,7 @@ def test_what_is_no_number_is_said_in_a_word() -> None:
     [
         (("verdict",), "green"),
         (("exit_code",), -1),
-        (("cases", 0, "world"), 0),
+        (("cases", 0, "case", "world"), 0),
         (("cases", 0, "checks", 0, "compared", "tensors"), 2**64),
         (("cases", 0, "checks", 0, "verdict"), "passed"),
         (("cases", 0, "notes"), "one"),

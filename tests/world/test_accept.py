@@ -69,7 +69,7 @@ def accepts_as_said(spec: str, among: dict[str, tuple[str, set[str]]]) -> None:
     assert case.accepted.kind == accept
     assert case.accepted.not_owed
     (document,) = as_document(report)["cases"]
-    assert document["accept"] == accept
+    assert document["case"]["accept"] == accept
     assert list(document["accepted"]["not_owed"]) == list(case.accepted.not_owed)
     said = {r.reason for r in case.checks if r.check == "gradients" and r.layer == "rounding"}
     assert any("tensors were compressed" in reason for reason in said) == ("low-rank" in accept)
@@ -132,5 +132,5 @@ def test_a_replay_accepts_the_same(tmp_path: Path) -> None:
         ran = warm.run(*again, "--json", str(report), cwd=tmp_path)
         assert ran.returncode == 0
         (found,) = json.loads(report.read_text())["cases"]
-        assert found["accept"] == "low-precision:fp16"
+        assert found["case"]["accept"] == "low-precision:fp16"
         assert found["accepted"]["widened"].startswith("widens the rounding bound to 4 roundings")

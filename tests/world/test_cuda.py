@@ -38,8 +38,8 @@ def test_strategies(
     assert lacking == ({"sensitivity"} if alone else set())
     assert report["environment"]["gpu"]
     assert report["environment"]["tf32"] is False
-    assert [case["device"] for case in report["cases"]] == ["cuda"] * 5
-    assert report["cases"][-1]["id"].endswith("against-cpu")
+    assert [case["case"]["device"] for case in report["cases"]] == ["cuda"] * 5
+    assert report["cases"][-1]["case"]["id"].endswith("against-cpu")
 
 
 @on_gpu

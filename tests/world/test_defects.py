@@ -17,12 +17,12 @@ from distcheck.judge import checks, job
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.jobs import JUDGE, OBSERVE
-from distcheck.records import Outcome, ranks_failed
+from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT64
-from distcheck.reports.document import decoded
 from distcheck.reports.documents import check_document
 from distcheck.reports.findings import finding_of
+from distcheck.reports.json_report import decoded
 from distcheck.training.jobs import INSPECT
 from distcheck.verification.followups import leave_out
 from distcheck.workloads.datasets import PREPARE
@@ -107,7 +107,8 @@ def test_a_crashing_check_is_unknown_with_a_traceback(monkeypatch: pytest.Monkey
     monkeypatch.setattr(job, "References", lambda *given: None)
     seen = Evidence(case=None, facts=None, trace=None)  # type: ignore[arg-type]
     monkeypatch.setattr(job, "evidence_of", lambda *given: seen)
-    asked = SimpleNamespace(steps=(), planned=(("loss", "bitwise"),), of_run=(), contract=None)
+    planned = SimpleNamespace(check="loss", layer="bitwise")
+    asked = SimpleNamespace(steps=(), planned=(planned,), of_run=(), contract=None)
     (result,) = job.judge_trace(asked, None, None, None)  # type: ignore[arg-type]
     assert (result.verdict, "judge/job.py" in result.defect) == ("unknown", True)
     assert result.reason.startswith("the check itself raised an error: TypeError")
@@ -140,7 +141,7 @@ def test_a_defect_in_a_rank_is_no_failure_of_the_case() -> None:
     found = document(case)
     assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
     check_document(found, "r.json")
-    assert not ranks_failed(decoded(found).cases[0])
+    assert not decoded(found).cases[0].ranks_failed
     assert finding_of(decoded(found).cases[0]).headline == "outcome: internal error in rank 0"
     companion = msgspec.structs.replace(
         case, case=msgspec.structs.replace(case.case, dtype="float64", layers=(IN_FLOAT64,))

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 import distcheck
 from distcheck.errors import HelperError
+from distcheck.records import Outcome
 from distcheck.verification.report_builder import Interrupted
 from distcheck.verification.session import Session
 from distcheck.worlds import interrupts, world
@@ -177,7 +179,7 @@ def outcome_of(folder: Path, ran: subprocess.CompletedProcess[str]) -> dict[str,
 def test_harmful_ranks_are_named(tmp_path: Path, name: str, outcome: str, said: str) -> None:
     found = outcome_of(tmp_path, verify(tmp_path, name, "--deadline", "200"))
     assert (found["rank"], found["outcome"]) == (1, outcome)
-    assert said in found["detail"]
+    assert said in msgspec.convert(found, Outcome).detail
 
 
 def in_process(folder: Path, name: str, **more: Any) -> distcheck.Report:
@@ -210,7 +212,10 @@ def test_one_rank_that_cannot_import_has_failed(tmp_path: Path) -> None:
     words = ("verify", "--strategy", "one.py:good", *QUICK, "--no-separate", "--json", "r.json")
     found = outcome_of(tmp_path, warm.run(*words, cwd=tmp_path))
     assert (found["rank"], found["outcome"]) == (1, "raised")
-    assert "importing strategy one.py raised RuntimeError: not on this rank" in found["detail"]
+    assert (
+        "importing strategy one.py raised RuntimeError: not on this rank"
+        in msgspec.convert(found, Outcome).detail
+    )
 
 
 @pytest.mark.parametrize(

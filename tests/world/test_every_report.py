@@ -8,7 +8,7 @@ import click
 import pytest
 
 from distcheck.cli import root_command
-from distcheck.reports.document import SCHEMA
+from distcheck.reports.json_report import SCHEMA
 from tests.job.planted import FOLDER
 from tests.optional import needs_all
 from tests.world.command import QUICK, Run
@@ -78,7 +78,8 @@ def test_each_report_is_read_again(distcheck: Run, tmp_path: Path) -> None:
         written.append(file)
     whole = distcheck("merge", *written[-3:], "failed.json", "--json", "whole.json")
     assert whole.returncode == 1, whole.stderr
-    assert [case["id"] for case in json.loads((tmp_path / "whole.json").read_text())["cases"]] == [
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert [case["case"]["id"] for case in whole["cases"]] == [
         "bad-no_sync-w2-mlp-small-float32", "job", "job-2", "guard",
     ]  # fmt: skip
     assert distcheck("report", "whole.json").returncode == 0

@@ -11,7 +11,8 @@ from tests.world.warm import distcheck as distcheck
 
 
 def verdicts(file: Path) -> list[str]:
-    return [f"{c['strategy']} {c['verdict']}" for c in json.loads(file.read_text())["cases"]]
+    cases = json.loads(file.read_text())["cases"]
+    return [f"{c['case']['strategy']} {c['verdict']}" for c in cases]
 
 
 def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None:

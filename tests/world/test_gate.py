@@ -231,7 +231,7 @@ def test_the_commands_of_the_guide(tmp_path: Path) -> None:
     assert ends[0][1].stdout.startswith("plan    3 cases from pyproject.toml; digest ")
     documents = [json.loads((job / f"{name}.json").read_text()) for name in ("distcheck", "whole")]
     alike = [
-        [(case["id"], case["verdict"], case["strategy_line"]) for case in document["cases"]]
+        [(case["case"]["id"], case["verdict"], case["strategy_line"]) for case in document["cases"]]
         for document in documents
     ]
     assert alike[0] == alike[1]

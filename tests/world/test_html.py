@@ -41,12 +41,6 @@ def test_a_green_run_and_then_a_hang(distcheck: Run, console: Run, tmp_path: Pat
     assert len(rows) == 6
     assert all(0 <= float(share) < 1 for row in rows for share in row.split())
     assert set("".join(found["agreement", "-"]["map"]["rows"])) == {"="}
-    for texts in found["agreement", "-"]["digests"]["kinds"].values():
-        assert len(texts) == 3
-        assert all(re.fullmatch(r"0-1=[0-9a-f]{8}", text) for text in texts)
-    loss = found["loss", "full batch float32"]["loss"]
-    assert loss["steps"] == [0, 1, 2]
-    assert all(2 < value < 3 for value in [*loss["ranks"][0], *loss["mean"], *loss["expected"]])
 
     (tmp_path / "broken").touch()
     (tmp_path / "mine.py").write_text(TURNS_BAD + "# edited since\n")

@@ -100,7 +100,8 @@ def judge_out_of_order(
     references = References(ingredients, job.contract, TraceReader(fds["trace"], job.layout))
     evidence = evidence_of(job, references, None)
     steps, order = list(job.steps), random.Random(len(job.steps))
-    planned = [(p.check, p.layer) for p in job.planned]
+    pairs = [(p.check, p.layer) for p in job.planned]
+    planned = [*pairs]
     parts: dict[tuple[str, str], dict[int, CheckResult]] = {pair: {} for pair in planned}
     kept: dict[tuple[str, str], dict[int, Expectation]] = {pair: {} for pair in planned}
     order.shuffle(steps)
@@ -119,7 +120,7 @@ def judge_out_of_order(
             parts[pair][0] = compared(
                 evidence, pair, [found for _, found in sorted(of_steps.items())]
             )
-    return [merge_results([part for _, part in sorted(parts[p].items())]) for p in job.planned]
+    return [merge_results([part for _, part in sorted(parts[pair].items())]) for pair in pairs]
 
 
 def over_steps(check: str) -> bool:

@@ -24,7 +24,6 @@ from distcheck.records import Case, Report
 from distcheck.records.case import with_unique_ids
 from distcheck.reports import brief, scale, terminal
 from distcheck.reports.failures import PrintedCauses
-from distcheck.reports.json_report import document_of
 from distcheck.reports.wrapping import print_hanging, print_trimmed
 
 WORKLOAD = "mlp:small"  # a trace contains every rank's gradients at every step
@@ -101,7 +100,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     `quiet` prints only the orders' lines; `verbose` adds the report of each world.
     """
     report = displayable(report)
-    found = scale.curves(document_of(report).cases)
+    found = scale.curves(report.cases)
     if not found or report.interrupted:
         terminal.render(report, console, verbose=verbose, quiet=quiet)
         return

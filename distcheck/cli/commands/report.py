@@ -10,7 +10,6 @@ from distcheck.cli.group import OnceCommand
 from distcheck.cli.options import RUNS
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import print_displayable
-from distcheck.reports.document import decoded, json_schema
 from distcheck.reports.documents import read_report
 from distcheck.reports.files import (
     check_outputs,
@@ -20,7 +19,7 @@ from distcheck.reports.files import (
     write_document,
 )
 from distcheck.reports.findings import describe_origin, summary_lines
-from distcheck.reports.json_report import render
+from distcheck.reports.json_report import decoded, json_schema, render
 from distcheck.reports.terminal import console_for
 from distcheck.store.run_folder import KEPT_RUNS
 

@@ -56,8 +56,7 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
 
 def _compare_tensor(apart: ComparedElement | None = None) -> Comparison:
     """Return the comparison of one tensor on two ranks; `apart` is their difference, if any."""
-    places = () if apart is None else (apart,)
-    return Comparison(apart is None, 1, worst=apart, first=apart, places=places)
+    return Comparison(apart is None, 1, worst=apart, first=apart)
 
 
 def differs_in_units(job: JobRecording) -> str:

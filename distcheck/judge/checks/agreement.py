@@ -7,8 +7,6 @@ average. Tensors that ranks unshard collectively are always equal, and do not co
 
 from functools import partial
 
-import xxhash
-
 from distcheck.judge.checks.comparison import bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
@@ -36,11 +34,6 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             )
         for kind in kinds if averages is None else [Kind.PARAMETER]:
             slot = expectation.step + (kind is not Kind.GRADIENT)
-            digests = [
-                _digest(evidence, rank, kind, slot) if rank in evidence.holding else ""
-                for rank in evidence.ranks
-            ]
-            tally.sums.add_digests(expectation.step, kind.name.lower(), digests)
             for index in range(len(layout.specs(kind))):
                 state = trace.entry(compared_with, kind, slot, index).state
                 if state not in (EntryState.STORED, EntryState.ABSENT):
@@ -69,13 +62,3 @@ def _remark_on_idle(evidence: Evidence, tally: Tally) -> None:
             f"rank {', '.join(idle)}, without data, kept its gradients at zero: it is not "
             "compared, because neither the mean nor the parameters are expected on it"
         )
-
-
-def _digest(evidence: Evidence, rank: int, kind: Kind, slot: int) -> str:
-    """Return one digest of all entries of a kind on a rank; "" if one was not recorded."""
-    indices = range(len(evidence.trace.layout.specs(kind)))
-    entries = [evidence.trace.entry(rank, kind, slot, index) for index in indices]
-    if any(entry.state is EntryState.UNWRITTEN for entry in entries):
-        return ""
-    text = b"".join(bytes([entry.state]) + entry.digest for entry in entries)
-    return xxhash.xxh3_64_hexdigest(text)[:8]

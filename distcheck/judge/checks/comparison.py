@@ -7,18 +7,14 @@ worst). `index` is the position in the tensor; ranks and steps are unknown here.
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from distcheck.machine.numerics import real_parts
 from distcheck.records.decoding import MOST
-from distcheck.records.picture_sums import NONFINITE
 
-_SHOWN = 4  # failing elements that are kept per tensor
-_LOOKED_AT = 1 << 14  # elements sampled per tensor for the ULP histogram
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Struct codes of the float and the integer, and the number of integer bits the dtype lacks.
 _STRUCT = {
     torch.float64: ("d", "q", 0), torch.float32: ("f", "i", 0), torch.float16: ("e", "h", 0),
@@ -43,18 +39,14 @@ class ComparedElement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one tensor; if it failed, `places` are the worst few.
-
-    `ulps` counts elements by their distance in ULP (`distcheck.records.picture_sums`). `undecided`
-    is the reason that a failed comparison does not prove a mistake.
+    """The comparison of one tensor; `undecided` is the reason that a failed one does not prove a
+    mistake.
     """
 
     ok: bool
     elements: int
     worst: ComparedElement | None = None
     first: ComparedElement | None = None
-    places: tuple[ComparedElement, ...] = ()
-    ulps: dict[int, int] = field(default_factory=dict)
     undecided: str = ""
 
 
@@ -70,12 +62,12 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """
     expected = expected.to(actual.device)
     if torch.equal(bits(actual), bits(expected)):
-        return Comparison(True, actual.numel(), ulps={0: actual.numel()})
+        return Comparison(True, actual.numel())
     same = (bits(actual) == bits(expected)) | (
         real_parts(actual).isnan() & real_parts(expected).isnan()
     )
     if bool(same.all()):
-        return Comparison(True, actual.numel(), ulps={0: actual.numel()})
+        return Comparison(True, actual.numel())
     if actual.is_complex():  # equal if both parts are
         same = same.all(-1)
     differs = ~same.reshape(-1)
@@ -86,8 +78,6 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
         actual.numel(),
         worst=_place(actual, expected, zero, int(error.argmax())),
         first=_place(actual, expected, zero, int(differs.int().argmax())),
-        places=_worst_elements(actual, expected, zero, error, differs),
-        ulps=ulp_bins(actual, expected),
     )
 
 
@@ -119,8 +109,7 @@ def within(
     closest = _closest_if_all_within(actual, expected, bound)
     if closest is not None:
         place = _place(actual, expected, bound, closest)
-        ulps = ulp_bins(actual, expected)
-        return Comparison(True, actual.numel(), worst=place, ulps=ulps)
+        return Comparison(True, actual.numel(), worst=place)
     distance = _distance(actual, expected, nan_is_expected=nan_is_expected).reshape(-1)
     limits = bound.reshape(-1)
     bounds = (limits >= 0) & (limits < math.inf)
@@ -134,8 +123,6 @@ def within(
         actual.numel(),
         worst=_place(actual, expected, bound, int(share.argmax())),
         first=first,
-        places=() if ok else _worst_elements(actual, expected, bound, share, fails),
-        ulps=ulp_bins(actual, expected),
     )
 
 
@@ -186,40 +173,7 @@ def by_norm(
     )
     ok = error <= tolerance < math.inf
     first = None if ok else place
-    return Comparison(ok, actual.numel(), place, first, places=() if ok else (place,))
-
-
-def ulp_bins(actual: torch.Tensor, expected: torch.Tensor) -> dict[int, int]:
-    """Return a histogram of signed ULP distances: bin (powers of two) to number of elements, see
-    `distcheck.records.picture_sums`.
-
-    Large tensors are sampled evenly, and counts scaled up. `expected` is rounded to the dtype of
-    `actual`. The result is empty for dtypes other than floats.
-    """
-    elements = actual.numel()
-    if actual.dtype not in _FLOATS or elements == 0:
-        return {}
-    stride = -(-elements // _LOOKED_AT)
-    ours = actual.reshape(-1)[::stride]
-    theirs = expected.to(actual.device).reshape(-1)[::stride].to(actual.dtype)
-    finite = torch.isfinite(ours) & torch.isfinite(theirs)
-    one, two = _ordered_bits(ours), _ordered_bits(theirs)
-    distance = one - two
-    rough = one.double() - two.double()  # a difference of large int64 may overflow
-    distance = torch.where(rough.abs() < 2.0**53, distance.double(), rough)
-    place = torch.frexp(distance.abs()).exponent * torch.sign(distance).to(torch.int32)
-    place = torch.where(finite | (distance == 0), place, NONFINITE)
-    found, counts = torch.unique(place, return_counts=True)
-    scale = elements / ours.numel()
-    pairs = zip(found.tolist(), counts.tolist(), strict=True)
-    return {int(b): max(1, round(count * scale)) for b, count in pairs}
-
-
-def _ordered_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Map floats to integers in the same order, adjacent ones to adjacent ones; both zeros to 0."""
-    raw = bits(tensor)
-    magnitude = (raw & torch.iinfo(raw.dtype).max).to(torch.int64)
-    return torch.where(raw < 0, -magnitude, magnitude)
+    return Comparison(ok, actual.numel(), place, first)
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
@@ -256,18 +210,6 @@ def _distance(
     if nan_is_expected:
         same = same | (actual.isnan() & expected.isnan())
     return torch.where(distance.isnan(), torch.where(same, 0.0, math.inf), distance)
-
-
-def _worst_elements(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    bound: torch.Tensor,
-    order: torch.Tensor,
-    fails: torch.Tensor,
-) -> tuple[ComparedElement, ...]:
-    """Return the worst few failing elements, by `order`."""
-    found = order.topk(min(_SHOWN, order.numel())).indices.tolist()
-    return tuple(_place(actual, expected, bound, int(at)) for at in found if bool(fails[at]))
 
 
 def _place(

@@ -32,7 +32,6 @@ def _compare_ranks(
         evidence.with_data, expectation.headers, losses.forms, strict=True
     ):
         _compare_loss(tally, [rank], expectation.step, header.loss, form)
-    _sum_up(expectation, tally, expected=_mean(expectation, losses.expected), bound=losses.bound)
 
 
 def _compare_mean(
@@ -44,7 +43,6 @@ def _compare_mean(
         _compare_in_mesh(evidence, evidence.mesh, expectation, expected, tally)
         return
     mean = _mean(expectation, [header.loss for header in expectation.headers])
-    _sum_up(expectation, tally, expected=expected.expected, bound=expected.bound)
     _compare_loss(tally, evidence.with_data, expectation.step, mean, expected.form)
 
 
@@ -61,10 +59,6 @@ def _compare_in_mesh(
             continue
         mean = _mean(expectation, losses)
         _compare_loss(tally, ranks, step, mean, expected.form)
-        if not shown:
-            tally.sums.add_losses(
-                step, losses, mean=mean, expected=expected.expected, bound=expected.bound
-            )
         shown = True
     if not shown:
         tally.missing(
@@ -86,9 +80,3 @@ def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
     weights = [size * len(sizes) / max(1, sum(sizes)) for size in sizes]
     pairs = zip(losses, weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)
-
-
-def _sum_up(expectation: Expectation, tally: Tally, *, expected: float, bound: float) -> None:
-    losses = [header.loss for header in expectation.headers]
-    mean = _mean(expectation, losses)
-    tally.sums.add_losses(expectation.step, losses, mean=mean, expected=expected, bound=bound)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from distcheck.records import CheckResult, Compared, Difference, VerdictName, merge_verdicts
+from distcheck.records import CheckResult, Compared, Difference, Number, VerdictName, merge_verdicts
 from distcheck.records.mistakes import merge_shown
 
 Result = TypeVar("Result", bound=Any)  # of a check: `CheckResult`, or its entry in a document
@@ -33,6 +33,10 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
     )
     shown = merge_shown([part.shown for part in parts])
+    shares: dict[str, dict[int, Number]] = {}
+    for part in parts:
+        for name, row in part.shares.items():
+            shares.setdefault(name, {}).update(row)
     compared = _add_coverage([part.compared for part in parts])
     if shown:  # a tensor may count at the steps of one part only
         tensors = sum(found.counts for found in shown.values())
@@ -44,6 +48,8 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
         compared=compared,
         insensitive=_insensitive(parts, compared),
         shown=shown,
+        shares=shares,
+        in_bits=all(part.in_bits for part in parts),
         worst=worst,
         first=first.first if first else None,
         reason="; ".join(dict.fromkeys(part.reason for part in parts if part.reason)),

@@ -1,82 +1,11 @@
 """Accumulates the comparisons of a check, and keeps the worst place and the first divergence."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 from distcheck.judge.checks.comparison import ComparedElement, Comparison
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.records import CheckResult, Compared, Difference, FindingKind, number
 from distcheck.records.mistakes import Shown, merge_two_shown
-from distcheck.records.picture_sums import MOST_ELEMENTS, Aggregates, Element, Losses, worst_first
-
-_KEPT_BEFORE_SORTING = 16 * MOST_ELEMENTS
-
-
-class Sums:
-    """The running sums of one check under one layer."""
-
-    def __init__(self) -> None:
-        self._shares: dict[str, dict[int, float]] = {}
-        self._in_bits = True
-        self._ulps: dict[int, int] = {}
-        self._elements: dict[tuple[str, int, ComparedElement], list[int]] = {}
-        self._losses: dict[int, Losses] = {}
-        self._digests: dict[int, dict[str, tuple[str, ...]]] = {}
-
-    def add(self, comparison: Comparison, *, parameter: str, rank: int, step: int) -> None:
-        worst = comparison.worst
-        if worst is not None and worst.bound > 0:
-            self._in_bits = False
-        share = 0.0 if worst is None and comparison.ok else _share(worst)
-        wrong = not comparison.ok and share <= 1  # bits that differ while numbers are equal
-        self._keep_worst(parameter, step, math.inf if wrong else share)
-        for place, count in comparison.ulps.items():
-            self._ulps[place] = self._ulps.get(place, 0) + count
-        for place_of in comparison.places:
-            self._elements.setdefault((parameter, step, place_of), []).append(rank)
-        if len(self._elements) > _KEPT_BEFORE_SORTING:
-            kept = set(self._worst())
-            self._elements = {
-                key: ranks for key, ranks in self._elements.items() if _element(*key, ranks) in kept
-            }
-
-    def fail(self, *, parameter: str, step: int) -> None:
-        """Add a tensor that is missing or misplaced."""
-        self._keep_worst(parameter, step, math.inf)
-
-    def add_losses(
-        self, step: int, ranks: Iterable[float], *, mean: float, expected: float, bound: float
-    ) -> None:
-        self._losses[step] = Losses(
-            ranks=tuple(number(loss) for loss in ranks),
-            mean=number(mean),
-            expected=number(expected),
-            bound=number(bound),
-        )
-
-    def add_digests(self, step: int, kind: str, ranks: Iterable[str]) -> None:
-        self._digests.setdefault(step, {})[kind] = tuple(ranks)
-
-    def result(self) -> Aggregates:
-        return Aggregates(
-            shares={
-                name: {step: number(share) for step, share in row.items()}
-                for name, row in self._shares.items()
-            },
-            in_bits=self._in_bits,
-            ulps=self._ulps,
-            elements=self._worst(),
-            losses=self._losses,
-            digests=self._digests,
-        )
-
-    def _keep_worst(self, parameter: str, step: int, share: float) -> None:
-        row = self._shares.setdefault(parameter, {})
-        row[step] = max(row.get(step, 0.0), share)
-
-    def _worst(self) -> tuple[Element, ...]:
-        return worst_first([_element(*key, ranks) for key, ranks in self._elements.items()])
 
 
 def _share(place: ComparedElement | None) -> float:
@@ -85,24 +14,6 @@ def _share(place: ComparedElement | None) -> float:
     if place.bound == 0:
         return math.inf if place.error or place.actual_bits != place.expected_bits else 0.0
     return place.error / place.bound
-
-
-def _element(parameter: str, step: int, place: ComparedElement, ranks: list[int]) -> Element:
-    return Element(
-        parameter=parameter,
-        step=step,
-        ranks=tuple(ranks),
-        share=number(_share(place)),
-        **_common_fields(place),
-    )
-
-
-def _common_fields(place: ComparedElement) -> dict[str, Any]:
-    """Return the common fields of an `Element` and a `Difference`."""
-    numbers = ("actual", "expected", "error", "bound")
-    others = ("index", "ulp", "actual_bits", "expected_bits")
-    found = {name: number(getattr(place, name)) for name in numbers}
-    return found | {name: getattr(place, name) for name in others}
 
 
 class _Counts:
@@ -148,7 +59,8 @@ class Tally:
         self._kinds: dict[FindingKind, None] = {}
         self._excuses: list[str] = []
         self._missing = False
-        self.sums = Sums()
+        self._shares: dict[str, dict[int, float]] = {}
+        self._in_bits = True
 
     def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
         """Record, before a tensor is compared, the mistakes that the comparison would reveal."""
@@ -171,9 +83,13 @@ class Tally:
         if not comparison.ok:
             self._insensitive.discard((parameter, step))
         self.count(parameter=parameter, rank=rank, step=step, elements=comparison.elements)
-        self.sums.add(comparison, parameter=parameter, rank=rank, step=step)
-        if comparison.worst is not None:
-            self._keep_worst(_difference(comparison.worst, parameter, rank, step))
+        worst = comparison.worst
+        share = 0.0 if worst is None and comparison.ok else _share(worst)
+        wrong = not comparison.ok and share <= 1  # bits that differ while numbers are equal
+        self._keep_share(parameter, step, math.inf if wrong else share)
+        if worst is not None:
+            self._in_bits = self._in_bits and worst.bound <= 0
+            self._keep_worst(_difference(worst, parameter, rank, step))
         if not comparison.ok:
             self._failed = True
             place = comparison.first or comparison.worst
@@ -201,7 +117,7 @@ class Tally:
         """Record a failure that is not numerical: something missing or misplaced."""
         self._failed = True
         self.remark(reason, kind)
-        self.sums.fail(parameter=parameter, step=step)
+        self._keep_share(parameter, step, math.inf)
         difference = Difference(
             parameter=parameter,
             rank=rank,
@@ -220,6 +136,10 @@ class Tally:
     def _keep_worst(self, difference: Difference) -> None:
         if self._worst is None or share_of_bound(difference) > share_of_bound(self._worst):
             self._worst = difference
+
+    def _keep_share(self, parameter: str, step: int, share: float) -> None:
+        row = self._shares.setdefault(parameter, {})
+        row[step] = max(row.get(step, 0.0), share)
 
     def remark(self, reason: str, kind: FindingKind = FindingKind.OTHER) -> None:
         """Add a sentence to the report. The verdict does not change."""
@@ -249,10 +169,26 @@ class Tally:
             lead=self._reasons[0] if len(self._reasons) > 1 else "",
             kinds=tuple(self._kinds),
             excuse="; ".join(dict.fromkeys(self._excuses)),
-            aggregates=self.sums.result(),
+            shares={
+                name: {step: number(share) for step, share in row.items()}
+                for name, row in self._shares.items()
+            },
+            in_bits=self._in_bits,
         )
 
 
 def _difference(place: ComparedElement, parameter: str, rank: int, step: int) -> Difference:
-    about = _common_fields(place)
-    return Difference(parameter=parameter, rank=rank, step=step, unit=place.unit, **about)
+    return Difference(
+        parameter=parameter,
+        rank=rank,
+        step=step,
+        index=place.index,
+        actual=number(place.actual),
+        expected=number(place.expected),
+        error=number(place.error),
+        bound=number(place.bound),
+        ulp=place.ulp,
+        unit=place.unit,
+        actual_bits=place.actual_bits,
+        expected_bits=place.expected_bits,
+    )

@@ -106,11 +106,8 @@ def local_gradients(at: AtStep) -> TensorsOfEachRank:
 
 def loss(at: AtStep) -> RankLosses:
     """Return the loss of every rank's shard."""
-    losses = tuple(shard.loss for shard in at.shards)
-    exact = tuple(Bits(number(loss)) for loss in losses)
-    if not at.references.unpromised:
-        return RankLosses(exact, losses)
-    return unpromised.losses(at, exact)
+    exact = tuple(Bits(number(shard.loss)) for shard in at.shards)
+    return unpromised.losses(at, exact) if at.references.unpromised else RankLosses(exact)
 
 
 def parameters(at: AtStep) -> Updates:

@@ -194,15 +194,15 @@ def local_gradients(at: AtStep) -> TensorsOfEachRank:
 def loss(at: AtStep) -> RankLosses:
     """Return the loss of every rank's shard. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
-    expected = tuple(float(value) for value in form.step(at.step).losses)
-    exact: tuple[Form, ...] = tuple(Bits(number(value)) for value in expected)
+    losses = form.step(at.step).losses
+    exact: tuple[Form, ...] = tuple(Bits(number(float(value))) for value in losses)
     if at.references.unpromised:  # micro-batches may not be representable fractions
         again = (Bits(number(shard.loss)) for shard in at.shards)
         return unpromised.losses(at, [EitherForm(*pair) for pair in zip(again, exact, strict=True)])
     if form.began_rounded(at.step):
         pairs = zip(exact, bitwise.loss(at).forms, strict=True)
         exact = tuple(EitherForm(*pair) for pair in pairs)
-    return RankLosses(exact, expected)
+    return RankLosses(exact)
 
 
 def parameters(at: AtStep) -> ExactParameters | Updates:

@@ -116,11 +116,9 @@ class TensorsOfEachRank:
 
 @dataclass(frozen=True)
 class RankLosses:
-    """The loss of each rank; `expected` and `bound` are for pictures."""
+    """The loss of each rank."""
 
     forms: tuple[Form, ...]
-    expected: tuple[float, ...]
-    bound: float = 0.0
 
 
 @dataclass(frozen=True)

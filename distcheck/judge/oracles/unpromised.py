@@ -83,7 +83,7 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
         EitherForm(form, Near(number(shard.loss), bound), excuse=excuse(at))
         for form, shard, bound in zip(exact, at.shards, bounds, strict=True)
     )
-    return RankLosses(forms, tuple(shard.loss for shard in at.shards), max(bounds, default=0.0))
+    return RankLosses(forms)
 
 
 def of_mean(at: AtStep) -> tuple[float, ...]:

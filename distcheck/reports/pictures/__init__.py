@@ -27,7 +27,6 @@ _WITHOUT_STYLE = {
     "gone": 'stroke="#c2302e" stroke-width="1.5" fill="none"',
     "same": 'fill="currentColor" fill-opacity=".15"',
     "bar": 'fill="currentColor" fill-opacity=".5"',
-    "band": 'fill="currentColor" fill-opacity=".1"',
     "axis": 'stroke="currentColor" stroke-opacity=".25" fill="none"',
     "rank": 'stroke="currentColor" stroke-opacity=".4" fill="none"',
     "required": 'stroke="currentColor" stroke-width="2" fill="none" stroke-dasharray="6 3"',
@@ -39,7 +38,6 @@ _WITHOUT_STYLE = {
     "run3": 'stroke="currentColor" stroke-width="1.5" fill="none" stroke-dasharray="9 3 2 3"',
     "run4": 'stroke="currentColor" stroke-width="1.5" fill="none" stroke-dasharray="12 4"',
     "run5": 'stroke="currentColor" stroke-width="1.5" fill="none" stroke-dasharray="4 6"',
-    "dot": 'fill="#c2302e"',
     "open": 'stroke="currentColor" fill="none" stroke-dasharray="3 2"',
     "label": 'fill="currentColor"',
     "faint": 'fill="currentColor" fill-opacity=".7"',
@@ -163,29 +161,22 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def labels(ends: list[float | None]) -> list[tuple[int, float]]:
-    """Return the numbers of the lines with space for a label at their end, each with its place."""
-    placed: list[tuple[int, float]] = []
-    for place, number in sorted((y, number) for number, y in enumerate(ends) if y is not None):
-        if not placed or place - placed[-1][1] >= LEAST_APART:
-            placed.append((number, place))
-    return placed
-
-
-class NumberAxis:
-    """Maps numbers to pixels, upwards; None for numbers that are not finite."""
+class RoundAxis:
+    """Maps numbers to pixels, upwards, between round ends; None for numbers that are not finite."""
 
     def __init__(self, values: list[float], top: float, height: float) -> None:
         finite = [v for v in values if math.isfinite(v)] or [0.0]
-        self._low, self._high = min(finite), max(finite)
-        if self._low == self._high:
-            room = abs(self._low) / 2 or 1.0
-            self._low, self._high = self._low - room, self._high + room
+        low, high = min(finite), max(finite)
+        if low == high:
+            room = abs(low) / 2 or 1.0
+            low, high = low - room, high + room
+        rough = (high - low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        stride = power * next(s for s in (1, 2, 5, 10) if s * power >= rough)
+        first, last = math.floor(low / stride), math.ceil(high / stride)
+        self._low, self._high = first * stride, last * stride
         self._top, self._height = top, height
-        between = 0.0 if self._low < 0 < self._high else (self._low + self._high) / 2
-        apart = LEAST_APART * (self._high - self._low) / height
-        ends = [v for v in (self._low, self._high) if abs(v - between) >= apart]
-        self.marks: tuple[float, ...] = (between, *ends)
+        self.marks = tuple(n * stride for n in range(first, last + 1))
 
     def figure(self, value: float) -> str:
         """Format a number of the axis, with enough digits to distinguish its ends."""
@@ -198,19 +189,6 @@ class NumberAxis:
             return None
         share = (value - self._low) / (self._high - self._low)
         return self._top + self._height * (1 - share)
-
-
-class RoundAxis(NumberAxis):
-    """A number axis with round ends and marks."""
-
-    def __init__(self, values: list[float], top: float, height: float) -> None:
-        super().__init__(values, top, height)
-        rough = (self._high - self._low) / 5
-        power = 10.0 ** math.floor(math.log10(rough))
-        stride = power * next(s for s in (1, 2, 5, 10) if s * power >= rough)
-        first, last = math.floor(self._low / stride), math.ceil(self._high / stride)
-        self._low, self._high = first * stride, last * stride
-        self.marks = tuple(n * stride for n in range(first, last + 1))
 
 
 def point(x: float, y: float | None) -> tuple[float, float] | None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from distcheck.records import CheckResult, ErrorMap
 from distcheck.records.layers import shown_layer
-from distcheck.reports.document import CheckEntry, MapEntry
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -23,7 +23,7 @@ _LETTER = 6.2  # width of a label's letter
 _LABEL_LETTERS = 27
 
 
-def draw_bound(name: str, check: CheckEntry) -> Picture:
+def draw_bound(name: str, check: CheckResult) -> Picture:
     found = check.map
     assert found
     shares = [[None if c == "-" else float(c) for c in row.split()] for row in found.rows]
@@ -60,7 +60,7 @@ def draw_bound(name: str, check: CheckEntry) -> Picture:
     return Picture(title, says, svg, Table(heads, rows), _note_on_grouping(found))
 
 
-def draw_bits(name: str, check: CheckEntry) -> Picture:
+def draw_bits(name: str, check: CheckResult) -> Picture:
     found = check.map
     assert found
     grid = _Grid(name, found)
@@ -96,7 +96,7 @@ def draw_bits(name: str, check: CheckEntry) -> Picture:
 class _Grid:
     """Rows of parameters by columns of steps, with their labels."""
 
-    def __init__(self, name: str, found: MapEntry) -> None:
+    def __init__(self, name: str, found: ErrorMap) -> None:
         steps, parameters = found.steps, found.parameters
         longest = max((len(label) for label in parameters), default=0)
         self._left = 12 + _LETTER * min(_LABEL_LETTERS, longest)
@@ -128,7 +128,7 @@ class _Grid:
         return left, _TOP + self._row * y, self._width - self._gap, self._row - 1
 
 
-def layer_of(check: CheckEntry) -> str:
+def layer_of(check: CheckResult) -> str:
     """Return the layer after a comma, if there is one."""
     name = shown_layer(check.layer)
     return f", {name}" if name else ""
@@ -153,7 +153,7 @@ def _legend(drawing: Drawing, y: float) -> float:
     return y + 28
 
 
-def _note_on_grouping(found: MapEntry) -> str:
+def _note_on_grouping(found: ErrorMap) -> str:
     tall, wide = found.parameters_per_row, found.steps_per_column
     if tall == wide == 1:
         return ""

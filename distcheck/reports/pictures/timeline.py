@@ -11,13 +11,12 @@ from distcheck.records.odd_ranks import (
     groups_of,
     ranks_in_words,
 )
-from distcheck.reports.document import RankEntry
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
 
 _LABEL, _TOP, _ROW = 100, 32, 22
 _MOST_COLUMNS = 40
 
-Ends = Sequence[RankEntry | Outcome]
+Ends = Sequence[Outcome | Outcome]
 
 
 def draw(name: str, outcomes: Ends) -> Picture | None:

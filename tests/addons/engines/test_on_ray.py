@@ -86,7 +86,7 @@ def test_a_task_that_is_lost_is_unknown(tmp_path: Path, cluster: str, what: str)
     assert process.returncode in (3, 5), out + err
     if (tmp_path / "whole.json").exists():
         whole = json.loads((tmp_path / "whole.json").read_text())
-        verdicts = {case["world"]: case["verdict"] for case in whole["cases"]}
+        verdicts = {case["case"]["world"]: case["verdict"] for case in whole["cases"]}
         assert verdicts[3] == "unknown"
         assert "Ray lost its task" in json.dumps(whole["cases"])
     else:

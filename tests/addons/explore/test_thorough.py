@@ -22,7 +22,7 @@ from distcheck.plan.thorough import ThoroughSearch, thorough_extras, with_thorou
 from distcheck.records import Report
 from distcheck.records.run_facts import Explored
 from distcheck.reports import github, html_report, junit
-from distcheck.reports.document import decoded
+from distcheck.reports.json_report import decoded
 from distcheck.reports.wording import describe_search
 from distcheck.verification.merging import MatrixPart, join
 from distcheck.workloads.cells import CELLS

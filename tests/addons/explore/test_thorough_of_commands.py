@@ -32,8 +32,8 @@ def test_what_only_a_search_finds_fails_the_run(distcheck: Run, tmp_path: Path) 
     document = json.loads((tmp_path / "r.json").read_text())
     (explored,) = document["explored"]
     assert explored["verdict"] == "fail"
-    (found,) = (case for case in document["cases"] if case["id"] in explored["found"])
-    assert (found["world"], found["verdict"]) == (3, "fail")
+    (found,) = (case for case in document["cases"] if case["case"]["id"] in explored["found"])
+    assert (found["case"]["world"], found["verdict"]) == (3, "fail")
     assert all(case["verdict"] == "pass" for case in document["cases"] if case != found)
     assert any("found by explore" in note for note in found["notes"])
     assert "explore: " in ran.stdout

@@ -15,8 +15,7 @@ from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.records import Case, CaseReport, Difference, Report
 from distcheck.reports import html_report, scale
-from distcheck.reports.document import decoded
-from distcheck.reports.json_report import as_document, read_document, render_json
+from distcheck.reports.json_report import as_document, decoded, read_document, render_json
 from tests import documents
 from tests.stored import compare
 from tests.unit.test_html_report import Page
