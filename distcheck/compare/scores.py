@@ -2,10 +2,11 @@
 
 For the scored token i let d_i be the difference, f_i its noise floor (the larger of the two files,
 including rounding differences of their own variants), and f the mean of f_i. The files agree if
-mean |d_i| <= 2 f and |d_i| <= 8 max(f_i, f) for every token. They disagree if mean |d_i| > 8 f, or
-if 1 % of the tokens exceed their bounds. Anything between is not decided: kernels that accumulate
-in another precision can exceed f, and a discontinuity, such as the routing of a mixture of experts,
-can move single tokens by more than the perturbations did.
+mean |d_i| <= 2 f and |d_i| <= 8 max(f_i, f) for every token. They disagree if mean |d_i| > 8 f or
+1 % of the tokens exceed their bounds, in two sequences and 10 % of them or more. Anything between
+is not decided: kernels that accumulate in another precision can exceed f, and a discontinuity, such
+as the routing of a mixture of experts, can move a token and those after it by more than the
+perturbations did.
 
 A cause is named only if the files determine it: the log-probabilities that a mistake would give,
 which a file of `distcheck.scores` has, match the other file; or recorded facts differ.
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from distcheck.compare.records import CaseComparison, ScoredToken, ScoresComparison
-from distcheck.compare.scoring import LARGE, SMALL
+from distcheck.compare.scoring import LARGE, SMALL, TF32
 from distcheck.compare.screen import KnownCase
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR
 from distcheck.machine.numerics import spacing
@@ -31,6 +32,7 @@ from distcheck.records.causes import name_cause
 _ID = "scores"
 _PASSES = 2.0  # Measured: correct engines differ by 0.0 to 0.9 times the noise floor
 _FEW = 0.01  # Heuristic: share of tokens beyond their bound that a discontinuity may explain
+_FEW_SEQUENCES = 0.1  # Heuristic: the same for sequences
 _LEFT = 0.02  # Heuristic: share of these that a named mistake may leave, such as ties at a top-p
 _CLOSER = 0.5  # Heuristic: residual of the best hypothesis, relative to the second best
 _LEAST_ROUNDING = 0.01  # Heuristic: of the noise floor of a coarser dtype
@@ -104,9 +106,12 @@ class _Comparison:
         self.level = float(self.floor.mean())
         self.bound = NOISE_FACTOR * self.floor.clamp_min(self.level)
         self.beyond = self.distance > self.bound
+        self.differ = len(self.sequence[self.beyond].unique())  # sequences
         share = float(self.beyond.double().mean())
         exceeds = self.mean > NOISE_FACTOR * self.level or share >= _FEW
-        self.fails = self.is_measured and exceeds
+        total = len(one.lengths)
+        several = self.differ >= min(total, max(2, _FEW_SEQUENCES * total))
+        self.fails = self.is_measured and exceeds and several
 
     def pairs(self) -> Iterator[tuple[_Side, _Side]]:
         yield from (self.sides, self.sides[::-1])
@@ -152,8 +157,9 @@ def _verdict(found: _Comparison, *, bits: bool) -> tuple[VerdictName, str]:
         return "fail", f"more than rounding; {many} beyond the bound"
     if number:
         return "unknown", (
-            f"the mean is within the bound, but {many} beyond it: a mistake in single tokens, or a "
-            "discontinuity such as the routing of a mixture of experts"
+            f"{many} beyond the bound, in {found.differ} of {len(found.sides[0].scores.lengths):,} "
+            "sequences: a mistake in single tokens or sequences, or a discontinuity such as the "
+            "routing of a mixture of experts"
         )
     if found.mean > _PASSES * found.level:
         return "unknown", (
@@ -199,7 +205,7 @@ def _not_detected(found: _Comparison) -> tuple[str, ...]:
     said = [f"a mean distance below {bound:.2g} nats"] if bound else []
     if small := _effect_of_temperature(found, SMALL):
         said.append(f"a temperature error below {100 * bound * (1 - SMALL) / small:.2g} %")
-    low = {about.dtype for about in found.abouts} & {"bfloat16", "float16"}
+    low = {about.dtype for about in found.abouts} & {"bfloat16", "float16", TF32}
     more = [f"mistakes hidden by {one}: scoring both sides in float32 detects more" for one in low]
     return (*said, *more)
 
@@ -293,7 +299,7 @@ def _cause_of_dtype(found: _Comparison) -> Diagnosis | None:
 
 def _coarser(one: str, other: str) -> float:
     """Return the ratio of the spacings of two dtypes, 0 for unknown names."""
-    dtypes = [getattr(torch, name, None) for name in (one, other)]
+    dtypes = [getattr(torch, {TF32: "float16"}.get(n, n), None) for n in (one, other)]
     known = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
     return spacing(known[0]) / spacing(known[1]) if len(known) == len(dtypes) else 0.0
 

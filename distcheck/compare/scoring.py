@@ -39,6 +39,7 @@ Call = Callable[..., Any]
 # Mistakes whose log-probabilities are written as well, since they need the logits.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 SMALL, LARGE = 0.99, 0.9  # temperature errors that show how sensitive a comparison is
+TF32 = "tf32"
 _ROWS = 256  # Heuristic: tokens whose distributions are in memory at once
 TOP_P, TOP_K = (0.8, 0.9, 0.95, 0.99), (20, 50)
 
@@ -103,7 +104,7 @@ def scores(
         _check_request(given, starts, temperature, batch, draws)
         scorer = _Scorer(model, forward, given, starts, temperature, batch, padding)
         columns = scorer.measure(draws, seed)
-        found = dtype or str(scorer.dtype).removeprefix("torch.")
+        found = dtype or scorer.dtype_name
         weights = digests(model) if model is not None else {}
         about = msgspec.structs.replace(about, dtype=found, weights=weights)
     _write(Path(file), given, starts, columns, about)
@@ -183,6 +184,19 @@ class _DtypeMode(TorchFunctionMode):
         return result
 
 
+def _effective(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
+    """Return the dtype whose spacing products have, and its name: with TensorFloat-32, which has
+    the precision of float16, or bfloat16, that of the factors.
+    """
+    of = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = of.matmul.fp32_precision
+    if precision == "none":
+        precision = getattr(torch.backends, "fp32_precision", precision)
+    if dtype == torch.float32 and precision in ("tf32", "bf16"):
+        return (torch.float16, TF32) if precision == "tf32" else (torch.bfloat16, "bfloat16")
+    return dtype, str(dtype).removeprefix("torch.")
+
+
 class _Scorer:
     """Scores the sequences with one model, in different ways."""
 
@@ -197,7 +211,7 @@ class _Scorer:
         self._call, self._takes_both_sides = _caller(model, forward)
         one = next(model.parameters(), None) if model is not None else None
         self._device = torch.device("cpu") if one is None else one.device
-        self.dtype = torch.float64
+        self.dtype, self.dtype_name = torch.float64, ""
 
     @contextlib.contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -228,7 +242,7 @@ class _Scorer:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             mode = stack.enter_context(_DtypeMode())
             self._score([0])
-        self.dtype = mode.dtype
+        self.dtype, self.dtype_name = _effective(mode.dtype, self._device)
         columns["with/again"] = self._score(every, seed=seeds.derive(seed, "scores again"))
         if number > 1:
             columns["with/batch"] = self._score(every[::-1], batch=1 if self._batch > 1 else 2)

@@ -108,6 +108,8 @@ def _describe_job_difference(case: CaseComparison) -> str:
 def _describe_scores(case: CaseComparison, scores: ScoresComparison) -> str:
     """Describe the mean difference of log-probabilities, and if it is rounding."""
     floor = scores.noise_floor
+    if not scores.mean:
+        return f"no bit changed in {scores.tokens:,} log-probabilities"
     text = f"mean difference {scores.mean:.2g} nats"
     if not floor:
         return f"{text}, without a noise floor"

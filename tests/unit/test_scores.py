@@ -373,6 +373,17 @@ def test_a_single_wrong_token_is_not_decided(llama: Engines) -> None:
     assert found.scores.worst[0] == found.scores.first
 
 
+def test_one_wrong_sequence_is_not_decided(llama: Engines) -> None:
+    """The routing of a mixture of experts may flip at one token, which changes those after it."""
+    logprobs = [one.clone() for one in llama.right]
+    logprobs[1][20:] -= 0.01
+    found = llama.compared(logprobs=logprobs)
+    assert found.verdict == "unknown"
+    assert "20 of 287 tokens are beyond the bound, in 1 of 6 sequences" in found.reason
+    logprobs[4][20:] -= 0.01
+    assert llama.compared(logprobs=logprobs).verdict == "fail"
+
+
 def test_a_mean_between_rounding_and_a_mistake_is_not_decided(llama: Engines) -> None:
     floor = read_scores(llama.file).floor.float().split([len(one) for one in llama.right])
     far = [one - 4 * by for one, by in zip(llama.right, floor, strict=True)]
@@ -441,6 +452,21 @@ def test_the_dtype_of_the_computation_is_found(llama: Engines) -> None:
     found = llama.compared(model=Casts(llama.model))
     assert found.scores.noise_floor > 1000 * read_scores(llama.file).floor.mean()
     assert read_scores(llama.folder / "B.safetensors").about.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("precision", "name"), [("high", "tf32"), ("medium", "bfloat16")])
+def test_reduced_precision_of_products_widens_the_floor(
+    precision: str, name: str, llama: Engines
+) -> None:
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = llama.compared(model=llama.model)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert read_scores(llama.folder / "B.safetensors").about.dtype == name
+    assert found.scores.noise_floor > 1000 * read_scores(llama.file).floor.mean()
+    assert found.verdict != "fail"
+    assert f"hidden by {name}" in found.scores.not_detected[-1]
 
 
 def test_float64_is_compared_with_the_precision_of_the_other_file(llama: Engines) -> None:
@@ -525,6 +551,7 @@ def test_screen_page_and_documents(llama: Engines) -> None:
     assert "scores-temperature" in files["junit"].read_text()
     code, screen = command(llama.file, llama.file)
     assert code == 0
+    assert screen.startswith("no bit changed in 287 log-probabilities\n")
     assert "limits not detected by this pass: a mean distance below " in " ".join(screen.split())
 
 
