@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from distcheck.records.decoding import Steps, World
-
 # `wrong`: inputs are right, outputs are not; `follows`: neither are; `near`: both are within their
 # bounds, with other bits; `unseen`: in one run only.
 ModuleState = Literal["same", "near", "wrong", "follows", "unseen"]
@@ -71,8 +69,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
     worlds    number of worlds that ran: 2 with a rerun
     schedules number of further schedules that a simulated world completed
-    batch     samples per step; 0 if a report lacks it
-    elements  number of elements of all parameters; 0 if a report lacks it
+    elements  number of elements of all parameters
     tensors   number of parameters
     most_elements, most_dimensions   of the largest parameter
     depth     maximum number of modules that a parameter is nested in
@@ -82,11 +79,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     uses      features that the strategy's code uses, in any case
     """
 
-    world: World
-    backend: str
-    device: str
-    dtype: str
-    steps: Steps
     worlds: int
     tensors: int
     most_elements: int
@@ -95,7 +87,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...]
     features: tuple[str, ...]
     schedules: int = 0
-    batch: int = 0
     elements: int = 0
     sizes: tuple[float, ...] = ()
     uses: tuple[UsedFeature, ...] = ()

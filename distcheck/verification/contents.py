@@ -8,7 +8,6 @@ the source (`training/adapters/uses.py`) and fail nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -115,14 +114,8 @@ def contents_of(
     }
     present |= {name: event in happened for name, event in _EVENTS.items()}
     return Contents(
-        world=case.world,
-        backend=case.backend,
-        device=case.device,
-        dtype=case.dtype,
-        steps=case.steps,
         worlds=2 if case.rerun else 1,
         tensors=len(elements),
-        batch=case.batch,
         elements=sum(elements),
         sizes=range_of([size for one in gradients for size in one.sizes]),
         most_elements=max(elements, default=0),
@@ -134,54 +127,57 @@ def contents_of(
     )
 
 
-def features_of_report(cases: Sequence[Mapping[str, Any]]) -> list[Contents]:
-    found = [case["contents"] for case in cases if case.get("contents")]
-    return [msgspec.convert(contents, Contents) for contents in found]
+Ran = tuple[Case, Contents]
 
 
-def not_shown(cases: Sequence[Contents]) -> tuple[str, ...]:
+def _that_ran(reports: Sequence[CaseReport]) -> list[Ran]:
+    return [(report.case, report.contents) for report in reports if report.contents is not None]
+
+
+def not_shown(reports: Sequence[CaseReport]) -> tuple[str, ...]:
     """Return the properties that a pass of these cases does not cover; empty without cases."""
-    return tuple(_not_shown(cases)) if cases else ()
+    ran = _that_ran(reports)
+    return tuple(_not_shown(ran)) if ran else ()
 
 
-def _not_shown(cases: Sequence[Contents]) -> Iterator[str]:
-    yield f"world sizes other than {', '.join(map(str, sorted({case.world for case in cases})))}"
-    batches = ", ".join(map(str, sorted({case.batch for case in cases if case.batch})))
-    yield f"global batch sizes other than {batches}" if batches else "other global batch sizes"
+def _not_shown(ran: Sequence[Ran]) -> Iterator[str]:
+    yield f"world sizes other than {', '.join(map(str, sorted({case.world for case, one in ran})))}"
+    batches = ", ".join(map(str, sorted({case.batch for case, one in ran})))
+    yield f"global batch sizes other than {batches}"
     yield (
-        f"models with more than {max(case.tensors for case in cases)} tensors or "
-        f"{max(case.elements for case in cases):,} elements, tensors with more than "
-        f"{max(case.most_elements for case in cases):,} elements or "
-        f"{max(case.most_dimensions for case in cases)} dimensions, modules nested deeper than "
-        f"{max(case.depth for case in cases)}"
+        f"models with more than {max(one.tensors for case, one in ran)} tensors or "
+        f"{max(one.elements for case, one in ran):,} elements, tensors with more than "
+        f"{max(one.most_elements for case, one in ran):,} elements or "
+        f"{max(one.most_dimensions for case, one in ran)} dimensions, modules nested deeper than "
+        f"{max(one.depth for case, one in ran)}"
     )
-    together = max(case.elements * _bytes_of(case.dtype) for case in cases) / (1 << 20)
+    together = max(one.elements * _bytes_of(case.dtype) for case, one in ran) / (1 << 20)
     yield (f"a second bucket of {together:.2g} MiB or more, the size of all gradients together")
-    kinds = sorted({kind for case in cases for kind in case.kinds})
+    kinds = sorted({kind for case, one in ran for kind in one.kinds})
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"module types other than {named}{more}"
-    least, most = range_of([case.steps for case in cases])
+    least, most = range_of([case.steps for case, one in ran])
     more = f" ({most:.0f} in some cases)" if least < most else ""
     yield f"bugs that first appear after step {least:.0f}{more}, or after the last step"
-    if sizes := range_of([size for case in cases for size in case.sizes]):
+    if sizes := range_of([size for case, one in ran for size in one.sizes]):
         least, most = sizes
         yield f"gradient magnitudes outside {least:.2g} to {most:.2g}"
     else:
         yield "huge or denormal gradients"
-    there = {feature for case in cases for feature in case.features}
+    there = {feature for case, one in ran for feature in one.features}
     yield from (said for name, said in _FEATURES.items() if name not in there)
     yield from _IN_NO_CASE
-    yield f"dtypes other than {', '.join(sorted({case.dtype for case in cases}))}"
-    worlds = "two worlds" if max(case.worlds for case in cases) == 2 else "one world"
-    simulated = any(name_of(case.backend) == "simulated" for case in cases)
-    yield f"interleavings other than those of {worlds}{_of_schedules(cases, simulated)}"
+    yield f"dtypes other than {', '.join(sorted({case.dtype for case, one in ran}))}"
+    worlds = "two worlds" if max(one.worlds for case, one in ran) == 2 else "one world"
+    simulated = any(name_of(case.backend) == "simulated" for case, one in ran)
+    yield f"interleavings other than those of {worlds}{_of_schedules(ran, simulated)}"
     if simulated:
         yield (
             "ranks in separate processes, and a real transport (ranks of backend simulated are "
             "threads of one process, so they share C code and all module state)"
         )
-    backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case in cases}))
+    backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case, one in ran}))
     yield f"backends other than {backends}, and other hardware"
 
 
@@ -191,8 +187,8 @@ def _bytes_of(dtype: str) -> int:
     return int(digits) // 8 if digits else 0
 
 
-def _of_schedules(cases: Sequence[Contents], simulated: bool) -> str:
-    counts = [case.schedules for case in cases if case.schedules]
+def _of_schedules(ran: Sequence[Ran], simulated: bool) -> str:
+    counts = [one.schedules for _, one in ran if one.schedules]
     if not counts:
         which = (
             ", for example which message a receive from any rank takes (--schedules tries others)"
@@ -240,17 +236,17 @@ _GAPS: Mapping[str, tuple[str, str]] = {
     "async": ("other interleavings", "--backend simulated --schedules 20"),
 }
 _ORDER = tuple(_GAPS)
-_EXERCISED: Mapping[str, Callable[[UsedFeature, Sequence[Contents]], bool]] = {
-    "late": lambda use, cases: use.number < max(case.steps for case in cases),
-    "size": lambda use, cases: use.number < max(case.most_elements for case in cases),
-    "world": lambda use, cases: len({case.world for case in cases}) > 2,
-    "huge": lambda use, cases: max((s for case in cases for s in case.sizes), default=0) > 1e29,
-    "denormal": lambda use, cases: min((s for c in cases for s in c.sizes), default=1) < 1e-38,
-    "draws": lambda use, cases: False,
-    "narrow": lambda use, cases: max(case.most_elements for case in cases) > 1 << 24,
-    "default_dtype": lambda use, cases: any("several_dtypes" in case.features for case in cases),
-    "closure": lambda use, cases: False,
-    "async": lambda use, cases: any(case.schedules for case in cases),
+_EXERCISED: Mapping[str, Callable[[UsedFeature, Sequence[Ran]], bool]] = {
+    "late": lambda use, ran: use.number < max(case.steps for case, one in ran),
+    "size": lambda use, ran: use.number < max(one.most_elements for case, one in ran),
+    "world": lambda use, ran: len({case.world for case, one in ran}) > 2,
+    "huge": lambda use, ran: max((s for case, one in ran for s in one.sizes), default=0) > 1e29,
+    "denormal": lambda use, ran: min((s for _, one in ran for s in one.sizes), default=1) < 1e-38,
+    "draws": lambda use, ran: False,
+    "narrow": lambda use, ran: max(one.most_elements for case, one in ran) > 1 << 24,
+    "default_dtype": lambda use, ran: any("several_dtypes" in one.features for case, one in ran),
+    "closure": lambda use, ran: False,
+    "async": lambda use, ran: any(one.schedules for case, one in ran),
 }
 
 
@@ -259,18 +255,18 @@ def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
     found = list(reports)
     for strategy in dict.fromkeys(report.case.strategy for report in reports):
         own = [n for n, report in enumerate(reports) if report.case.strategy == strategy]
-        contents = [one for n in own if (one := reports[n].contents) is not None]
-        if contents and all(reports[n].verdict == "pass" for n in own):
+        ran = _that_ran([reports[n] for n in own])
+        if ran and all(reports[n].verdict == "pass" for n in own):
             first = reports[own[0]]
-            remarks = (*first.remarks, *remarks_on(contents))
+            remarks = (*first.remarks, *remarks_on(ran))
             found[own[0]] = msgspec.structs.replace(first, remarks=remarks)
     return found
 
 
-def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
+def remarks_on(ran: Sequence[Ran]) -> Iterator[Diagnosis]:
     """Yield a warning for each gap of one strategy, most specific first."""
     seen = set[str]()
-    for use in sorted(_open(cases), key=lambda use: (_ORDER.index(use.feature), use.line)):
+    for use in sorted(_open(ran), key=lambda use: (_ORDER.index(use.feature), use.line)):
         what, option = _GAPS[use.feature]
         text = what.format(number=use.number)
         if text in seen:
@@ -281,10 +277,10 @@ def remarks_on(cases: Sequence[Contents]) -> Iterator[Diagnosis]:
         yield name_cause("not-exercised", f"{text} (line {use.line})", "usual", how=how)
 
 
-def _open(cases: Sequence[Contents]) -> Iterator[UsedFeature]:
-    there = {feature for case in cases for feature in case.features}
-    for use in dict.fromkeys(use for case in cases for use in case.uses):
+def _open(ran: Sequence[Ran]) -> Iterator[UsedFeature]:
+    there = {feature for _, one in ran for feature in one.features}
+    for use in dict.fromkeys(use for _, one in ran for use in one.uses):
         exercised = _EXERCISED.get(use.feature)
-        known = use.feature in there or (exercised is not None and exercised(use, cases))
+        known = use.feature in there or (exercised is not None and exercised(use, ran))
         if use.feature in _GAPS and not known:
             yield use

@@ -23,7 +23,7 @@ from distcheck.reports.findings import summary_lines
 from distcheck.reports.json_report import SCHEMA, Document, decoded, read_document, totals_of
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
-from distcheck.verification.contents import features_of_report, not_shown
+from distcheck.verification.contents import not_shown
 
 # Fields that may differ between two runs of the same case.
 _OF_THE_MOMENT = ("timings_s", "replay", "strategy_file")
@@ -103,7 +103,7 @@ def join(parts: Sequence[MatrixPart], lost: Mapping[int, str] | None = None) -> 
         if name in cases or name not in left_out
     ]
     found += found_by_search
-    not_in_them = list(not_shown(features_of_report(found))) if of_plan else []
+    not_in_them = list(not_shown(msgspec.convert(found, list[CaseReport]))) if of_plan else []
     without_plan = [part for part in parts if part not in of_plan]
     found += _without_plan(without_plan, {case["case"]["id"] for case in found})
     not_in_them += [text for part in without_plan for text in part.document.get("not_shown") or ()]

@@ -53,7 +53,7 @@ def recheck(
             session.rejudge(run_of(saved, fds), on_finished=enter)
     why = "not judged: it failed when it ran, and this folder does not have its trace"
     reports += nothing_judged(lost, why, None, origin).cases
-    shown = not_shown([report.contents for report in reports if report.contents])
+    shown = not_shown(reports)
     return Report(
         environment=here,
         cases=tuple(reports),

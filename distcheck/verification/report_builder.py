@@ -174,7 +174,7 @@ class ReportBuilder:
             cases=(*counted, *self._found, *self.unknown),
             explored=tuple(self.explored),
             made=self.made,
-            not_shown=not_shown([case.contents for case in counted if case.contents]),
+            not_shown=not_shown(counted),
             plan=self.plan,
             left_out={**self.left_out, **out},
             since_green=self._since_green(),

@@ -23,7 +23,7 @@ from distcheck.records.mistakes import NOTHING, Shown, merge_two_shown
 from distcheck.records.schedules import ScheduleRun, ScheduleSearchResult
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import followups
-from distcheck.verification.contents import _FEATURES, contents_of, features_of_report, not_shown
+from distcheck.verification.contents import _FEATURES, contents_of, not_shown
 from distcheck.verification.preparation import Data
 from distcheck.verification.session import Session, Silent
 from distcheck.worlds.pool import Pool
@@ -67,6 +67,13 @@ class Run:
         surroundings = Surroundings(self.factors)
         return contents_of(self.case, facts, [result, purpose], surroundings=surroundings)
 
+    @property
+    def report(self) -> CaseReport:
+        return CaseReport(
+            case=self.case, strategy_file="", verdict="pass", outcomes=(), checks=(),
+            contents=self.contents,
+        )  # fmt: skip
+
 
 def also(**changes: object) -> Shown:
     return msgspec.structs.replace(SHOWN, **changes)
@@ -109,14 +116,14 @@ def test_every_feature_has_a_run_here() -> None:
 
 def test_a_plain_run_has_none_of_them() -> None:
     assert Run().contents.features == ()
-    assert set(_FEATURES.values()) < set(not_shown([Run().contents]))
+    assert set(_FEATURES.values()) < set(not_shown([Run().report]))
 
 
 @pytest.mark.parametrize("name", _FEATURES)
 def test_what_a_case_had_is_not_named(name: str) -> None:
     had = HAVING[name].contents
     assert name in had.features
-    assert _FEATURES[name] not in not_shown([had, Run().contents])
+    assert _FEATURES[name] not in not_shown([HAVING[name].report, Run().report])
     others = {"integer_buffers": {"buffers"}}.get(name, set())
     assert set(had.features) == {name} | others
 
@@ -131,8 +138,8 @@ def test_a_separate_rerun_has_late_ranks() -> None:
 
 
 def test_a_small_model_shows_one_bucket_alone() -> None:
-    small = Run(parameters=(spec("a", 1 << 18),)).contents
-    large = Run(parameters=(spec("a", 3 << 18),)).contents
+    small = Run(parameters=(spec("a", 1 << 18),)).report
+    large = Run(parameters=(spec("a", 3 << 18),)).report
     one, two = "a second bucket of 1 MiB", "a second bucket of 3 MiB"
     assert one in "; ".join(not_shown([small]))
     assert two in (text := "; ".join(not_shown([small, large])))
@@ -141,28 +148,24 @@ def test_a_small_model_shows_one_bucket_alone() -> None:
 
 def test_sizes_are_those_of_the_largest() -> None:
     deep = Run(parameters=(spec("a.b.c.weight", 2, 3, 4, 5, 6), spec("d", 1_100_000)))
-    text = "; ".join(not_shown([Run().contents, deep.contents]))
+    text = "; ".join(not_shown([Run().report, deep.report]))
     assert (
         "models with more than 2 tensors or 1,100,720 elements, tensors with more than 1,100,000 "
         "elements or 5 dimensions, modules nested deeper than 3" in text
     )
-    worlds = [
-        Run(case=msgspec.structs.replace(PLAIN, world=w, steps=w)).contents for w in (2, 12, 4)
-    ]
+    worlds = [Run(case=msgspec.structs.replace(PLAIN, world=w, steps=w)).report for w in (2, 12, 4)]
     assert not_shown(worlds)[0] == "world sizes other than 2, 4, 12"
-    batches = [Run(case=msgspec.structs.replace(PLAIN, batch=b)).contents for b in (64, 8)]
+    batches = [Run(case=msgspec.structs.replace(PLAIN, batch=b)).report for b in (64, 8)]
     assert not_shown(batches)[1] == "global batch sizes other than 8, 64"
-    old = msgspec.structs.replace(Run().contents, batch=0)
-    assert not_shown([old])[1] == "other global batch sizes"
     begins = "bugs that first appear after step 2 (12 in some cases), or after the last step"
     assert begins in not_shown(worlds)
     assert "bugs that first appear after step 12, or after the last step" in not_shown(worlds[1:2])
 
 
 def test_one_world_is_not_two() -> None:
-    alone = Run(case=msgspec.structs.replace(PLAIN, rerun=False)).contents
+    alone = Run(case=msgspec.structs.replace(PLAIN, rerun=False)).report
     assert "interleavings other than those of one world" in not_shown([alone])
-    assert "interleavings other than those of two worlds" in not_shown([Run().contents])
+    assert "interleavings other than those of two worlds" in not_shown([Run().report])
 
 
 @needs("simulated")
@@ -172,22 +175,16 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     found = ScheduleSearchResult(usual, usual, ran=200, distinct=150, late=("7", "9"))
     monkeypatch.setattr(followups, "_search", lambda *_: found)
     monkeypatch.setattr(followups, "_digests", lambda _: ("a",))
-    report = CaseReport(
-        case=PLAIN, strategy_file="", verdict="pass", outcomes=(), checks=(),
-        contents=Run().contents,
-    )  # fmt: skip
-    searched = followups.with_schedules(Session(Pool(), Data(), Silent()), report)
+    searched = followups.with_schedules(Session(Pool(), Data(), Silent()), Run().report)
     assert searched.contents is not None
     two = "interleavings other than those of two worlds"
-    assert f"{two}, and of 198 schedules of one case" in not_shown(
-        [searched.contents, Run().contents]
-    )
-    assert f"{two}, and of 198 schedules of each of 2 cases" in not_shown([searched.contents] * 2)
-    assert two in not_shown([Run().contents])
+    assert f"{two}, and of 198 schedules of one case" in not_shown([searched, Run().report])
+    assert f"{two}, and of 198 schedules of each of 2 cases" in not_shown([searched] * 2)
+    assert two in not_shown([Run().report])
 
 
 def test_gradients_are_named_by_their_sizes() -> None:
-    runs = [Run(shown=also(sizes=sizes)).contents for sizes in ((2.0, 523.0), (3e-4, 1.0), ())]
+    runs = [Run(shown=also(sizes=sizes)).report for sizes in ((2.0, 523.0), (3e-4, 1.0), ())]
     assert "gradient magnitudes outside 0.0003 to 5.2e+02" in not_shown(runs)
     assert "gradient magnitudes outside 0.0003 to 1" in not_shown(runs[1:])
     assert "huge or denormal gradients" in not_shown(runs[2:])
@@ -198,15 +195,14 @@ def test_gradients_are_named_by_their_sizes() -> None:
 
 
 def test_many_kinds_are_cut_short() -> None:
-    many = Run(facts={"kinds": tuple(f"K{k:02}" for k in range(15))}).contents
+    many = Run(facts={"kinds": tuple(f"K{k:02}" for k in range(15))}).report
     assert any(text.endswith("K11 and 3 more") for text in not_shown([many]))
 
 
-def test_a_document_holds_what_it_is_made_from() -> None:
-    contents = Run().contents
-    document = [{"contents": msgspec.to_builtins(contents)}, {"contents": None}, {}]
-    assert features_of_report(document) == [contents]
-    assert not_shown([]) == ()
+def test_cases_without_contents_are_not_described() -> None:
+    nothing = msgspec.structs.replace(Run().report, contents=None)
+    assert not_shown([nothing, Run().report]) == not_shown([Run().report])
+    assert not_shown([nothing]) == not_shown([]) == ()
 
 
 def test_the_page_on_what_equal_means_names_each_of_them() -> None:

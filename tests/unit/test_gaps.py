@@ -43,8 +43,9 @@ def test_what_code_uses(tmp_path: Path, body: str, uses: list[tuple[str, int]]) 
     assert {use.line for use in found} <= {5}
 
 
+CASE = Case(id="a", strategy="f.py:f", world=4, steps=12)
 CONTENTS = Contents(
-    world=4, backend="gloo", device="cpu", dtype="float32", steps=12, worlds=1, tensors=6,
+    worlds=1, tensors=6,
     most_elements=100, most_dimensions=2, depth=1, kinds=(), features=("several_dtypes",),
     sizes=(1e-40, 1.0),
 )  # fmt: skip
@@ -65,7 +66,7 @@ CONTENTS = Contents(
     ],
 )
 def test_what_no_case_has_exercised(use: UsedFeature, option: str) -> None:
-    found = list(remarks_on([msgspec.structs.replace(CONTENTS, uses=(use,))]))
+    found = list(remarks_on([(CASE, msgspec.structs.replace(CONTENTS, uses=(use,)))]))
     assert [options_that_exercise(one) for one in found] == [option] * bool(option)
     assert all("line 3" in one.evidence for one in found)
 
@@ -73,7 +74,7 @@ def test_what_no_case_has_exercised(use: UsedFeature, option: str) -> None:
 def test_a_pass_says_so_once_and_names_the_next_run() -> None:
     contents = msgspec.structs.replace(CONTENTS, uses=(UsedFeature(feature="huge", line=3),) * 2)
     case = CaseReport(
-        case=Case(id="a", strategy="f.py:f", world=4), strategy_file="", verdict="pass",
+        case=CASE, strategy_file="", verdict="pass",
         outcomes=(), checks=(), contents=contents,
     )  # fmt: skip
     first, second = with_remarks([case, case])
