@@ -6,6 +6,7 @@ also covers causes: their names, descriptions and symptoms.
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from difflib import SequenceMatcher
@@ -16,19 +17,21 @@ import msgspec
 from distcheck.records.causes import causes, read_table
 
 _STOP = """
-a about after again all also am an and any are as at be been between but by can could did do does
-every for from get gets give given gives got had has have how i if in into is it its just like me my
-no not of on one only or our please set should so some than that the their them then there
-these they this to too train trained training use used using very was we were what when where which
-while why will with without would you your torch pytorch model issue bug error problem question help
-wrong
+a about across actually after again all also always am an and any are as at be been between bug but
+by can correctly could did do does doesn don during error even ever every expected fail failed
+failing fails for from get gets give given gives got had has have help how i if in into is issue it
+its just like me model my never no not observe observed of on one only or other others our out
+please problem properly pytorch question really see seen sees set setting settings should so some
+still than that the their them then there these they this to too torch train trained training tries
+try trying under unexpected use used using very via was we well were what when where which while why
+will with without work working works would wrong you your
 """
 # Words of one row are equal; the first is their common form.
 _EQUAL = """
 rank ranks gpu gpus device devices worker workers process processes node nodes replica replicas
-several multi multiple multigpu more many
+rank several multi multiple multigpu more many distributed ddp dp distributeddataparallel
 differ different differs differently difference mismatch discrepancy inconsistent unequal versus vs
-equal identical same duplicate duplicated duplication
+equal identical same duplicate duplicated duplication distinct diverse diversity twice repeated
 resume resuming resumed restart restarting reload reloading restore restoring restored continue
 checkpoint checkpoints ckpt checkpointing resume_from_checkpoint
 hang hangs stuck freeze freezes frozen timeout deadlock blocked waits timed
@@ -40,9 +43,9 @@ seed seeds manual_seed
 reproducible reproduce reproducibility reproduced deterministic nondeterministic determinism
 data dataset batch batches sample samples
 average mean averaged averaging
-scale scaled scaling factor multiplied times
+scale scaled scaling factor multiply multiplied times
 sync synchronize synchronized synchronization synced unsynchronized
-parameter parameters weight weights
+parameter parameters param params weight weights
 lr learning_rate learningrate
 scheduler schedule schedulers
 clip clipping clipped clip_grad_norm
@@ -58,10 +61,28 @@ single one_gpu
 fast faster quickly early
 token tokens
 adapter adapters lora peft
+random randomness np numpy rng
+augmentation augmentations augment transforms
+sum sums summed summing
+diverge diverges diverged drift drifts
 """
-_PHRASES = (("learning rate", "lr"), ("batch norm", "batchnorm"), ("all reduce", "allreduce"),
-            ("all-reduce", "allreduce"), ("multi-gpu", "multi gpu"), ("cuda", "gpu"))  # fmt: skip
-_SHARE = 0.35  # Heuristic: of the weight of the words that a match must have
+_PHRASES = tuple(
+    (phrase, word)
+    for word, phrases in {
+        "lr": ("learning rate",), "batchnorm": ("batch norm",), "parallel": ("parallelism",),
+        "allreduce": ("all reduce", "all-reduce"), "ddp": ("data parallel", "data-parallel"),
+        "multi gpu": ("multi-gpu", ">1 gpu"), "single gpu": ("one gpu", "1 gpu"),
+        "timeout": ("timing out", "timed out", "times out", "time out"),
+        "activation": ("utils.checkpoint", "activation checkpoint", "gradient checkpoint"),
+    }.items()
+    for phrase in phrases
+)  # fmt: skip
+# Three numbers, or two after the name of a library, are a release.
+_RELEASE = re.compile(
+    r"\b((torch|transformers|cuda|nccl|accelerate|lightning|deepspeed)\W{0,3}\d+\.\d+|v?\d+\.\d+\.\d+)\b"
+)
+_SHARE = 0.25  # Heuristic: of the weight of the words that a match must have
+_LEAST = 2  # Heuristic: different words that a match must have, if there are as many
 _MOST_ROWS = 3
 
 
@@ -84,10 +105,7 @@ def symptoms() -> Mapping[str, Symptom]:
 
 
 def _stem(word: str) -> str:
-    for end in ("ations", "ation", "ing", "ies", "ed", "es", "ly", "s", "e"):
-        if word.endswith(end) and len(word) - len(end) >= 3:
-            return word.removesuffix(end)
-    return word
+    return re.sub(r"(?<=\w{3})(ations?|[ae]nces?|ness|ing|ies|ed|es|ly|(?<!s)s|e)$", "", word)
 
 
 @cache
@@ -98,10 +116,11 @@ def _equal() -> Mapping[str, str]:
 
 def stems(text: str) -> list[str]:
     """Return the stems of a text's words; synonyms have the same stem."""
-    text = text.lower()
+    text = text.lower().replace("_", " ")
     for phrase, word in _PHRASES:
         text = text.replace(phrase, word)
-    words = re.findall(r"[a-z][a-z0-9]+", text.replace("_", " "))
+    text = _RELEASE.sub(" version ", text)
+    words = re.findall(r"[a-z]{4,}(?=\d\b)|[a-z][a-z0-9]+", text)
     found = [_stem(word) for word in words if word not in _STOP.split()]
     return [_equal().get(stem, stem) for stem in found]
 
@@ -113,7 +132,7 @@ def _documents() -> Mapping[str, Mapping[str, float]]:
     for one in symptoms().values():
         found[one.text] = {
             **dict.fromkeys(stems(one.also), 1.0),
-            **dict.fromkeys(stems(one.text), 2.0),
+            **dict.fromkeys(stems(one.text), 1.5),
         }
     for name, cause in causes().items():
         rest = stems(" ".join((cause.what, *cause.when)))
@@ -123,15 +142,18 @@ def _documents() -> Mapping[str, Mapping[str, float]]:
 
 @cache
 def _rarity() -> Mapping[str, float]:
-    documents = _documents()
-    times = Counter(stem for one in documents.values() for stem in one)
-    return {stem: math.log(1 + len(documents) / number) for stem, number in times.items()}
+    """Return the rarity of each stem among symptoms, and among causes if no symptom has it."""
+    found: dict[str, float] = {}
+    for table in (causes(), symptoms()):
+        times = Counter(stem for name in table for stem in _documents()[name])
+        found |= {stem: math.log(1 + len(table) / number) for stem, number in times.items()}
+    return found
 
 
 def search(words: str) -> tuple[list[Symptom], list[str]]:
     """Return the matching symptoms and causes, best first; empty lists if nothing matches."""
     scores, rarity, table = _scores(words), _rarity(), symptoms()
-    unknown = max(rarity.values())
+    unknown = statistics.fmean(rarity.values())
     enough = _SHARE * sum(rarity.get(stem, unknown) for stem in set(stems(words)))
     enough = max(enough, max(scores.values()) / 2, 1e-9)
     close = [name for name, score in scores.items() if score >= enough]
@@ -150,8 +172,10 @@ def closest(words: str) -> list[str]:
 
 def _scores(words: str) -> dict[str, float]:
     wanted, rarity = set(stems(words)), _rarity()
+    least = min(_LEAST, len(wanted))
     scores = {
-        name: sum(place * rarity[stem] for stem, place in one.items() if stem in wanted)
+        name: sum(one[stem] * rarity[stem] for stem in found) if len(found) >= least else 0.0
         for name, one in _documents().items()
+        for found in [wanted & one.keys()]
     }
     return dict(sorted(scores.items(), key=lambda pair: -pair[1]))

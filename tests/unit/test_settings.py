@@ -93,7 +93,7 @@ def test_promises_are_the_fields_of_a_contract() -> None:
     assert defaults.pop("parallel") is None  # a mapping, of which the contract holds the items
     assert defaults == {name: value for name, value in fields.items() if name != "parallel"}
     assert fields["parallel"] == ()
-    described = re.findall(r"^ {4}(\w+)  ", Contract.__doc__ or "", re.MULTILINE)
+    described = re.findall(r"^(\w+)  ", inspect.getdoc(Contract) or "", re.MULTILINE)
     assert sorted(described) == sorted(fields), "a line for each in the docstring"
     with pytest.raises(ValueError, match="@strategy") as refused:
         distcheck.strategy(micro_batches=0)

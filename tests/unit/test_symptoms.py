@@ -51,6 +51,19 @@ REPORTS = [
     ("cosine schedule ends after a quarter of the steps on 4 processes", "learning rate decays"),
     ("batchnorm running mean differs on the gpus", "BatchNorm statistics"),
     ("dropout masks are equal on all ranks", "Dropout or augmentation"),
+    ("after torch 2.9.1 the loss is no longer the one from before", "after an upgrade"),
+    ("transformers 4.39 gives another loss than the release before", "after an upgrade"),
+    ("zero2 and zero3 do not give the same grad norm", "between DDP and FSDP"),
+    ("training on >1 gpu is timing out", "NCCL timeout"),
+    ("ranks with fewer batches make ddp hang", "NCCL timeout"),
+    ("is there no sampler for multiple gpus with ddp? they read identical batches",
+     "sees the same data"),
+    ("gradient checkpointing leaves parameters that are not synced on all ranks",
+     "never synchronized"),
+    ("numpy randomness repeats in all dataloader workers", "Dropout or augmentation"),
+    ("after resuming, the learning rate is the initial one again", "jumps after resuming"),
+    ("mismatch of the loss curve with tensor parallelism", "Tensor, pipeline"),
+    ("divergence of the params on the dp ranks", "weights differ|run diverges"),
 ]  # fmt: skip
 # The sentences of the issue that asked for the search.
 ASKED = [
@@ -104,7 +117,10 @@ def test_causes_are_found_too() -> None:
     assert "chained-mean" in search("running average of the gradients")[1]
 
 
-@pytest.mark.parametrize("words", ["banana bread", "segfault in cudnn convolution", "x", "the of"])
+@pytest.mark.parametrize("words", [
+    "banana bread", "segfault in cudnn convolution", "x", "the of",
+    "the docker image does not build", "tokenizer vocabulary size", "install on windows",
+])  # fmt: skip
 def test_words_that_match_nothing_are_answered_by_the_five_closest(words: str) -> None:
     assert search(words) == ([], [])
     assert len({*closest(words)}) == 5
