@@ -1,5 +1,6 @@
 """How a rank ended, told from what is known of it."""
 
+import os
 import signal
 from typing import Any
 
@@ -9,6 +10,7 @@ from distcheck.judge.diagnosis.outcomes import explain
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.worlds import messages, root_cause
+from distcheck.worlds.local.children import Child
 from distcheck.worlds.remote.coordinator import RemoteChild
 
 _FRAMES = """  File "/x/mine.py", line 8, in sync
@@ -52,6 +54,21 @@ def test_a_timeout_of_ones_own_is_no_lost_peer(kind: str, lost: bool) -> None:
 
 
 _SAID = 'Current thread 0x1 (most recent call first):\n  File "mine.py", line 3 in sync\n'
+
+
+@pytest.mark.parametrize("after", ["", "\n\nExtension modules: mine (total: 1)"])
+def test_the_c_frames_of_python_3_14_are_left_out(after: str) -> None:
+    child = Child()
+    child.open_pipes()
+    frames = (
+        "Current thread's C stack trace (most recent call first):\n"
+        '  Binary file "/x/python3.14", at _Py_DumpStack+0x36 [0x6bdff6]\n'
+        "  <truncated rest of calls>"
+    )
+    os.pwrite(
+        child._stacks_fd, f"Fatal Python error: Aborted\n\n{_SAID}\n{frames}{after}".encode(), 0
+    )
+    assert child.low_level_stacks == f"Fatal Python error: Aborted\n\n{_SAID.rstrip()}{after}"
 
 
 _LOST = messages.Raised("RuntimeError", "Connection reset by peer", _FRAMES, 1.0, None)

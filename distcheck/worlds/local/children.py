@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from distcheck.worlds import linux, messages
 from distcheck.worlds.call_log import LoggedCall, is_within_call, read_logged_calls
 
+# Python 3.14 appends them after a fatal signal.
+_C_FRAMES = re.compile(r"\n*Current thread's C stack trace .*?(?=\n\n|\Z)", re.DOTALL)
 _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of the output usually contains the reason
 
 
@@ -104,10 +107,10 @@ class Child:
 
     @property
     def low_level_stacks(self) -> str:
-        """faulthandler's output: after a fatal signal, or on request by SIGUSR1."""
+        """faulthandler's output, without C frames: after a fatal signal, or on request by SIGUSR1."""
         with contextlib.suppress(OSError):
             written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the call log
-            return written.decode(errors="replace")
+            return _C_FRAMES.sub("", written.decode(errors="replace"))
         return ""
 
     @property
