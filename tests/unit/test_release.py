@@ -75,7 +75,7 @@ def test_a_tag_that_names_another_version_ends_a_release(tmp_path: Path) -> None
     tools.mkdir()
     (tools / "python").write_text(
         '#!/bin/sh\ncase "$*" in\n'
-        "*twine*) ;;\n"
+        "*twine* | *rattler*) ;;\n"
         '*build*) mkdir -p "$4"; echo made > "$4/made.whl"; echo made > "$4/made.tar.gz" ;;\n'
         f'*) exec {sys.executable} "$@" ;;\nesac\n'
     )
