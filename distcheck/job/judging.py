@@ -33,8 +33,10 @@ from distcheck.records import (
     merge_verdicts,
 )
 from distcheck.records.causes import causes as known_causes
+from distcheck.records.causes import name_cause
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
+from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.verification.process_state import with_code
 from distcheck.worlds.callers import is_installed
 
@@ -139,6 +141,7 @@ def judge(
     results, diagnosis, remarks, accepted = _apply_accepted(
         asked, job, reference, results, diagnosis, agreed
     )
+    diagnosis = [*_early_exit(ran, job.processes), *diagnosis]
     case = CaseReport(
         case=_case_of(asked, job),
         strategy_file=script_of(job.ranks[0].arguments),
@@ -276,6 +279,14 @@ def _outcome_check(
         compared=Compared(ranks=job.processes, steps=len(job.steps)),
         reason="; ".join(reasons),
     )
+
+
+def _early_exit(ran: CommandResult, world: int) -> list[Diagnosis]:
+    if not (exited := ran.early_exits(world)):
+        return []
+    others = ranks_in_words([one.rank for one in ran.raised])
+    evidence = f"{ranks_in_words(exited)} exited without an exception while {others} communicated"
+    return [name_cause("collective-mismatch", evidence, "exited")]
 
 
 def _not_vacuous(result: CheckResult) -> CheckResult:

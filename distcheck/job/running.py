@@ -27,6 +27,7 @@ from distcheck.records import Outcome
 from distcheck.records.decoding import decode_json, read_bounded
 from distcheck.records.exit_status import RankEnd
 from distcheck.worlds.keeper import start_kept
+from distcheck.worlds.root_cause import is_lost_peer
 from distcheck.worlds.stalls import BUSY_DEADLINES, BUSY_SHARE
 
 _LOOK_S = 0.25
@@ -180,11 +181,14 @@ class JobEndedError(DistcheckError):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Exit status of the command, and the processes that raised or hung."""
+    """Exit status of the command, the processes that raised or hung, and the ranks that ran their
+    exit handlers.
+    """
 
     code: int
     raised: tuple[Outcome, ...]
     hung: tuple[Outcome, ...] = ()
+    exited: frozenset[int] = frozenset()
 
     def outcomes(self, world: int) -> tuple[Outcome, ...]:
         found = [Outcome(rank=rank, outcome=RankEnd.FINISHED) for rank in range(world)]
@@ -195,6 +199,12 @@ class CommandResult:
             detail = f"the command ended with exit code {self.code}"
             found[0] = Outcome(rank=0, outcome=RankEnd.EXITED, ended_by=detail)
         return tuple(found)
+
+    def early_exits(self, world: int) -> list[int]:
+        """Return the ranks that exited without an exception, if all others lost a peer."""
+        others = sorted({*range(world)} - {one.rank for one in self.raised})
+        lost = bool(self.raised) and all(is_lost_peer(one.text) for one in self.raised)
+        return others if lost and self.exited.issuperset(others) else []
 
 
 def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
@@ -254,7 +264,7 @@ def run(
             _end_command(process)
         code = process.wait()
     _remove_logs(settings.parent)
-    return CommandResult(code, () if hung else noted_exceptions(settings.parent), hung)
+    return _result(settings.parent, code, hung)
 
 
 def run_silently(
@@ -284,7 +294,7 @@ def run_silently(
             ours.close()  # ends it
             code = keeper.wait(_PATIENCE_S)
     _remove_logs(settings.parent)
-    return CommandResult(code, () if hung else noted_exceptions(settings.parent), hung)
+    return _result(settings.parent, code, hung)
 
 
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
@@ -331,6 +341,12 @@ def _started_by(process: int) -> list[psutil.Process]:
     except psutil.Error:
         return []
     return found
+
+
+def _result(folder: Path, code: int, hung: tuple[Outcome, ...]) -> CommandResult:
+    """Return the result of a command that has ended, with the notes of its processes."""
+    exited = {int(file.parent.name[-4:]) for file in folder.glob("rank-[0-9][0-9][0-9][0-9]/ended")}
+    return CommandResult(code, () if hung else noted_exceptions(folder), hung, frozenset(exited))
 
 
 def noted_exceptions(folder: Path) -> tuple[Outcome, ...]:

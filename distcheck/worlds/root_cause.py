@@ -84,6 +84,13 @@ def _in_order(children: Sequence[Child], *, hung: bool) -> list[tuple[Outcome, C
     return sorted(judged, key=lambda pair: _order(*pair))
 
 
+def is_lost_peer(error: str) -> bool:
+    """Return True if an error, "KIND: MESSAGE", is gloo's or NCCL's that a peer has exited."""
+    kind, _, message = error.partition(": ")
+    of_backend = kind in _COLLECTIVES_ERRORS and re.search("gloo|nccl", message, re.IGNORECASE)
+    return bool(of_backend and _LOST_PEER.search(message))
+
+
 def is_secondary(child: Child) -> bool:
     """Return True if a rank raised only because a peer had exited."""
     if child.raised is None:

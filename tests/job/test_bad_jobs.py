@@ -18,6 +18,8 @@ import pytest
 from distcheck.errors import DistcheckError
 from distcheck.job import running, settings
 from distcheck.job.settings import JobSettings
+from distcheck.records import Outcome
+from distcheck.records.exit_status import RankEnd
 from tests.job import worlds
 from tests.waiting import wait_until
 from tests.world import warm
@@ -311,6 +313,46 @@ def test_what_ended_a_process_is_one_line(error: str, expected: Any, tmp_path: P
     subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
     found = running.noted_exceptions(tmp_path)
     assert tuple((one.rank, one.text) for one in found) == expected
+
+
+_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:68"
+
+
+@pytest.mark.parametrize(
+    ("raised", "exited", "world", "expected"),
+    [
+        ({1: _LOST}, {0}, 2, [0]),
+        ({1: _LOST, 2: _LOST}, {0, 3}, 4, [0, 3]),
+        ({1: _LOST}, {0, 1}, 2, [0]),  # exit handlers run after an exception, too
+        ({1: _LOST}, set(), 2, []),  # rank 0 may have been killed
+        ({1: _LOST, 2: _LOST}, {0}, 4, []),  # so may rank 3
+        ({1: "ConnectionError: nccl: Connection closed by peer"}, {0}, 2, []),  # of the script
+        ({1: "RuntimeError: Connection closed by peer"}, {0}, 2, []),
+        ({1: _LOST, 2: "ValueError: bad"}, {0, 3}, 4, []),  # rank 2 is the cause
+        ({0: _LOST, 1: _LOST}, {0, 1}, 2, []),
+        ({}, {0, 1}, 2, []),
+    ],
+)
+def test_a_rank_that_exited_early_is_named_only_if_it_is_known(
+    raised: dict[int, str], exited: set[int], world: int, expected: list[int]
+) -> None:
+    ends = tuple(
+        Outcome(rank=rank, outcome=RankEnd.RAISED, text=said) for rank, said in raised.items()
+    )
+    result = running.CommandResult(1, ends, exited=frozenset(exited))
+    assert result.early_exits(world) == expected
+
+
+def test_a_rank_with_fewer_batches_is_named(tmp_path: Path) -> None:
+    """On gloo its peer raises, instead of waiting."""
+    script = BASE + "\ntrain(2 + int(os.environ['RANK']))\ndist.destroy_process_group()\n"
+    ran, case = run(tmp_path, script, "--keep-going")
+    assert (ran.returncode, case["verdict"]) == (4, "fail")
+    (cause,) = case["diagnosis"]
+    assert cause["cause"] == "collective-mismatch"
+    assert cause["evidence"] == "rank 0 exited without an exception while rank 1 communicated"
+    assert "drop_last" in cause["suggestion"]
+    assert " by peer" in str(case["outcomes"])
 
 
 MODES = """
