@@ -386,11 +386,12 @@ def _caller(model: nn.Module | None, forward: Call | None) -> tuple[Call, bool]:
 
 def digests(model: nn.Module) -> dict[str, str]:
     """Return dtype, shape and digest of every parameter; none for sharded parameters."""
-    found = {}
+    found: dict[str, str] = {}
+    if any(hasattr(one, "to_local") for one in model.parameters()):
+        return found
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            return {}
-        own = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A copy: a storage that NumPy uses cannot be resized, as FSDP2 does.
+        own = parameter.detach().clone().cpu().contiguous().reshape(-1).view(torch.uint8)
         kind = str(parameter.dtype).removeprefix("torch.")
         found[name] = f"{kind}{[*parameter.shape]} {digest(own.numpy().data)}"
     return found

@@ -407,6 +407,15 @@ def test_without_a_noise_floor_nothing_is_judged(llama: Engines) -> None:
     assert "neither file has a noise floor" in found.reason
 
 
+def test_a_callable_without_parameters_has_no_noise_floor(llama: Engines) -> None:
+    found = llama.compared(forward=lambda ids: llama.model(ids))
+    assert found.verdict == "pass"
+    other = read_scores(llama.folder / "B.safetensors")
+    assert other.floor is None
+    assert not other.about.weights
+    assert {*other.group("with")} == {"again", "batch"}
+
+
 def test_the_distance_grows_with_the_updates(llama: Engines) -> None:
     means = [
         llama.compared(**wrong(llama, updated(by), scores=False), step=1).scores.mean
@@ -429,6 +438,7 @@ def test_scoring_restores_everything(llama: Engines) -> None:
     assert model.training
     assert not model.layers[0].norms[0].training
     assert all(one.grad is None for one in model.parameters())
+    assert all(one.untyped_storage().resizable() for one in model.parameters())  # for FSDP2
 
     class Fails(Attends):
         def forward(self, *given: Any) -> Any:
