@@ -16,7 +16,7 @@ PAGES = ("diagnosis.md", "jobs.md", "guard.md", "symptoms.md")
 PART = re.compile(
     r"(<!-- causes: ([a-z ]+); made by docs/make_causes.py -->\n).*?(<!-- end -->)", re.S
 )
-HEAD = "| cause | symptoms | repair | easily confused with |\n|---|---|---|---|\n"
+HEAD = "| cause | symptoms | fix | easily confused with |\n|---|---|---|---|\n"
 
 
 def of_families(*families: str) -> str:

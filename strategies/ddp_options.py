@@ -69,7 +69,7 @@ class FindUnused(DDP):
 
 @_ddp(order=DDPBuckets(), micro_batches=2)
 class NoSync(DDP):
-    """DDP with gradient accumulation: two micro-batches a step, exchanged after the second."""
+    """DDP with gradient accumulation: two micro-batches per step, synchronized after the second."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Keeps the wrapper, whose no_sync() is needed at every step."""

@@ -1,4 +1,4 @@
-"""torch's fully sharded data parallel (FSDP2): every rank keeps a part of each parameter.
+"""torch's fully sharded data parallel (FSDP2): each rank keeps a shard of every parameter.
 
 Parameters are gathered for forward and backward and freed again; gradients are reduced and
 scattered while backward runs, and each rank updates its own part. No rank ever has the whole of

@@ -52,7 +52,7 @@ def layers_of(model: nn.Module, stage: int, stages: int) -> nn.Sequential:
 
 @strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class GPipe:
-    """All forward passes, then all backward passes."""
+    """A pipeline (GPipe): all forward passes, then all backward passes."""
 
     schedule: type[PipelineScheduleSingle] = ScheduleGPipe
 
@@ -92,6 +92,6 @@ class GPipe:
 
 @strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class OneForwardOneBackward(GPipe):
-    """Forward and backward passes in turn, once the pipeline is full."""
+    """A pipeline (1F1B): forward and backward passes alternate once the pipeline is full."""
 
     schedule = Schedule1F1B

@@ -32,7 +32,7 @@ def receive(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 @strategy(parallel={"pipeline": -1}, micro_batches=MICRO_BATCHES, workload="cnn")
 class PipelineByHand:
-    """A stage for each rank."""
+    """A pipeline by hand, with one stage per rank."""
 
     stages = property(lambda self: dist.get_world_size())
 

@@ -1,4 +1,4 @@
-"""A ring all_reduce by hand: every rank talks to its two neighbors only.
+"""A ring all_reduce by hand: each rank communicates only with its two neighbors.
 
 The gradient is cut into W chunks. In W - 1 rounds every chunk travels once around the ring and
 each rank adds its own part to it (reduce-scatter); in W - 1 more rounds the finished chunks

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: gradients are all-reduced, the optimizer's state is divided among the ranks.
+"""ZeRO stage 1: gradients are all-reduced, and the optimizer's state is sharded.
 
 torch's ZeroRedundancyOptimizer gives every parameter to one rank, which alone keeps its state
 (momentum, Adam's moments), updates it, and broadcasts the result.

@@ -117,7 +117,7 @@ def mismatch(strategy: str = "mine.py:sync", steps: int = 3) -> CaseReport:
             "loss",
             "full batch float32",
             "fail",
-            reason="left its bound",
+            reason="the loss exceeds its bound",
         ),
         check("agreement", "-", "fail", first=at),
     )
@@ -128,7 +128,11 @@ def mismatch(strategy: str = "mine.py:sync", steps: int = 3) -> CaseReport:
         outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(4)),
         checks=checks,
         diagnosis=(
-            Diagnosis(cause="partial-sync", evidence="rank 2 alone", suggestion="look at rank 2"),
+            Diagnosis(
+                cause="partial-sync",
+                evidence=f"step 1, parameter {wrong[0]} (1 of 8): rank 2 holds its local gradient",
+                suggestion="check the code that selects the parameters to reduce",
+            ),
         ),
         replay="distcheck replay cases/mine.json",
     )
@@ -168,7 +172,13 @@ def crash(text: str = "the reason", name: str = "all_reduce") -> CaseReport:
             check("outcome", "-", "fail", reason="rank 1 raised"),
             check("gradients", "rounding", "unknown", reason="not judged"),
         ),
-        diagnosis=(Diagnosis(cause="crash", evidence="rank 1 raised", suggestion="read it"),),
+        diagnosis=(
+            Diagnosis(
+                cause="crash",
+                evidence="rank 1 raised an exception",
+                suggestion="read rank 1's traceback first",
+            ),
+        ),
         replay="distcheck replay cases/crashes.json",
     )
 
@@ -199,7 +209,13 @@ def vgg11(steps: int = 60, world: int = 4) -> CaseReport:
         verdict="fail",
         outcomes=tuple(Outcome(rank=rank, outcome="finished") for rank in range(world)),
         checks=checks,
-        diagnosis=(Diagnosis(cause="unexplained", evidence="numbers", suggestion="look"),),
+        diagnosis=(
+            Diagnosis(
+                cause="unexplained",
+                evidence=f"gradients diverge first: {at.place}",
+                suggestion="start at that step: everything compared before it agreed",
+            ),
+        ),
         replay="distcheck replay cases/mine-w4-vgg11-float32.json",
     )
 

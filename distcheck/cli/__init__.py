@@ -115,10 +115,10 @@ class _Commands(click.Group):
 
 def _hint_for_code(word: str) -> str:
     if ":" in word:
-        return f"judge it by distcheck verify --strategy {word}"
+        return f"to check it, run distcheck verify --strategy {word}"
     return (
-        f"judge a function of it by distcheck verify --strategy {word}:NAME, the whole script by "
-        f"distcheck job --world 2 -- python {word}"
+        f"to check a function in it, run distcheck verify --strategy {word}:NAME; to check the "
+        f"whole script, run distcheck job --world 2 -- python {word}"
     )
 
 

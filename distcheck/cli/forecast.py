@@ -95,7 +95,7 @@ def _basis(estimates: Sequence[Estimate]) -> str:
         return "estimated from earlier runs here"
     if not known:
         return "a rough estimate"
-    return f"{known} cases estimated from earlier runs here, the others only roughly"
+    return f"{known} cases are estimated from earlier runs here, the others only roughly"
 
 
 def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
@@ -105,7 +105,7 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     width = max(len(estimate.case.id) for estimate in estimates)
     count = f"{len(estimates)} case{'s' * (len(estimates) != 1)}"
     lines = [f"plan    {count}{source}{part}; digest {whole.digest}"]
-    lines.append(f"  {'case':<{width}}  {'batch':>7}  {'steps':>5}  {'seconds':>8}  judged by")
+    lines.append(f"  {'case':<{width}}  {'batch':>7}  {'steps':>5}  {'seconds':>8}  comparisons")
     for estimate in estimates:
         case = estimate.case
         seconds = f"{'' if estimate.recorded else '~'}{estimate.seconds:,.1f}"
@@ -117,8 +117,8 @@ def _lines(planned: Planned, estimates: Sequence[Estimate]) -> list[str]:
     lines.append(f"  about {_total_s(estimates, planned):,.0f} s here, {_basis(estimates)}")
     if any(BITWISE in estimate.case.layers for estimate in estimates):
         lines.append(
-            "  bitwise applies if a strategy promises its reduction order; rounding replaces it "
-            "otherwise"
+            "  bitwise applies if a strategy promises its reduction order; otherwise rounding "
+            "replaces it"
         )
     return lines
 

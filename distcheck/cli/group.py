@@ -17,7 +17,8 @@ from distcheck.worlds.launchers import is_elsewhere
 _GROUPS: dict[str, tuple[str, ...]] = {
     JUDGED: (
         "orders", "vary", "from_step", "reference", "no_reference", "weights", "mesh",
-        "resumed_from", "strict", "config", "shard", "last_failed", "failed_first",
+        "resumed_from", "accept", "strict", "modules", "ops", "config", "shard", "last_failed",
+        "failed_first",
     ),
     CALLED: (),
     RANKS: (

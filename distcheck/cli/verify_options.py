@@ -70,15 +70,16 @@ def order_by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case],
         which = (
             f"none of these {len(cases)} cases failed" if cases[1:] else "this case did not fail"
         )
-        so = "all are run" if cases[1:] else "it is run"
+        so = "all of them are run" if cases[1:] else "it is run"
         print_displayable(
-            f"distcheck: {which} when last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True
+            f"distcheck: {which} in the last run here ({DEFAULT_FOLDER / 'runs'}); {so}", err=True
         )
         return list(cases), {}
     first = earlier_runs.with_failed_first(cases, failed)
-    which = "are run" if only else "go first"
+    which = "are run" if only else "are run first"
     print_displayable(
-        f"distcheck: {len(failed)} of {len(cases)} cases failed when last run here; they {which}",
+        f"distcheck: {len(failed)} of {len(cases)} cases failed in their last run here; they "
+        f"{which}",
         err=True,
     )
     out = earlier_runs.reasons_for_not_failed(cases, failed) if only else {}

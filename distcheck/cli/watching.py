@@ -123,7 +123,7 @@ def _wait(files: set[Path], before: _Contents) -> list[Path]:
     """Block until one of the files changes; return the changed files."""
     from watchfiles import watch
 
-    print_displayable(f"distcheck: watching {len(files)} files; Ctrl-C ends it", err=True)
+    print_displayable(f"distcheck: watching {len(files)} files; Ctrl-C stops watching", err=True)
     folders = {file.parent for file in files if file.parent.is_dir()}
     notices = watch(
         *sorted(folders),

@@ -123,8 +123,8 @@ def _remark(
         said.append(f"the noise floor was not measured: {comparison.unmeasured}")
     if comparison.blurred is not None:
         said.append(
-            f"nothing is judged from step {earlier.steps[comparison.blurred]} on, since there "
-            "perturbed runs have diverged as far as the gradients themselves"
+            f"nothing is judged from step {earlier.steps[comparison.blurred]} on, because the "
+            "perturbed runs differ there by as much as the gradients themselves"
         )
     if len(earlier.steps) != len(later.steps):
         said.append(f"only the {steps} common steps are compared")

@@ -113,19 +113,19 @@ def verdict_on_changes(
     if found.first is None:
         if now == "pass":
             return "pass", "all bits are identical"
-        return now, f"all bits are identical, but the later run's own verdict is {now}"
+        return now, f"all bits are identical, but the verdict of the later run is {now}"
     if found.beyond is not None:
-        return "fail", "beyond the largest difference between two correct results"
+        return "fail", "the difference is larger than between two correct runs"
     if now != "pass" or then != "pass":
         verdict: VerdictName = "fail" if "fail" in said else "unknown"
-        return verdict, f"the earlier run's own verdict is {then}, the later one's {now}"
+        return verdict, f"the verdict of the earlier run is {then}, and of the later run {now}"
     if found.kind in CHOSEN:
         begin = "; start both from the same parameters" if found.kind == INITIAL else ""
-        return "unknown", f"the runs diverge from there on: {found.kind} not the same{begin}"
+        return "unknown", f"the runs differ in their {found.kind}, and diverge from there on{begin}"
     machine = [change for change in changed if change.kind == "machine"]
     if bits and machine:
         return "unknown", f"results may not be bit-identical across machines: {machine[0]}"
-    reason = f"{_relate_to_bound(found)}; both runs are correct by their own verdicts"
+    reason = f"{_relate_to_bound(found)}, and both runs passed"
     if bits:
         return "fail", reason
     if needs_bound and not found.judged:
@@ -135,12 +135,12 @@ def verdict_on_changes(
 
 def _relate_to_bound(found: TraceComparison) -> str:
     if found.not_judged:
-        return "it is unknown whether the first step that differs is within the bound"
+        return "it is unknown if the first difference is within its bound"
     if found.judged and found.noise_floor:
-        return "within the bound at every step that was judged"
+        return "every judged step is within its bound"
     if found.judged:
-        return "within the bound at the first step that differs"
-    return "no bound is derived for the first difference"
+        return "the first difference is within its bound"
+    return "the first difference has no bound"
 
 
 def compared_case(

@@ -68,7 +68,7 @@ def headline(comparison: RunsComparison) -> str:
     compared = [case for case in cases if case.bits != "not compared"]
     of = f"{len(compared)} of {len(cases)} cases compared" if len(compared) < len(cases) else ""
     if not compared:
-        return "nothing was compared"
+        return "no case was compared"
     if cases[0].scores is not None:
         return _describe_scores(cases[0], cases[0].scores)
     if len(cases) == 1 and cases[0].found.noise_floor:
@@ -77,12 +77,13 @@ def headline(comparison: RunsComparison) -> str:
         firsts = [c.found.first for c in changed if c.found.first is not None]
         worst = max(firsts, key=lambda one: one.ulp or 0, default=None)
         far = (
-            f", first by up to {worst.ulp:,} ULP in {worst.parameter}"
+            f" (first difference: up to {worst.ulp:,} ULP, in {worst.parameter})"
             if worst and worst.ulp
             else ""
         )
         wrong = sum(case.verdict == "fail" for case in changed)
-        text = f"{len(changed)} of {len(compared)} cases changed{far}, {wrong} beyond the bound"
+        text = f"{len(changed)} of {len(compared)} cases changed{far}"
+        text += f"; {wrong or 'none'} exceed{'s' * (wrong < 2)} the bound"
     else:
         text = f"{len(compared)} case{'s' * (len(compared) != 1)}, no bit changed"
     return ": ".join(filter(None, [said, "; ".join(filter(None, [text, of]))]))
@@ -189,10 +190,10 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
     if found.beyond is not None:
         said = f"{found.beyond_kind}: " if found.beyond_kind else ""
         lines.append(("beyond", said + describe_place(found.beyond)))
-    lines.append(("tensors", changed_tensors_text(found)))
+    lines.append(("tensors", f"{changed_tensors_text(found)} changed"))
     if not found.by_digest:
         drift = ", ".join(f"{distance:.1e}" for distance in found.drift)
-        lines.append(("drift", f"{drift} (relative L2 of the parameters, step by step)"))
+        lines.append(("drift", f"{drift} (relative L2 distance of the parameters, by step)"))
     return lines + of_jobs(case)
 
 
@@ -302,7 +303,7 @@ def _case(found: CaseComparison, saved: KnownCase, *, replay: str) -> CaseReport
     place = compared.beyond or compared.first
     said = [f"bits {found.bits}", found.reason]
     if compared.first is not None and compared.beyond is not None:
-        said.append(f"beyond its bound: {describe_place(compared.beyond)}")
+        said.append(f"first difference beyond its bound: {describe_place(compared.beyond)}")
     tensors = sum(moment.tensors for moment in compared.moments)
     check = CheckResult(
         check="compare",

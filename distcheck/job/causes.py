@@ -113,7 +113,7 @@ def _data_causes(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
         yield name_cause("sample-content-differs", failed["data", IN_FLOAT32].first_reason)
     data = _result_of(failed, "data") if "data" in checks else None
     if data is not None and data.first_kind is FindingKind.SAME_RANDOMNESS:
-        evidence = f"{data.first_reason}, so their augmentations are copies"
+        evidence = f"{data.first_reason}, so their augmentations are identical"
         yield name_cause("shared-rng-seed", evidence, "job-data")
     elif data is not None and data.first_kind is FindingKind.READ_APART:
         yield name_cause("sample-content-differs", data.first_reason, "mesh")
@@ -126,7 +126,7 @@ def _data_causes(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
         yield name_cause("missing-set-epoch", _result_of(failed, "epoch order").first_reason)
     if "random streams" in checks:
         reason = _result_of(failed, "random streams").first_reason
-        evidence = f"{reason}, so dropout masks or noise are copies"
+        evidence = f"{reason}, so their dropout masks or noise are identical"
         yield name_cause("shared-rng-seed", evidence, "job")
 
 
@@ -526,7 +526,7 @@ def _rate_cause(job: JobRecording, result: CheckResult) -> Diagnosis:
     if at_once:
         evidence = f"{said}: {by:.6g}x, at world size {job.world}"
         return name_cause("learning-rate-differs", evidence, "of-world")
-    return name_cause("scheduler-steps-per-rank", f"{said}; earlier steps agree")
+    return name_cause("scheduler-steps-per-rank", f"{said}; gradients of earlier steps are right")
 
 
 def _factor_causes(job: JobRecording, reference: Reference, step: int) -> Diagnosis | None:

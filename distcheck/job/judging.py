@@ -449,8 +449,9 @@ def _notes(
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:
         notes.append(
-            f"from step {sums[0]} on gradients exceeded --budget and were kept as 64 sums each; "
-            "errors that cancel in all sums are not detected"
+            f"from step {sums[0]} on, the gradients exceeded --budget, so only 64 weighted sums "
+            "of the "
+            "elements of each were kept; an error that cancels in all of them is not detected"
         )
     if any(not [n for n in r.digests if n.startswith("local/")] for r in job.records.values()):
         notes.append(

@@ -156,7 +156,8 @@ def _check_model(earlier: Earlier, job: JobRecording) -> None:
         if one != two:
             other = min(one ^ two)
             raise UsageError(
-                f"{earlier.folder} is a recording of another model: only one of the two has the "
+                f"{earlier.folder} is a recording of a different model: only one of the two has "
+                "the "
                 f"{kind.label} {other}"
             )
 

@@ -191,7 +191,7 @@ def _low_precision(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[
     share = 100 * roundings * unit / (1 - roundings * unit)
     return (
         f"widens the rounding bound to {roundings} roundings to {accepted.wire} with equal shards "
-        f"({share:.2g} % of the summed magnitudes of an element), and the bounds of whole "
+        f"({share:.2g}% of the summed magnitudes of an element), and the bounds of whole "
         "tensors likewise",
         ("smaller errors in an element", "exact sums"),
     )
@@ -200,7 +200,7 @@ def _low_precision(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[
 def _note_on_quantization(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:
     share = 100 / (2**accepted.amount - 2)
     return (
-        f"widens the rounding bound by half a quantum ({share:.2g} % of the largest element on "
+        f"widens the rounding bound by half a quantum ({share:.2g}% of the largest element on "
         "any rank, because all elements may share one grid), and the bounds of whole tensors "
         "likewise",
         (

@@ -148,4 +148,4 @@ def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{100 * value:.2g} %" if value < 10 else "any amount"
+    return f"{100 * value:.2g}%" if value < 10 else "any amount"

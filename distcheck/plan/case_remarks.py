@@ -46,7 +46,7 @@ def _note_on_mesh(mesh: Mesh) -> str:
         f"{MESH}{mesh}: {mesh.world // mesh.data} ranks share one model and the same samples. "
         "Sums across these ranks are rounded in a different order than in a single process, so "
         "full batch float32 and float64 judge outputs, gradients and losses, and the bitwise "
-        "and rounding-bound layers do not apply"
+        "and rounding comparisons do not apply"
     )
 
 
@@ -89,7 +89,7 @@ _LONG_ENOUGH = {  # dtypes whose rounding a layer's bound covers
 _LEAST_NORMALIZED = 4
 # Roundings that the rounding bound counts in one backward pass, in addition to one for each rank.
 _MOST_OTHER_ROUNDINGS = 9
-_BY_OTHERS = "bitwise and rounding judge instead"
+_BY_OTHERS = "bitwise and rounding are used instead"
 _HARDLY_NORMALIZED = (
     "BatchNorm sees fewer than 4 samples at a time, so some gradients are only rounding: full "
     f"batch float32 and float64 have no bound for them, and {_BY_OTHERS}"

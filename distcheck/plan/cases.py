@@ -213,7 +213,8 @@ def check_case(case: Case) -> Case:
     allowed = {planned.layers, (IN_FLOAT64,)} if case.dtype == "float64" else {planned.layers}
     if case.layers not in allowed:
         raise UsageError(
-            f"layers {list(case.layers)} do not match {case.workload} in {case.dtype}, which has "
+            f"comparisons {list(case.layers)} do not match {case.workload} in {case.dtype}, "
+            "which has "
             f"{list(planned.layers)}"
         )
     if (planned.dtype, planned.data) != (case.dtype, case.data):

@@ -92,10 +92,11 @@ def plan_run(
     every = with_unique_ids(sorted(cases, key=lambda case: first[case.siblings]))
     assigned = split(every, parts)
     if part > len(set(assigned.values())):
+        most = len(set(assigned.values()))
         raise UsageError(
-            f"--shard {shard} has nothing to run; the {len(every)} cases make "
-            f"{len(set(assigned.values()))} parts, because cases of one strategy and world stay "
-            f"together; use --shard {part}/N with N at most that"
+            f"--shard {shard} has nothing to run; the {len(every)} cases make {most} "
+            f"part{'s' * (most > 1)}, because cases of one strategy and world stay together; pass "
+            f"--shard I/{most}"
         )
     part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
     searches = thorough.planned_searches(extras.searches, part_of_strategy)

@@ -147,7 +147,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Counts,
             takes="numbers of ranks, each at least 1, as in [2, 4]",
-            help="Number of ranks; may be repeated.",
+            help="World size: the number of ranks; may be repeated.",
             default="4, or the number of ranks that a launcher started",
             metavar="N",
             repeated=True,
@@ -174,9 +174,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     thorough: Annotated[
         bool,
         Setting(
-            help="Also run the cells (tied weights, frozen layers, odd sizes, resume, ...) at "
-            "world sizes 2 to 6, or those of --world, and search for a minute. The cost is "
-            "printed first.",
+            help="Also run the cells (small models, each with one feature: tied weights, frozen "
+            "layers, odd sizes, resume, ...) at world sizes 2 to 6, or those of --world, and "
+            "search for failures for a minute. The estimated time is printed first.",
         ),
     ] = False
     explore_s: Annotated[
@@ -194,7 +194,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kind=Words,
             takes="names of cells of --thorough",
-            help="Exclude a cell; may be repeated.",
+            help="Cell of --thorough to exclude; may be repeated.",
             metavar="CELL",
             repeated=True,
             names=_cells,
@@ -266,9 +266,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _of_ranks(
             kind=Words,
             takes='names of backends, as in ["gloo"]',
-            help="Backend for communication: gloo, mpi or nccl; or simulated, a world in one "
-            "process: simulated:ORDER reduces in the order gloo, ring, tree, "
-            "recursive-halving or rank.",
+            help="Backend for communication: gloo, mpi, nccl or simulated (all ranks in one "
+            "process). simulated:ORDER sums in the order gloo, ring, tree, recursive-halving "
+            "or rank.",
             metavar="NAME",
             names=_backends,
             key="backends",
@@ -278,7 +278,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _of_ranks(
             takes="cpu or cuda",
-            help="Device: cpu or cuda.",
+            help="Device of the ranks: cpu or cuda.",
             metavar="NAME",
             names=_devices,
             of_all=True,
@@ -331,7 +331,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             kind=Annotated[int, Meta(ge=0)],
             takes="a number of preemptions, from 0 (schedules are drawn)",
             help="With --backend simulated: run every schedule with at most this many "
-            "preemptions, fewest first; --schedules limits their number (1000).",
+            "preemptions, those with the fewest first; --schedules limits their number "
+            "(1000).",
             metavar="K",
         ),
     ] = 0
@@ -348,7 +349,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _called(
             takes="mean, mean/world, sum/global or tokens",
-            help="Loss passed to backward: mean, mean/world, sum/global or tokens.",
+            help="Loss that your training loop passes to backward: mean (over the rank's "
+            "samples), mean/world (that mean / world size), sum/global (sum over the rank's "
+            "samples / all samples) or tokens (sum over the rank's tokens).",
             metavar="NAME",
             names=_losses,
         ),
@@ -357,8 +360,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
-            help="Intended deviation to accept: low-precision:bf16 (fp16, fp32), quantized:BITS, "
-            "low-rank:RANK or local-sgd:PERIOD.",
+            help="Intended deviation to accept: low-precision:bf16 (gradients are reduced in "
+            "bf16; or fp16, fp32), quantized:BITS, low-rank:RANK (PowerSGD) or local-sgd:PERIOD "
+            "(parameters are averaged every PERIOD steps).",
             metavar="KIND",
         ),
     ] = None
@@ -373,7 +377,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes="the name of a form",
-            help="Form of the strategy: model, wrapper, comm-hook, ...",
+            help="Form of the strategy, which determines how it is called: model, wrapper, "
+            "comm-hook, ...",
             metavar="FORM",
             default="detected from its signature",
             names=_forms,
@@ -386,7 +391,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         _called(
             kind=Table,
             takes="a table of values by the name of a parameter, as in { average = true }",
-            help="Set an argument of the strategy.",
+            help="Value of an argument of the strategy; may be repeated.",
             metavar="NAME=VALUE",
             repeated=True,
             option="--arg",
@@ -398,7 +403,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         _called(
             kind=Table,
             takes="a table of values by the name in the module",
-            help="Set a name in the strategy's module.",
+            help="Value of a global variable in the strategy's module; may be repeated.",
             metavar="NAME=VALUE",
             repeated=True,
             option="--set",
@@ -409,7 +414,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _called(
             takes="the name of a method",
-            help="Method of a wrapper to call after backward; none: call none.",
+            help="Method of a wrapper to call after backward, or none to call no method.",
             metavar="METHOD",
         ),
     ] = None

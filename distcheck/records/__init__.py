@@ -128,7 +128,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     def place(self) -> str:
         """The place as text: "step 0, fc.weight[3,1], rank 2"."""
         index = f"[{','.join(map(str, self.index))}]" if self.index else ""
-        return f"step {self.step}, {self.parameter}{index}, rank {self.rank}"
+        name = self.parameter if self.parameter in _NO_NAMES else quoted(self.parameter)
+        return f"step {self.step}, {name}{index}, rank {self.rank}"
+
+
+# Entries of `Difference.parameter` that are words, and not the name of a parameter.
+_NO_NAMES = ("loss", "samples", "gradients", "parameters", "buffers", "groups", "order", "torch")
+
+
+def quoted(name: str) -> str:
+    """Quote the name of a tensor that would read as a word of its sentence."""
+    return f"'{name}'" if name.isalpha() else name
 
 
 class FindingKind(StrEnum):

@@ -11,6 +11,10 @@ from distcheck.records.decoding import Int
 
 # Precedence among the causes of a failed run: the smallest is the cause.
 _PLACES = {"lost": -1, "killed": 0, "exited": 0, "raised": 0, "hung": 1, "ended": 3, "finished": 4}
+_VERBS = {
+    "lost": "{} lost", "killed": "{} killed", "exited": "exited", "raised": "raised an exception",
+    "hung": "hung", "ended": "{} terminated", "finished": "finished",
+}  # fmt: skip
 # Beginning of the sentence about why a world was blocked or stopped.
 PROVEN = {
     "mismatch": "mismatched calls",
@@ -45,6 +49,13 @@ class RankEnd(StrEnum):
         """
         return _PLACES[self.value]
 
+    def in_words(self, at: str = "", *, several: bool = False) -> str:
+        """Return the end as a predicate: `was killed in step 1 (sync)`."""
+        verb = _VERBS[self.value].format("were" if several else "was")
+        if at.startswith("step "):
+            return f"{verb} in {at}"
+        return f"{verb}{' ' if at.startswith(('before ', 'in ')) else ': ' * bool(at)}{at}"
+
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """A call that a rank entered, from torch's flight recorder.
@@ -63,8 +74,11 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def call(self) -> str:
-        """The call as text: `all_reduce of [64x3], number 2`."""
-        return f"{self.name} of [{self.shapes}], number {self.number}"
+        """The call as text: `all_reduce of [64x3], number 2`; `barrier, number 1`."""
+        return f"{self.with_shapes(self.shapes)}, number {self.number}"
+
+    def with_shapes(self, shapes: str) -> str:
+        return f"{self.name} of [{shapes}]" if shapes else self.name
 
     def in_words(self, *, unfinished: bool = True, place: bool = True) -> str:
         """Return a sentence: the call, the word `unfinished` unless it completed, and its source
@@ -124,10 +138,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def _format_step(self) -> str:
-        step = "" if self.step is None else f"step {self.step}"
-        at = ", ".join(filter(None, [step, self.phase]))
+        at = self.phase
+        if self.step is not None:
+            at = f"step {self.step}{f' ({self.phase})' if self.phase else ''}"
         if self.outcome == RankEnd.LOST:
-            at = f"last heartbeat {'' if self.step is None else 'at '}{at}"
+            at = f"last heartbeat {'' if self.step is None else 'in '}{at}"
         return at + (f"; secondary failure (peer exited){self.lost_at}" if self.lost_peer else "")
 
     @property

@@ -1,4 +1,5 @@
-"""The layers of expectation, by the names that JSON, screens and pages use. Does not import torch.
+"""The comparisons of a check with its expectation, by the names that JSON, screens and pages use.
+Screens and pages say "comparison"; code and JSON keys say `layer`. Does not import torch.
 
 Code uses the constants below. No other module contains the name of a layer as a string, except
 "exact", which is also a workload (`tests/unit/test_layers.py`).
@@ -33,13 +34,13 @@ class Layer(msgspec.Struct, frozen=True):
     full_batch: bool = False
 
 
-_FULL = "the full batch in a single process, in"
+_FULL = "compares with the full batch in a single process, by L2 norms, in"
 LAYERS = {
     layer.name: layer
     for layer in (
-        Layer(EXACT, "a closed form in exact integer arithmetic", "closed_form"),
-        Layer(BITWISE, "the promised reduction order", "bitwise", _ANY),
-        Layer(ROUNDING, "rounding in any summation order", "rounding_bound", _ANY),
+        Layer(EXACT, "expects the result of exact integer arithmetic", "closed_form"),
+        Layer(BITWISE, "expects the bits of the promised reduction order", "bitwise", _ANY),
+        Layer(ROUNDING, "allows rounding errors in any summation order", "rounding_bound", _ANY),
         Layer(IN_FLOAT32, f"{_FULL} float32", "full_batch_bound", _SINGLE, True),
         Layer(IN_FLOAT64, f"{_FULL} float64", "full_batch_bound", _DOUBLE, True),
     )

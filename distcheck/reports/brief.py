@@ -1,4 +1,4 @@
-"""The first screen of a report: verdict, cause, repair; then coverage, and the next command.
+"""The first screen of a report: verdict, cause, fix; then coverage, and the next command.
 
 About twelve lines at most for the cases of one strategy in one world; `terminal` prints the rest
 for `--verbose`. Long text is cut at the end of a clause, and repetitions are printed once.
@@ -6,6 +6,7 @@ for `--verbose`. Long text is cut at the end of a clause, and repetitions are pr
 
 import shlex
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.text import Text
@@ -34,6 +35,7 @@ from distcheck.reports.failures import (
 )
 from distcheck.reports.files import FORMATS
 from distcheck.reports.wording import (
+    advice_lines,
     describe_accepted,
     describe_site,
     most_telling_first,
@@ -188,7 +190,7 @@ def print_group(
         _add_failures([case for case in cases if case.verdict != "pass"], lines, said)
         passed = _passed_checks(cases)
         if passed:
-            lines.add("ok", ", ".join(passed), most=2)
+            lines.add("ok", _ok(passed), most=2)
     remarks = (one for case in cases for one in case.remarks if one.cause != NOT_EXERCISED)
     for one in dict.fromkeys(remarks):
         lines.add("warning", f"{one.cause}: {one.evidence}; {one.suggestion}", most=3)
@@ -294,12 +296,12 @@ def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
     closest = _worst(results)
     if closest is not None:
         share, of = closest
-        lines.add(ROUNDING, f"max error {share:.2g} % of the rounding bound ({of})")
+        lines.add(ROUNDING, f"max error is {share:.2g}% of the rounding bound ({of})")
     if reruns := [result.reason for result in results if result.check == "rerun"]:
         lines.add("repeat", _describe_reruns(reruns), most=2)
     others = _check_names(r for r in results if r.layer == NO_LAYER and r.check not in _SAID)
     if others:
-        lines.add("ok", ", ".join(others), most=2)
+        lines.add("ok", _ok(others), most=2)
     shown = [r.shown for r in results if r.check == SENSITIVITY and r.shown]
     if shown:
         ranks = len(cases[0].case.with_data)
@@ -317,10 +319,15 @@ def _describe_reruns(reasons: Sequence[str]) -> str:
 
 _SAID = ("outcome", "rerun", SENSITIVITY)
 _SHORT = {
-    "missing-sync": "no sync", "times-world": "no division", "divided-by-world": "double division",
-    "stale": "stale step", "lost-rank": "dropped rank", "doubled-rank": "duplicated rank",
+    "missing-sync": "missing sync", "times-world": "missing division",
+    "divided-by-world": "second division", "stale": "stale gradient",
+    "lost-rank": "dropped rank", "doubled-rank": "duplicated rank",
     "other-parameter": "swapped parameters",
 }  # fmt: skip
+
+
+def _ok(checks: Sequence[str]) -> str:
+    return ", ".join("ranks agree" if name == "agreement" else name for name in checks)
 
 
 def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
@@ -331,12 +338,12 @@ def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
     by_share: dict[str, list[str]] = {}
     for name, number, possible in shares([one for part in several for one in part.values()], ranks):
         if number:
-            share = "" if number == possible else f"in {number} of {possible} tensors: "
+            share = "" if number == possible else f" (in {number} of {possible} tensors)"
             by_share.setdefault(share, []).append(_SHORT[name])
-    found = [f"{share}{', '.join(names)}" for share, names in sorted(by_share.items())]
+    found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
     factors = [limits[1] for part in several if (limits := scales(part)) is not None]
     if factors:
-        found.append(f"any factor that is off by {max(factors):.0e} or more")
+        found.append(f"scale errors of {max(factors):.0e} or more")
     return "; ".join(found) or "none of the simplest mistakes"
 
 
@@ -378,26 +385,31 @@ def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses
         causes, known = said.new_and_known(case)
         if known and not causes:
             names = ", ".join(one.cause for one in known)
-            lines.add("also in", f"{_cases(alike[key])}: {names}", most=2)
+            lines.add("also in", f"{_cases(alike[key])} (only {names})", most=2)
         elif shown == _MOST_FAILURES:
             failed += alike[key]
         else:
             shown += 1
             add_failure(case, causes, lines)
             for world in dict.fromkeys(said.world_of(case, one) for one in known):
-                there = [one.cause for one in known if said.world_of(case, one) == world]
-                of = f"world size {world}: " * (world != case.case.world)
-                lines.add("same as", f"{of}{', '.join(there)}", most=2)
+                there = ", ".join(o.cause for o in known if said.world_of(case, o) == world)
+                lines.add("also", f"{there} ({_above(case, world)})", most=2)
             said.add(case, causes)
             if others:
                 lines.add("also in", _cases(others), most=2)
     if failed:
-        lines.add("others", f"{_cases(failed)}: not passed ({_MORE})", most=2)
+        lines.add("others", f"{_cases(failed)} did not pass either ({_MORE})", most=2)
     for why, left in not_run.items():
         lines.add("unknown", f"{_cases(left)}: {why}", most=3)
     for key in alike.keys() & said.failures.keys():
-        lines.add("same as", f"world size {said.failures[key]}: {_cases(alike[key])}", most=2)
+        where = _above(alike[key][0], said.failures[key])
+        lines.add("also in", f"{_cases(alike[key])} ({where})", most=2)
     said.failures |= {key: found[0].case.world for key, found in alike.items() if key in new}
+
+
+def _above(case: CaseReport, world: int) -> str:
+    """Refer to causes printed further up, of a world of the same strategy."""
+    return "described above" if world == case.case.world else f"as with {world} ranks, see above"
 
 
 def _why_not_run(case: CaseReport) -> str:
@@ -434,8 +446,9 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> 
     ):
         lines.add("first", failed[0].reason, most=2)  # as of a guard, which keeps digests
     lines.add("where", describe_site(case.where, case.strategy_file), most=2)
-    for one in causes[:_MOST_FAILURES]:
-        lines.add("try", one.suggestion, most=3 if len(causes) == 1 else 2)
+    shown = causes[:_MOST_FAILURES]
+    for label, text in chain.from_iterable(advice_lines(one.suggestion) for one in shown):
+        lines.add(label, text, most=3 if len(causes) == 1 else 2)
     if case.ranks_failed:
         return  # the rest is not judged for that reason
     wanted = ("unknown",) if any(r.verdict == "fail" for r in case.checks) else ("unknown", "fail")
@@ -451,8 +464,8 @@ def _format_place(check: str, difference: Difference) -> str:
     """Format place and values: "gradients, step 0, parameter fc.weight, rank 2: got ..."."""
     where = f"{check}, {difference.place}"
     if check.endswith(("gradients", "parameters")):
-        where = where.replace(f", {difference.parameter}", f", parameter {difference.parameter}", 1)
-    elif difference.parameter and check.endswith(difference.parameter):
+        where = where.replace(f"step {difference.step}, ", f"step {difference.step}, parameter ", 1)
+    elif difference.parameter in check.split():
         where = where.replace(f", {difference.parameter}", "", 1)
     if difference.actual == "" and difference.expected == "":
         return where

@@ -17,6 +17,7 @@ _HEADINGS = {
     "scores": "In log-probabilities of two engines",
 }
 _WIDTH = 80
+_MORE = "Run distcheck explain CAUSE for its symptoms, its fix, and an example."
 
 
 def cause_list() -> Iterator[str]:
@@ -29,7 +30,7 @@ def cause_list() -> Iterator[str]:
             if cause.family == family:
                 yield from _format_labeled(name, _text(cause.what), longest)
         yield ""
-    yield "distcheck explain CAUSE describes one, with a wrong and a right example."
+    yield _MORE
 
 
 def _format_labeled(label: str, text: str, width: int) -> Iterator[str]:
@@ -44,43 +45,53 @@ def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str
         yield one.text
         for number, line in enumerate(one.commands):
             yield f"  {'' if number else 'run':6}  {line}"
-        yield from _format_labeled("finds", ", ".join(one.causes), 6)
+        yield from _format_labeled("causes", ", ".join(one.causes), 6)
         yield from _format_labeled("page", f"docs/{one.page}", 6)
         yield ""
     if found:
-        yield "causes that match:"
+        yield "causes that match your words:"
         longest = max(len(cause.name) for cause in found)
         for cause in found:
             yield from _format_labeled(cause.name, _text(cause.what), longest)
         yield ""
     if any("COMMAND" in line for one in symptoms for line in one.commands):
         of_resume = any("--resume" in line.split() for one in symptoms for line in one.commands)
-        yield "COMMAND starts the training" + (
-            "; --resume is its own option." if of_resume else "."
-        )
-    yield "distcheck explain CAUSE describes one, with a wrong and a right example."
+        yield "COMMAND is the command that starts your training."
+        if of_resume:
+            yield "--resume stands for your script's own option."
+    yield _MORE
 
 
 def cause_explanation(cause: Cause) -> Iterator[str]:
-    """Explain one cause: its description, symptoms, repair and example."""
+    """Explain one cause: its description, symptoms, fix and example."""
     yield from wrap(f"{cause.name}: {_text(cause.what)}", _WIDTH, subsequent_indent="  ")
     yield ""
     yield "symptoms:" if len(cause.when) > 1 else "symptom:"
     for symptom in cause.when:
-        yield from wrap(_text(symptom), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        yield from _item(symptom)
+    if any(re.search(r"\bW\b", text) for text in cause.when):
+        yield "  (W is the world size.)"
     for heading, text in (
-        ("repair", cause.repair),
+        ("fix", cause.repair),
         ("easily confused with", cause.confused),
         ("needs", cause.needs),
-        ("named by", ", ".join(f"distcheck {name}" for name in cause.by)),
-        ("reported in", ", ".join(cause.seen)),
+        ("reported by", ", ".join(f"distcheck {name}" for name in cause.by)),
+        ("known cases", ", ".join(cause.seen)),
     ):
-        if text:
+        if "; " in text and heading != "needs":
+            yield f"{heading}:"
+            for part in text.split("; "):
+                yield from _item(part)
+        elif text:
             yield from wrap(f"{heading}: {_text(text)}", _WIDTH, subsequent_indent="  ")
     for heading, code in (("wrong", cause.wrong), ("right", cause.right)):
         yield ""
         yield f"{heading}:"
         yield indent(code.strip("\n"), "    ")
+
+
+def _item(text: str) -> list[str]:
+    return wrap(_text(text), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
 
 
 def _text(text: str) -> str:

@@ -14,7 +14,12 @@ from distcheck.records import CaseReport, CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import APART
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import check_with_layer
-from distcheck.reports.wording import describe_place, describe_site, most_telling_first
+from distcheck.reports.wording import (
+    advice_lines,
+    describe_place,
+    describe_site,
+    most_telling_first,
+)
 from distcheck.reports.wrapping import Lines
 
 Key = tuple[object, ...]
@@ -137,7 +142,7 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
                 yield label, f"{', '.join(names)}: {reason}"
     for diagnosis in case.diagnosis:
         yield "cause", f"{diagnosis.cause}: {diagnosis.evidence}"
-        yield "try", diagnosis.suggestion
+        yield from advice_lines(diagnosis.suggestion)
 
 
 def ends_of_ranks(
@@ -154,7 +159,7 @@ def ends_of_ranks(
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
         text = _shorten(detail.splitlines(), ranks[0].last_call, lines, says_cut=says_cut)
-        end = ", ".join([ranks[0].outcome, *text[:1]])
+        end = RankEnd(ranks[0].outcome).in_words(text[0] if text else "", several=len(ranks) > 1)
         yield f"rank{'s' * (len(ranks) > 1)} {names}", "\n".join([end, *text[1:]])
 
 

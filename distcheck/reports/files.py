@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Option: module of `distcheck.reports`, and help text.
 FORMATS = {
     "json": ("json_report", "Write the report as JSON; - for standard output."),
-    "junit": ("junit", "Write the report as JUnit XML, with one test case per cell."),
+    "junit": ("junit", "Write the report as JUnit XML, with one test case for each case."),
     "html": ("html_report", "Write the report as one HTML page, with pictures."),
     "sarif": (
         "sarif",
@@ -44,7 +44,7 @@ def output_options(command: F) -> F:
     command = click.option(
         f"--{GITHUB}",
         is_flag=True,
-        help="Annotate failed cells on GitHub, and write the job summary.",
+        help="Annotate failed cases on GitHub, and write the job summary.",
     )(command)
     for name in reversed(FORMATS):
         command = click.option(

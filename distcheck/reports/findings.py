@@ -13,7 +13,7 @@ from distcheck.records import Case, CaseReport, Origin
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import check_with_layer
 from distcheck.reports.json_report import Document
-from distcheck.reports.wording import describe_search, describe_site
+from distcheck.reports.wording import advice_lines, describe_search, describe_site
 from distcheck.reports.wrapping import CUT, VERDICT, fitting
 
 
@@ -58,7 +58,7 @@ def finding_of(case: CaseReport) -> FailureSummary:
     headline = failed[0][0] if case.ranks_failed else first or "; ".join(case.notes) or case.verdict
     return FailureSummary(
         headline=" ".join(headline.split()),
-        first=first,
+        first=first.replace("first divergence: ", "", 1),
         where=describe_site(case.where, case.strategy_file),
         causes=tuple(f"{d.cause}: {d.evidence}" for d in case.diagnosis),
         suggestions=tuple(d.suggestion for d in case.diagnosis if d.suggestion),
@@ -104,6 +104,7 @@ def describe_origin(made: Origin | None) -> str:
     return " · ".join(parts)
 
 
+COUNTED = {"fail": "failed", "unknown": "unknown", "pass": "passed"}
 _INDENT = 18  # columns
 _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
 
@@ -113,11 +114,11 @@ def summary_lines(document: Document, *, width: int, quiet: bool = False) -> lis
     `quiet`. Commands are not wrapped.
     """
     cases = document.cases
-    count = {v: sum(case.verdict == v for case in cases) for v in ("fail", "unknown", "pass")}
-    counts = [f"{number} {verdict}" for verdict, number in count.items() if number]
+    count = {v: sum(case.verdict == v for case in cases) for v in COUNTED}
+    counts = [f"{number} {COUNTED[verdict]}" for verdict, number in count.items() if number]
     counts += [f"{len(document.left_out)} left out"] if document.left_out else []
     parts, plan = len(document.parts or ()), document.plan
-    of = [f"{len(plan.cases)} planned cells"] if plan else []
+    of = [f"{len(plan.cases)} planned cases"] if plan else []
     of += [f"{parts} report{'' if parts == 1 else 's'}"] if parts else []
     about = f"{', '.join(of)}: {', '.join(counts)}" if of else ", ".join(counts)
     found = [f"{document.verdict.upper():<{VERDICT}}{about}"]
@@ -153,13 +154,14 @@ def _failure(cases: Sequence[CaseReport], width: int, said: set[tuple[str, str]]
     yield from fitting(what, width, first=head, indent=2 + VERDICT, most=4)
     for label, text in _lines(finding, [one.evidence for one in case.diagnosis]):
         yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=3)
-    for text in dict.fromkeys(finding.suggestions[:_MOST_CAUSES]):
-        if (case.case.strategy, text) not in said:
-            yield from fitting(text, width, first=f"{'':<10}try", indent=_INDENT, most=2)
-            said.add((case.case.strategy, text))
+    for suggestion in dict.fromkeys(finding.suggestions[:_MOST_CAUSES]):
+        if (case.case.strategy, suggestion) not in said:
+            for label, text in advice_lines(suggestion):
+                yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=2)
+            said.add((case.case.strategy, suggestion))
     if others:
         names = "; ".join(name_of(one.case) for one in others)
-        yield from fitting(names, width, first=f"{'':<10}also", indent=_INDENT, most=3)
+        yield from fitting(names, width, first=f"{'':<10}also in", indent=_INDENT, most=3)
     if finding.replay:
         yield f"{'':<10}{'replay':<{_INDENT - 10}}{finding.replay}"
 
@@ -168,6 +170,9 @@ def _lines(finding: FailureSummary, evidence: Sequence[str]) -> Iterator[tuple[s
     for text in evidence[:_MOST_CAUSES]:
         yield "cause", text
     if evidence and finding.first:
-        yield "first", finding.first
+        first = finding.first
+        for text in evidence:  # which may repeat the reason of the check
+            first = first.replace(f"; {text}", "")
+        yield "first", first
     if finding.where:
         yield "where", finding.where

@@ -12,6 +12,7 @@ from typing import Any
 from distcheck.errors.shown_text import displayable
 from distcheck.records import CaseReport
 from distcheck.reports.findings import (
+    COUNTED,
     FailureSummary,
     describe_origin,
     finding_of,
@@ -42,7 +43,8 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
         named = len(cases) if len(cases) <= _MOST_ANNOTATIONS else _MOST_ANNOTATIONS - 1
         lines += [_annotation(command, case, root) for case in cases[:named]]
         if len(cases) > named:
-            text = f"{len(cases) - named} more cells: {verdict}; the summary and the JSON name them"
+            left = f"{len(cases) - named} more cases {COUNTED[verdict]}"
+            text = f"{left.replace('unknown', 'are unknown')}; the summary and the JSON list them"
             lines.append(f"::{command} title=distcheck::{_data(text)}")
     return lines
 
@@ -60,7 +62,8 @@ def _annotation(command: str, case: CaseReport, root: Path) -> str:
         *(f"warning: {d.cause}: {d.evidence}; {d.suggestion}" for d in remarks),
         *(f"try: {suggestion}" for suggestion in found.suggestions),
         found.headline if found.ranks else "",
-        found.first or found.headline if case.verdict != "pass" else "",
+        f"first: {found.first}" if found.first else "",
+        found.headline if case.verdict != "pass" and not found.first else "",
         f"where: {found.where}" if found.where else "",
         f"replay: {found.replay}" if found.replay else "",
     ]
@@ -80,13 +83,13 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
     cases = sorted(found.cases, key=lambda case: ("fail", "unknown", "pass").index(
         case.verdict))  # fmt: skip
     count = {verdict: sum(c.verdict == verdict for c in cases) for verdict in _MARKS}
-    told = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
+    told = ", ".join(f"{number} {COUNTED[verdict]}" for verdict, number in count.items() if number)
     told += f", {len(found.left_out)} left out" if found.left_out else ""
     head = f"## distcheck: {_MARKS[found.verdict]}\n\n{told or 'nothing was verified'}\n\n"
     head += "".join(f"{_escape_markdown(describe_search(one))}\n\n" for one in found.explored)
     details = [_details(case) for case in cases if case.verdict != "pass"]
     rows = [_table_row(case) for case in cases]
-    table = ["| verdict | strategy | cell | what |\n|---|---|---|---|\n", *rows]
+    table = ["| verdict | strategy | case | cause |\n|---|---|---|---|\n", *rows]
     made = describe_origin(found.made)
     end = [f"\n{_escape_markdown(made)}\n"] if made else []
     return _join_fitting([head, *table, "\n", *details, *end], room_bytes)

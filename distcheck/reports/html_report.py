@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from distcheck.errors.shown_text import displayable
 from distcheck.judge.checks.merging import earliest_failure
-from distcheck.records import Case, CaseReport, CheckResult
+from distcheck.records import Case, CaseReport, CheckResult, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import LAYERS, check_with_layer, shown_layer
 from distcheck.records.run_facts import ModuleSeen
@@ -27,7 +27,7 @@ from distcheck.reports.findings import describe_origin, portable_command
 from distcheck.reports.json_report import decoded
 from distcheck.reports.pictures import Picture, heat, timeline
 from distcheck.reports.pictures import scale as picture
-from distcheck.reports.wording import count, describe_search, describe_site
+from distcheck.reports.wording import advice_lines, count, describe_search, describe_site
 
 View = dict[str, Any]  # of a case or a check, for the template
 
@@ -100,8 +100,15 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["soft"] = breakable
     environment.filters["count"] = count
+    environment.filters["advice"] = advice_lines
+    environment.filters["end"] = _end_of_rank
     environment.globals["mark"] = _MARKS
     return environment
+
+
+def _end_of_rank(outcome: Outcome) -> str:
+    first, _, _ = outcome.detail.partition("\n")
+    return RankEnd(outcome.outcome).in_words(first)
 
 
 @cache
@@ -251,10 +258,9 @@ def _worst(check: CheckResult) -> tuple[str, float | None]:
         return "", None
     error, bound = float(worst.error), float(worst.bound)
     if bound == 0:
-        return f"{error:.2g} over 0", None
+        return f"{error:.2g}, bound 0", None
     share = error / bound
-    words = f"{error:.1e} {'of' if share <= 1 else 'over'} {bound:.1e}"
-    words += " (L2)" if worst.unit == "L2 norm" else ""
+    words = f"{error:.1e}, bound {bound:.1e}{' (L2)' * (worst.unit == 'L2 norm')}"
     return words, round(_BAR * share, 1) if share <= 1 else None
 
 
@@ -399,5 +405,5 @@ def _nodes(
 
 def _describe(one: ModuleSeen) -> str:
     times = f", {one.calls} calls" if one.calls > 1 else ""
-    far = f", {one.error:.1e} of {one.bound:.1e}" if one.error else ""
+    far = f", error {one.error:.1e}, bound {one.bound:.1e}" if one.error else ""
     return f"{_STATES[one.state]}{far}{times}"

@@ -57,13 +57,14 @@ class Curve:
         failed = self.first_failure
         if failed is not None:
             smaller = [point.world for point in self.points if point.world < failed.world]
-            before = f"; the largest world below it is {max(smaller)}" if smaller else ""
-            why = f": {failed.cause}" if failed.cause else ""
-            return f"first fails in world {failed.world}{why}{before}"
+            before = f"; the next smaller world size tested is {max(smaller)}" if smaller else ""
+            why = f" ({failed.cause})" if failed.cause else ""
+            return f"first fails at world size {failed.world}{why}{before}"
         unknown = [str(point.world) for point in self.points if point.verdict != "pass"]
         if unknown:
-            return f"does not fail, and is unknown in world {', '.join(unknown)}"
-        return f"passes in every world from {self.points[0].world} to {self.points[-1].world}"
+            return f"does not fail, but is unknown at world size {', '.join(unknown)}"
+        first, last = self.points[0].world, self.points[-1].world
+        return f"passes at all {len(self.points)} world sizes from {first} to {last}"
 
 
 class ScaleEntry(msgspec.Struct, kw_only=True):

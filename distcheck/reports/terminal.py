@@ -37,10 +37,8 @@ from distcheck.reports.wording import (
 from distcheck.reports.wrapping import VERDICT, print_hanging, print_trimmed, print_verdict
 
 _MOST_NAMED = 6  # workloads in a headline
-_COLUMNS_FROM_WIDTH = (
-    (98, ("tensors", "ranks", "steps", "elements")),
-    (77, ("elements",)),
-)
+# Columns of coverage, the most that fit; the verdict always fits.
+_COLUMNS = (("tensors", "ranks", "steps", "elements"), ("elements",), ())
 
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
@@ -79,7 +77,7 @@ def summarize(report: Report) -> str:
         return f"{text}; {report.save_error}"
     if case.ranks_failed:
         first = next(o for o in case.outcomes if o.outcome != RankEnd.FINISHED)
-        return f"{text}: rank {first.rank} {first.outcome}"
+        return f"{text}: rank {first.rank} {RankEnd(first.outcome).in_words()}"
     result = earliest_failure(case.checks)
     if result is None or result.first is None:
         return text
@@ -158,26 +156,10 @@ def _print_headline(
 
 
 def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
-    )
-    table.add_column("check", no_wrap=True)
-    table.add_column("layer", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    shown = _columns(console.width)
-    for what in shown:
-        table.add_column(what, no_wrap=True, justify="right")
-    table.add_column("max error / bound")
-    last = ""
-    for result in _rows(cases):
-        table.add_row(
-            result.check if result.check != last else "",
-            shown_layer(result.layer),
-            Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
-            *_format_counts(result.compared, shown),
-            describe_worst(result),
-        )
-        last = result.check
+    for shown in _COLUMNS:
+        table = _table(cases, shown)
+        if console.measure(table).maximum <= console.width - 2:
+            break
     if table.row_count:
         print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
@@ -186,12 +168,28 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         print_failure(case, console)
 
 
-def _columns(width: int) -> tuple[str, ...]:
-    """Return the columns of coverage that fit; the verdict always fits."""
-    for least, columns in _COLUMNS_FROM_WIDTH:
-        if width >= least:
-            return columns
-    return ()
+def _table(cases: Sequence[CaseReport], shown: Sequence[str]) -> Table:
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
+    )
+    table.add_column("check", no_wrap=True)
+    table.add_column("comparison", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for what in shown:
+        table.add_column(what, no_wrap=True, justify="right")
+    table.add_column("max error")
+    table.add_column("bound")
+    last = ""
+    for result in _rows(cases):
+        table.add_row(
+            result.check if result.check != last else "",
+            shown_layer(result.layer),
+            Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
+            *_format_counts(result.compared, shown),
+            *describe_worst(result),
+        )
+        last = result.check
+    return table
 
 
 def _format_counts(compared: Compared, shown: Sequence[str]) -> list[str]:
@@ -239,10 +237,12 @@ def _remarks(cases: Sequence[CaseReport]) -> list[str]:
 
 def _print_legend(report: Report, console: Console) -> None:
     used = {result.layer for case in report.cases for result in case.checks}
-    shown = [f"{name}, {layer.about}" for name, layer in LAYERS.items() if name in used]
+    shown = {name: layer.about for name, layer in LAYERS.items() if name in used}
     if shown:
-        text = f"Layers and the reference that each compares with: {'; '.join(shown)}."
-        print_hanging(text, console, indent=0, style="dim")
+        console.print(Text("Comparisons:", style="dim"))
+    width = max(map(len, shown), default=0) + 4
+    for name, about in shown.items():
+        print_hanging(about, console, indent=width, first=f"  {name}", style="dim")
 
 
 def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool, cut: bool) -> None:
@@ -260,7 +260,7 @@ def _print_end(report: Report, console: Console, *, verbose: bool, judged: bool,
         cells = f"{len(report.cases) + len(report.left_out)} of {len(report.plan.cases)}"
         console.print(
             Text(
-                f"{part}: {cells} planned cells; run distcheck merge to check that the other "
+                f"{part}: {cells} planned cases; run distcheck merge to check that the other "
                 "parts ran"
             ),
             soft_wrap=True,

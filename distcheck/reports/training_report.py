@@ -77,15 +77,14 @@ def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
 
 def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
     """Format the figures of an epoch; `row` is its --json entry."""
-    accuracy = "not known"  # some buffers of the model are complete on no rank
+    accuracy = "not measured"  # some buffers of the model are complete on no rank
     if row["tested"]:
-        accuracy = f"{100 * row['accuracy']:.2f} % of {row['tested']:,}"
+        accuracy = f"{100 * row['accuracy']:.2f}% on {row['tested']:,} test samples"
     timed = max(row["steps"] - 1, 1)
+    steps = f"{timed} step{'s' * (timed > 1)}{', without the first' * (row['steps'] > 1)}"
     text = (
         f"loss {row['loss']:.4f}, accuracy {accuracy}, {row['mean_step_s']:.3f} s per step (mean "
-        f"of {timed}{', excluding the first' * (row['steps'] > 1)}; median "
-        f"{row['median_step_s']:.3f}, "
-        f"max {row['max_step_s']:.3f})"
+        f"of {steps}; median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
     )
     name = f"epoch {row['epoch']}/{epochs}:"
     yield from hanging(text, width, first=f"{name} ", indent=len(name) + 1)
@@ -151,7 +150,7 @@ def _row(number: int, run: TrainedRun) -> dict[str, Any]:
         return found | {"loss": "-", "accuracy": "-", "seconds": "-"}
     return found | {
         "loss": "not finite" if last.loss is None else f"{last.loss:.4f}",
-        "accuracy": "-" if last.accuracy is None else f"{100 * last.accuracy:.2f} %",
+        "accuracy": "-" if last.accuracy is None else f"{100 * last.accuracy:.2f}%",
         "seconds": f"{last.mean_step_s:.3f}",
     }
 

@@ -1,5 +1,6 @@
 """Phrases shared by all formats."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -27,11 +28,11 @@ def describe_place(difference: Difference) -> str:
             return where
         return f"{where}: got {show(difference.actual)}, expected {show(difference.expected)}"
     what = "norm " if difference.unit == "L2 norm" else ""
-    text = (
+    ulp = "" if difference.ulp is None else f" ({difference.ulp:,} ULP)"
+    return (
         f"{where}: got {what}{show(difference.actual)}, expected {show(difference.expected)}, "
-        f"error {show(difference.error)}, bound {show(difference.bound)}"
+        f"error {show(difference.error)}{ulp}, bound {show(difference.bound)}"
     )
-    return text if difference.ulp is None else f"{text}, {difference.ulp:,} ULP"
 
 
 def describe_site(site: CallSite | None, strategy_file: str) -> str:
@@ -46,21 +47,24 @@ def describe_site(site: CallSite | None, strategy_file: str) -> str:
     return f"{place}  {site.code}".rstrip()
 
 
-def describe_worst(result: CheckResult) -> str:
-    """Format the worst error against its bound, in one unit; "identical" for bits."""
+def describe_worst(result: CheckResult) -> tuple[str, str]:
+    """Format the worst error and its bound, in one unit; "identical" for bits."""
     worst = result.worst
-    if result.check == SENSITIVITY:
-        return ""
-    if worst is None:
-        return "identical" if result.compared.elements and result.verdict == "pass" else ""
-    if worst.unit == "":
-        return ""
+    if worst is None and result.check != SENSITIVITY:
+        same = result.compared.elements and result.verdict == "pass"
+        return "identical" if same else "", ""
+    if worst is None or result.check == SENSITIVITY or worst.unit == "":
+        return "", ""
     if worst.bound == 0:
-        return f"{show(worst.error)} over 0"
-    share = float(worst.error) / float(worst.bound)
-    relation = "of" if share <= 1 else "over"
-    unit = " (L2)" if worst.unit == "L2 norm" else ""
-    return f"{float(worst.error):.1e} {relation} {float(worst.bound):.1e}{unit}"
+        return f"{float(worst.error):.2g}", "0"
+    unit = " L2" if worst.unit == "L2 norm" else ""
+    return f"{float(worst.error):.1e}", f"{float(worst.bound):.1e}{unit}"
+
+
+def advice_lines(suggestion: str) -> list[tuple[str, str]]:
+    """Split advice into a labeled line for each situation: "divide once; if ..., reduce once"."""
+    first, *others = re.split(r"; (?:or, )?(?=if )", suggestion)
+    return [("try", first), *(("or", one) for one in others)] if first else []
 
 
 def sentence_on_modules(found: ByModule) -> str:

@@ -70,13 +70,17 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
     crash: ReprFileLocation | None = None
     for ranks, outcome in groups:
         report = ended.reports.get(ranks[0])
-        entries.append(_line(f"{name_of(ranks, ended.size)} {_verb(outcome, report, len(ranks))}"))
+        verb, details = _verb(outcome, report, len(ranks)), _details_of(outcome)
+        end, (first, _, rest) = verb.split()[-1], details.partition("\n")
+        if first.startswith(f"{end} "):
+            verb, details = verb + first.removeprefix(end), rest
+        entries.append(_line(f"{name_of(ranks, ended.size)} {verb}:"))
         if report is not None and report.longrepr is not None:
             found, place = _entries_of(report.longrepr, config)
             entries += found
             crash = crash or place
-        elif outcome.detail:
-            entries.append(ReprEntryNative([f"{_details_of(outcome)}\n"]))
+        elif details:
+            entries.append(ReprEntryNative([f"{details}\n"]))
     entries += [_line(text) for text in _secondary(ended)]
     headline = _headline(ended, groups)
     place = crash or ReprFileLocation(path="", lineno=0, message="")
@@ -200,10 +204,8 @@ def name_of(ranks: Sequence[int], size: int) -> str:
 
 def _verb(outcome: Outcome, report: RankReport | None, count: int) -> str:
     if report is not None and report.longrepr is not None:
-        return "failed:"
-    if outcome.outcome == RankEnd.KILLED:
-        return "was killed:" if count == 1 else "were killed:"
-    return f"{outcome.outcome}:"
+        return "failed"
+    return RankEnd(outcome.outcome).in_words(several=count > 1)
 
 
 def _line(text: str) -> ReprEntryNative:

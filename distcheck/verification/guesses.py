@@ -406,7 +406,7 @@ def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
     """The values of arguments that were tried in vain, as one more sentence."""
     pairs = [pair for one in (decision.guess, *decision.ways) for pair in one.way.arguments]
     values = dict.fromkeys(f"{n}={value}" for n, value in pairs if (n, value) not in given)
-    return f". It fails with each of {', '.join(values)}; give another value" if values else ""
+    return f". It fails with each of {', '.join(values)}; pass a different value" if values else ""
 
 
 def _options(way: Adaptation) -> str:

@@ -114,7 +114,7 @@ class MetricResults(nn.Module):
         if found.shape != self.compute.shape:
             raise ValueError(
                 f"the metric's compute() returns {len(found)} numbers, but {len(self.compute)} "
-                "for other samples; distcheck needs results of the same size"
+                "for different samples; distcheck needs results of the same size"
             )
         return (self.compute * found.to(self.compute)).sum()
 

@@ -207,7 +207,7 @@ def test_perturbed_runs_set_a_floor(tmp_path: Path, by: float, share: float, ver
         assert one.found.beyond is not None
         assert (one.found.beyond.step, one.found.beyond_kind) == (1, "reduced gradients")
     if verdict == "unknown":
-        assert "have diverged as far as the gradients themselves" in one.reason
+        assert "differ there by as much as the gradients themselves" in one.reason
 
 
 def test_an_exchange_that_is_scaled_back_is_right(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_parameter_of_another_dtype_is_said_to_be(tmp_path: Path) -> None:
 
     one = compared(tmp_path, doubles)
     assert one.found.first is not None
-    assert one.found.kind == "initial state, in another dtype"
+    assert one.found.kind == "initial state, in a different dtype"
     assert str(one.found.first.expected).startswith("torch.float32 (")
     assert str(one.found.first.actual).startswith("torch.float64 (")
 

@@ -189,7 +189,7 @@ def test_the_first_parameter_the_ranks_and_the_bundle(world: Any, tmp_path: Path
     first = found.findings[0]
     assert (first.first, first.groups, first.differing) == ("last.bias", ((0,), (1,)), 1)
     assert "they agreed at step 5" in found.text
-    assert "last.bias differs between rank 0 and rank 1 (1 of 6 differ" in found.text
+    assert "last.bias differs between rank 0 and rank 1 (1 of 6 tensors differ" in found.text
     again = records.read(Path(found.file))
     assert (again.findings, again.sums) == (found.findings, found.sums)
     assert 0 < explaining.distance(again.sums[0]) < 1e-5

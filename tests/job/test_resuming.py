@@ -162,7 +162,7 @@ def test_unusual_right_restarts_pass(name: str, tmp_path: Path) -> None:
 
 def test_another_model_is_refused(wholes: dict[str, Whole], tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match="is a recording of another model: only one of the two has"
+        UsageError, match="is a recording of a different model: only one of the two has"
     ):
         resuming.judge(wholes[BY_HAND].earlier, make(tmp_path))
 

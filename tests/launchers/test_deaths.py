@@ -54,7 +54,7 @@ def test_a_process_that_dies_under_torchrun_is_lost(tmp_path: Path) -> None:
     ((code, out, err),) = finish([start([*TORCHRUN, "2", *MODULE, *WORDS], tmp_path)])
     assert code == 1, "torchrun's own"
     assert "interrupted" not in err, err
-    assert re.search(r"rank 1 +lost, last heartbeat at step \d", out), out
+    assert re.search(r"rank 1 +was lost: last heartbeat in step \d", out), out
     assert_lost(tmp_path, 1, 2)
 
 

@@ -332,7 +332,7 @@ def test_plan_prints_what_would_run(folder: Path) -> None:
     assert ran.return_value == 0
     first, heading, *rows, total, legend = ran.output.splitlines()
     assert "cases from pyproject.toml, part 1 of 2 of 23; digest" in first
-    assert heading.split() == ["case", "batch", "steps", "seconds", "judged", "by"]
+    assert heading.split() == ["case", "batch", "steps", "seconds", "comparisons"]
     assert len(rows) == int(first.split()[1])
     assert all("~" in row for row in rows)
     assert "rough" in total

@@ -32,7 +32,7 @@ def test_junit_tells_mismatch_crash_and_unknown_apart() -> None:
     assert [child.tag for child in failed] == ["failure", "system-out"]
     assert failed[0].get("type") == "missing-division"
     out = failed.findtext("system-out") or ""
-    assert "first: gradients (rounding): first divergence: step 2, fc.weight[0,3], rank 1: " in out
+    assert "first: gradients (rounding): step 2, fc.weight[0,3], rank 1: " in out
     assert "cause: missing-division: twice the mean" in out
     assert "replay: distcheck verify --strategy sync.py:f --world 2 --workload mlp" in out
     assert (failed.get("file"), failed.get("line")) == ("/there/repo/sync.py", "8")
@@ -109,9 +109,7 @@ def test_annotations_are_at_the_file_and_line_of_the_strategy(tmp_path: Path) ->
         "title": "distcheck: fail (missing-division): sync.py:f, world 2, gloo, mlp float32",
     }  # fmt: skip
     cause, suggestion, first, replay = data.splitlines()
-    assert first.startswith(
-        "gradients (rounding): first divergence: step 2, fc.weight[0,3], rank 1"
-    )
+    assert first.startswith("first: gradients (rounding): step 2, fc.weight[0,3], rank 1")
     assert cause == "cause: missing-division: twice the mean"
     assert suggestion == "try: divide"
     assert replay.startswith("replay: distcheck verify --strategy sync.py:f --world 2 ")
@@ -126,14 +124,14 @@ def test_github_shows_ten_and_is_told_how_many_more() -> None:
     many = [case_report(f"s{n}", "fail") for n in range(14)]
     lines = github.annotations(document_of(*many), Path("/"))
     assert len(lines) == 10
-    assert parsed(lines[-1])[2] == "5 more cells: fail; the summary and the JSON name them"
+    assert parsed(lines[-1])[2] == "5 more cases failed; the summary and the JSON list them"
     assert len(github.annotations(document_of(*many[:10]), Path("/"))) == 10
 
 
 def test_the_summary_fits_and_breaks_out_of_nothing() -> None:
     odd = case_report("a|b`<x>", "fail", outcome="raised", detail="```\n# no heading\n````\n<b>")
     text = github.step_summary(document_of(odd, *ALL))
-    assert text.startswith("## distcheck: ❌ fail\n\n1 pass, 1 unknown, 3 fail\n")
+    assert text.startswith("## distcheck: ❌ fail\n\n1 passed, 1 unknown, 3 failed\n")
     row = next(line for line in text.splitlines() if line.startswith("| ") and "&lt;x&gt;" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 5
     assert "\n`````text\n" in text

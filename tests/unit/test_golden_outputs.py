@@ -21,10 +21,18 @@ from distcheck.reports import github, html_report, junit
 from distcheck.training.building import load_initial
 from tests.stored import compare
 
+_ULP = 2**-25  # of float32, between 0.25 and 0.5
 BEYOND = Difference(
-    parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=2.0, expected=1.0, error=1.0,
-    bound=1e-9,
+    parameter="fc.weight", rank=1, step=2, index=(0, 3), actual=0.25 + 3 * _ULP, expected=0.25,
+    error=3 * _ULP, bound=_ULP,
 )  # fmt: skip
+# By verdict and bits.
+REASONS = {
+    ("fail", "changed"): "the difference is larger than between two correct runs",
+    ("pass", "changed"): "the first difference is within its bound, and both runs passed",
+    ("pass", "same"): "all bits are identical",
+    ("unknown", "not compared"): "golden has this case; later does not",
+}
 TORCH = Change(kind="software", name="torch", then="2.11.0", now="2.15.0")
 
 
@@ -34,10 +42,11 @@ def document() -> dict[str, Any]:
         moments=(DifferenceCount(kind="gradients", tensors=8, changed=1),),
     )  # fmt: skip
     cases = (
-        CaseComparison(id="a", verdict="fail", bits="changed", reason="beyond what is right",
+        CaseComparison(id="a", verdict="fail", bits="changed", reason=REASONS["fail", "changed"],
                        found=found, changes=(TORCH,)),
         CaseComparison(id="b", verdict="pass", bits="same", reason="all bits are identical"),
-        CaseComparison(id="c", verdict="unknown", bits="not compared", reason="one run lacks it"),
+        CaseComparison(id="c", verdict="unknown", bits="not compared",
+                       reason=REASONS["unknown", "not compared"]),
     )  # fmt: skip
     known = {
         name: KnownCase(
@@ -53,12 +62,26 @@ def document() -> dict[str, Any]:
 
 def compared(*cases: tuple[str, str, int]) -> RunsComparison:
     """Cases by verdict, bits, and how many ULP the first difference is."""
-    far = [msgspec.structs.replace(BEYOND, ulp=ulp or None) for _, _, ulp in cases]
+    far = [
+        msgspec.structs.replace(
+            BEYOND, ulp=ulp or None, actual=0.25 + ulp * _ULP, error=ulp * _ULP, bound=2 * _ULP
+        )
+        for _, _, ulp in cases
+    ]
+    same, found = TraceComparison(), [
+        TraceComparison(
+            first=first, kind="gradients", drift=(0.0, 0.0, 2.1e-8),
+            moments=(DifferenceCount(kind="gradients", tensors=12, changed=1),
+                     DifferenceCount(kind="parameters", tensors=12, changed=1)),
+        )
+        for first in far
+    ]  # fmt: skip
     return RunsComparison(
-        then="a", now="b",
+        then="golden", now="later",
         cases=tuple(
-            CaseComparison(id=str(i), verdict=verdict, bits=bits, reason="so", changes=(TORCH,),
-                           found=TraceComparison(first=far[i] if bits == "changed" else None))
+            CaseComparison(id=f"ddp-w{2 + i}-mlp-float32", verdict=verdict, bits=bits,
+                           reason=REASONS.get((verdict, bits), ""), changes=(TORCH,),
+                           found=found[i] if bits == "changed" else same)
             for i, (verdict, bits, _) in enumerate(cases)
         ),
     )  # fmt: skip
@@ -70,15 +93,15 @@ def compared(*cases: tuple[str, str, int]) -> RunsComparison:
         ([("pass", "same", 0)] * 8, "torch 2.11.0 -> 2.15.0: 8 cases, no bit changed"),
         (
             [("pass", "same", 0), ("pass", "changed", 3), ("fail", "changed", 2)],
-            "torch 2.11.0 -> 2.15.0: 2 of 3 cases changed, first by up to 3 ULP in fc.weight, "
-            "1 beyond the bound",
+            "torch 2.11.0 -> 2.15.0: 2 of 3 cases changed (first difference: up to 3 ULP, in "
+            "fc.weight); 1 exceeds the bound",
         ),
         (
             [("pass", "changed", 0), ("unknown", "not compared", 0)],
-            "torch 2.11.0 -> 2.15.0: 1 of 1 cases changed, 0 beyond the bound; "
+            "torch 2.11.0 -> 2.15.0: 1 of 1 cases changed; none exceeds the bound; "
             "1 of 2 cases compared",
         ),
-        ([("unknown", "not compared", 0)], "nothing was compared"),
+        ([("unknown", "not compared", 0)], "no case was compared"),
     ],
 )
 def test_a_comparison_begins_with_how_much_has_changed(cases: list[Any], line: str) -> None:
@@ -97,7 +120,8 @@ def test_every_format_tells_the_three_verdicts_apart() -> None:
     root = ElementTree.fromstring(junit.render(found).encode())
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("3", "1", "1")
     failed = next(root.iter("failure")).text or ""
-    assert "beyond what is right; beyond its bound: step 2, fc.weight[0,3], rank 1" in failed
+    assert REASONS["fail", "changed"] in failed
+    assert "first difference beyond its bound: step 2, fc.weight[0,3], rank 1" in failed
     assert "changed between the runs: torch was 2.11.0 and is 2.15.0" in failed
     error, warning = github.annotations(found, Path("/"))
     assert error.startswith("::error file=a.py,line=3,title=distcheck%3A fail")

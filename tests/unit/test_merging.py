@@ -68,7 +68,7 @@ def test_the_screen_says_that_it_shows_a_part() -> None:
     plan = RunPlan(digest="d", shard=2, shards=3, cases=())
     text = render_text(Report(environment={}, cases=(PASSED,), plan=plan), width=100)
     assert (
-        "part 2 of 3: 1 of 0 planned cells; run distcheck merge to check that the other parts ran"
+        "part 2 of 3: 1 of 0 planned cases; run distcheck merge to check that the other parts ran"
         in text
     )
     whole = msgspec.structs.replace(plan, shard=0, shards=1)
@@ -168,7 +168,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = merge("1.json", "2.json", *words)
     assert code == ExitCode.MISMATCH
     first, *lines = output.splitlines()
-    assert first == "FAIL    4 planned cells, 2 reports: 2 fail, 1 unknown, 1 pass"
+    assert first == "FAIL    4 planned cases, 2 reports: 2 failed, 1 unknown, 1 passed"
     assert sum(line.startswith("::error file=") for line in lines) == 2
     told = [line.split(maxsplit=1) for line in lines if not line.startswith("::")]
     assert [words[0] for words in told if words[0].isupper()] == ["FAIL", "FAIL", "UNKNOWN"]

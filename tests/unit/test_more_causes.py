@@ -115,7 +115,7 @@ def test_what_explains_most_of_the_error_comes_first() -> None:
     for step in (small_first, small_last):
         found = explain_step(step)
         assert [f.cause for f in found] == ["wrong-sign", "wrong-divisor"]
-        assert "(100 % of the error)" in found[0].evidence
+        assert "(100% of the error)" in found[0].evidence
 
 
 def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
@@ -136,7 +136,7 @@ def test_local_gradients_are_consulted_before_an_exchange_is_accused() -> None:
     of_buffers = [msgspec.structs.replace(one, buffers=("mask",)) for one in left]
     (found,) = explain_step(msgspec.structs.replace(seen, left=tuple(of_buffers)))
     assert found.cause == "buffers-differ"
-    assert found.evidence.endswith("promised ones: mask")
+    assert found.evidence.endswith("promised ones: 'mask'")
     both = msgspec.structs.replace(seen, mean_of_left=False)
     assert [f.cause for f in explain_step(both)] == ["wrong-local-gradient", "single-rank-gradient"]
 

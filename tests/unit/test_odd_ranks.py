@@ -1,6 +1,5 @@
 """Which rank is the odd one: the diagnosis and the picture name the same, and no victim."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,7 +128,7 @@ def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
         rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]),
         rank(2, RankEnd.RAISED, PEER, ["8", "8"]),
     )
-    assert re.match(r"crash: rank 1 killed", said)
+    assert said.startswith("crash: rank 1 was killed")
     assert shown == "Rank 1 failed first; the missing calls of other ranks are a consequence."
     own = rank(2, RankEnd.RAISED, {"error": "ValueError: "}, ["8", "8"])
     said, shown = both(own, rank(0, RankEnd.RAISED, PEER, ["8", "8", "8"]))

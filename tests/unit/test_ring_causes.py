@@ -110,7 +110,7 @@ def test_rings_over_chunks(wrong: dict[str, int], cause: str, evidence: str, wor
     assert {*uneven} == {*even, "unweighted-mean"}
     assert evidence in uneven.get(cause, "")
     whole = cause in ("", "single-rank-gradient")  # nothing is a mean
-    assert whole or "the others the unweighted mean over the ranks" in uneven[cause]
+    assert whole or "the others are the unweighted mean over the ranks" in uneven[cause]
 
 
 def test_integers_are_not_taken_for_roundings() -> None:

@@ -30,8 +30,8 @@ def _call(name: str, number: int, shapes: str = "", **about: Any) -> Collective:
 @pytest.mark.parametrize(
     ("collective", "said"),
     [
-        (_call("barrier", 2, finished=False, place="/x/mean.py:3"), "barrier of [], number 2"),
-        (_call("barrier", 1, place="/x/mine.py:5"), "barrier of [], number 1 at /x/mine.py:5"),
+        (_call("barrier", 2, finished=False, place="/x/mean.py:3"), "barrier, number 2"),
+        (_call("barrier", 1, place="/x/mine.py:5"), "barrier, number 1 at /x/mine.py:5"),
         (None, ""),
     ],
 )
@@ -186,7 +186,7 @@ def test_what_a_signal_wakes_is_no_collective_mismatch(later: messages.Event, sa
     assert found[0].collectives == ()
     (cause,) = explain(found)
     assert cause.cause == "hang"
-    assert "rank 1 in no collective" in cause.evidence
+    assert "rank 1 was in no collective" in cause.evidence
 
 
 def test_a_mismatch_that_ranks_report_in_time_stays_one() -> None:
@@ -201,7 +201,7 @@ def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
     assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung")]
     assert "stopped (state T, SIGSTOP)" in found[0].detail
     (cause,) = explain(found)
-    assert cause.evidence == "rank 1 was stopped; rank 0 in all_reduce of [5], number 7"
+    assert cause.evidence == "rank 1 was stopped; rank 0 waited in all_reduce of [5], number 7"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from distcheck.judge.diagnosis import outcomes
 from distcheck.plan.case_remarks import not_run_after_hang
 from distcheck.records import (
     Adaptation,
@@ -22,7 +23,7 @@ from distcheck.records import (
     Outcome,
     Report,
 )
-from distcheck.records.causes import APART
+from distcheck.records.causes import APART, name_cause
 from distcheck.records.run_facts import LIMIT
 from distcheck.reports import brief, training_report
 from distcheck.reports.brief import next_step
@@ -47,25 +48,32 @@ def case(dtype: str = "float32", workload: str = "cnn", strategy: str = "allredu
 
 
 def check(
-    name: str, layer: str, verdict: str = "pass", *, elements: int = 4_014_456,
-    worst: Difference | None = None, first: Difference | None = None, reason: str = "",
+    name: str, layer: str, verdict: str = "pass", *, elements: int = 4_014_456, tensors: int = 8,
+    ranks: int = 4, steps: int = 3, worst: Difference | None = None,
+    first: Difference | None = None, reason: str = "",
 ) -> CheckResult:  # fmt: skip
     return CheckResult(
         check=name,
         layer=layer,
         verdict=verdict,  # type: ignore[arg-type]
-        compared=Compared(tensors=8, elements=elements, ranks=4, steps=3),
+        compared=Compared(tensors=tensors, elements=elements, ranks=ranks, steps=steps),
         worst=worst,
         first=first,
         reason=reason,
     )
 
 
+_ULP = 2**-32  # of float32, near 0.00243
+_EXPECTED = 10_440_614 * _ULP
+
+
 def place(error: float, bound: float, *, step: int = 0, unit: str = "absolute") -> Difference:
+    """An element, or a tensor by its norm, with an error of this size."""
+    absolute = unit == "absolute"
     return Difference(
-        parameter="7.weight", rank=2, step=step, index=(103, 1332) if unit == "absolute" else (),
-        actual=0.0024308953434228897, expected=0.0024308949973601557, error=error, bound=bound,
-        ulp=1 if unit == "absolute" else None, unit=unit,
+        parameter="7.weight", rank=2, step=step, index=(103, 332) if absolute else (),
+        actual=_EXPECTED + error, expected=_EXPECTED, error=error, bound=bound,
+        ulp=round(error / _ULP) if absolute else None, unit=unit,
     )  # fmt: skip
 
 
@@ -104,7 +112,7 @@ def passed(strategy: str = "allreduce") -> list[CaseReport]:
 
 
 def mismatch() -> CaseReport:
-    first = place(0.00194, 3.4e-10, step=1)
+    first = place(12 * _ULP, 0.0, step=1)
     return CaseReport(
         case=case(workload="mlp", strategy="mine.py:sync"),
         strategy_file="/x/mine.py",
@@ -112,51 +120,58 @@ def mismatch() -> CaseReport:
         outcomes=FINISHED,
         checks=(
             OUTCOME,
-            check("gradients", "bitwise", "fail", worst=place(0.5, 0.0), first=first),
+            check("gradients", "bitwise", "fail", worst=first, first=first),
             check(
-                "gradients", "rounding", "fail", worst=place(8.3e-4, 8.3e-11, step=2), first=first
+                "gradients", "rounding", "fail", worst=place(12 * _ULP, 9.2e-10, step=1),
+                first=place(12 * _ULP, 9.2e-10, step=1),
             ),
-            check("loss", "full batch float32", "unknown", elements=4,
+            check("loss", "full batch float32", "unknown", elements=4, tensors=1,
                   reason="compared only 4 of 12 elements"),
         ),
         diagnosis=(
-            Diagnosis(cause="unexplained",
-                evidence="gradients diverge first: step 1, 7.weight[103,1332], rank 2",
-                suggestion="start at the first divergence; checks above it passed"),
+            name_cause("unexplained", f"gradients diverge first: {first.place}"),
         ),
         where=CallSite(file="/x/mine.py", line=12, code="dist.all_reduce(p.grad)"),
         replay="distcheck replay run/cases/mine-sync-w4-mlp-float32.json",
-        notes=("world 2 cannot distinguish reduction orders",),
+        notes=("no hook can record the local gradients before the all-reduce: only the reduced "
+               "gradients are checked",),
     )  # fmt: skip
 
 
 def crash() -> CaseReport:
     victims = [
         Outcome(
-            rank=rank, outcome="raised", step=1, phase="sync", lost_peer=True, text="long\ntext"
+            rank=rank,
+            outcome="raised",
+            step=1,
+            phase="sync",
+            lost_peer=True,
+            text="long\ntext",
+            lost_at=" at mine.py:9 (last collective: all_reduce of [10x64], number 4)",
         )
         for rank in (0, 1, 3)
     ]
     cause = Outcome(
-        rank=2, outcome="raised", step=1, phase="sync", error="ValueError: ",
-        text='  File "mine.py", line 8, in sync\n    raise ValueError\nValueError',
+        rank=2, outcome="raised", step=1, phase="sync", error="ValueError: no gradient",
+        text='  File "mine.py", line 8, in sync\n    raise ValueError("no gradient")\n'
+        "ValueError: no gradient",
     )  # fmt: skip
+    ends = (cause, *victims)
     return CaseReport(
         case=case(workload="mlp", strategy="mine.py:sync"),
         strategy_file="/x/mine.py",
         verdict="fail",
-        outcomes=(cause, *victims),
+        outcomes=ends,
         checks=(
             CheckResult(
                 check="outcome", layer="-", verdict="fail", compared=Compared(ranks=4),
-                reason="rank 2 raised",
+                reason="rank 2 raised an exception",
             ),
-            check("gradients", "rounding", "unknown", reason="compared only 1 of 3 steps"),
-            check("loss", "bitwise", "unknown", reason="compared only 1 of 3 steps"),
+            check("gradients", "rounding", "unknown", steps=1, reason="compared only 1 of 3 steps"),
+            check("loss", "bitwise", "unknown", steps=1, elements=4, tensors=1,
+                  reason="compared only 1 of 3 steps"),
         ),
-        diagnosis=(
-            Diagnosis(cause="crash", evidence="rank 2 raised", suggestion="read its traceback"),
-        ),
+        diagnosis=tuple(outcomes.explain(ends)),
         replay="distcheck replay c.json",
     )  # fmt: skip
 
@@ -179,6 +194,12 @@ def unfinished(cases: int) -> list[CaseReport]:
     ]
 
 
+_NOT_DIVIDED = (
+    "step 0: the loss is not divided by the 2 gradient accumulation steps, so gradients are 2x too "
+    "large"
+)
+
+
 def job() -> CaseReport:
     """A whole training job whose loss is not divided, with a remark that is no failure."""
     words = ("--", "torchrun", "--nproc-per-node", "2", "train.py")
@@ -191,23 +212,16 @@ def job() -> CaseReport:
         verdict="fail",
         outcomes=(),
         checks=(
-            check("gradients", "rounding", worst=place(3.46e-10, 7.24e-10)),
-            check("loss scale", "-", "fail", first=place(1.0, 0.0), reason="not divided"),
+            check("gradients", "rounding", ranks=2, steps=8, worst=place(3.46e-10, 7.24e-10)),
+            check("loss scale", "-", "fail", ranks=2, steps=8, tensors=1, elements=16,
+                  first=Difference(parameter="factor of the loss", rank=0, step=0, index=(),
+                                   actual=2.0, expected=1.0, error=0.0, bound=0.0, unit=""),
+                  reason=_NOT_DIVIDED),
         ),
-        diagnosis=(
-            Diagnosis(
-                cause="accumulation-not-scaled",
-                evidence="step 0: the loss is not divided by the 2 gradient accumulation steps, so "
-                "gradients are 2x too large",
-                suggestion="divide the loss of every micro-batch, with all of its terms, by the "
-                "number of gradient accumulation steps",
-            ),
-        ),
+        diagnosis=(name_cause("accumulation-not-scaled", _NOT_DIVIDED),),
         remarks=(
-            Diagnosis(
-                cause="shared-rng-seed",
-                evidence="step 0: ranks 0 and 1 draw the same random numbers",
-                suggestion="call torch.manual_seed(seed + rank)",
+            name_cause(
+                "shared-rng-seed", "step 0: ranks 0 and 1 draw the same random numbers", "job"
             ),
         ),
         where=CallSite(file="train.py", line=20, code="loss.backward()"),
@@ -219,25 +233,45 @@ def job() -> CaseReport:
 def two_causes(workload: str, *causes: str, world: int = 4) -> CaseReport:
     """A case with these causes, in this order."""
     report = mismatch()
+    names = {"exact": ("'table'", "dense.bias"), "cnn": ("7.weight", "7.bias")}
+    summed, left = names.get(workload, ("5.weight", "5.bias"))
     found = {
-        "missing-division": Diagnosis(
-            cause="missing-division",
-            evidence="step 0, table (1 of 6 parameters): every rank holds 4 times the mean over "
-            "all samples; gradients were correct after backward",
-            suggestion="divide by the number of ranks once, after the sum or before it; reducing "
-            "twice and dividing once gives the same symptom",
+        "missing-division": name_cause(
+            "missing-division",
+            f"step 0, parameter {summed} (1 of 6): every rank holds {world} times the mean over "
+            "all samples; gradients were correct after backward, so synchronization introduced "
+            "the factor", "once", "twice", world=world,
         ),
-        "partial-sync": Diagnosis(cause="partial-sync",
-            evidence="step 0, 5.bias (1 of 6 parameters): ranks hold their local gradients",
-            suggestion="check the code that selects the parameters, slices or chunks to reduce"),
-        "unweighted-mean": Diagnosis(cause="unweighted-mean",
-            evidence="step 0, all 6 parameters: all ranks are weighted equally",
-            suggestion="multiply each rank's gradient by samples * W / total before the mean"),
+        "partial-sync": name_cause(
+            "partial-sync",
+            f"step 0, parameter {left} (1 of 6): ranks hold their local gradients there, but not "
+            "in the other parameters",
+        ),
+        "unweighted-mean": name_cause(
+            "unweighted-mean",
+            "step 0, all 6 parameters: all ranks are weighted equally; by their numbers of "
+            "samples, "
+            "the weights should be 0.3359375, 0.3320312, 0.3320312",
+        ),
     }  # fmt: skip
+    layer, right, bound = "rounding", _EXPECTED, 9.2e-10
+    if workload == "exact":
+        layer, right, bound = "exact", 523.0, 0.0
+    factor, wrong = (world, summed.strip("'")) if "missing-division" in causes else (1.5, left)
+    first = Difference(
+        parameter=wrong, rank=0, step=0, index=(5,), actual=factor * right, expected=right,
+        error=(factor - 1) * right, bound=bound,
+    )  # fmt: skip
+    checks = (
+        msgspec.structs.replace(OUTCOME, compared=Compared(ranks=world)),
+        check("gradients", layer, "fail", ranks=world, worst=first, first=first),
+    )
     own = msgspec.structs.replace(report.case, workload=workload, world=world)
     return msgspec.structs.replace(
-        report, case=own, diagnosis=tuple(found[cause] for cause in causes), notes=()
-    )
+        report, case=own, checks=checks, outcomes=FINISHED[:world], notes=(),
+        diagnosis=tuple(found[cause] for cause in causes),
+        replay=f"distcheck replay run/cases/mine-sync-w{world}-{workload}-float32.json",
+    )  # fmt: skip
 
 
 REPORTS = {
@@ -309,7 +343,7 @@ def test_failures_that_repeat_are_said_once_with_their_cases() -> None:
     causes = [line.split(maxsplit=1)[1] for line in lines if line.strip().startswith("cause")]
     assert causes == ["seen in exact", "seen in mlp", "seen in cnn"]
     assert "      also in  cnn float32, vgg11 float32" in lines
-    assert "      same as  world size 4: cnn float32" in lines
+    assert "      also in  cnn float32 (as with 4 ranks, see above)" in lines
     whole = render_text(report, width=100, verbose=True)
     assert whole.count("cause    ") == len(cases), "--verbose shows each"
 
@@ -420,7 +454,7 @@ def test_an_interruption_after_a_hang_keeps_the_two_reasons_apart() -> None:
     assert "unknown cnn float32: not run: the strategy hung in exact float32" in text
     assert "UNKNOWN interrupted: 5 of 9 cases were not judged: mine.py:sync, world 4" in text
     assert "not judged: interrupted" not in text
-    assert text.count("same as world size 4: ") == 2
+    assert text.count("(as with 4 ranks, see above)") == 2
     assert "()" not in text, "what has no cause says none"
     assert "next distcheck verify --strategy mine.py:sync --world 4" in text
 
@@ -450,11 +484,11 @@ def test_no_line_ends_in_blanks_and_no_number_is_broken(name: str, width: int) -
     assert [line for line in text.splitlines() if line != line.rstrip()] == []
     if name == "mismatch":
         if width >= 80:
-            assert "got 0.00243089534" in text
-            assert "7.weight[103,1332]" in text
+            assert f"got {_EXPECTED + 12 * _ULP:.9g}" in text
+            assert "7.weight[103,332]" in text
         whole = render_text(REPORTS[name], width=width, verbose=True)
         assert [line for line in whole.splitlines() if line != line.rstrip()] == []
-        for number in ("got 0.00243089534", "7.weight[103,1332]", "1 ULP", "bound 3.4e-10"):
+        for number in ("7.weight[103,332]", "(12 ULP)", "bound 0"):
             assert number in whole
 
 
@@ -543,7 +577,7 @@ def test_a_failure_in_one_line() -> None:
     assert line.startswith(
         "FAIL mine.py:sync, world 4, mlp float32: unexplained: gradients (bitwise), step 1, 7."
     )
-    assert summarize(REPORTS["crash"]).endswith("crash: rank 2 raised")
+    assert summarize(REPORTS["crash"]).endswith("crash: rank 2 raised an exception")
 
 
 def test_the_headline_says_whose_steps_are_how_many() -> None:
@@ -625,15 +659,19 @@ def test_json(name: str) -> None:
 def test_the_screen_of_training(width: int) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=width, highlight=False, color_system=None)
-    trained = msgspec.structs.replace(case(workload="vgg11"), data="cifar10", strategy="m.py:sync")
+    trained = msgspec.structs.replace(
+        case(workload="vgg11"), data="cifar10", strategy="mine.py:sync"
+    )
     row = {
-        "epoch": 1, "loss": 2.30258, "accuracy": 0.1012, "tested": 10_000, "steps": 195,
+        "epoch": 1, "loss": 2.3026, "accuracy": 0.1012, "tested": 10_000, "steps": 195,
         "mean_step_s": 0.8123, "median_step_s": 0.8011, "max_step_s": 1.2345,
     }  # fmt: skip
     lines = [
         *training_report.heading(trained, "2.15.0+cpu", width=width),
         *training_report.epoch(row, 20, width=width),
-        *training_report.epoch({**row, "epoch": 20, "tested": 0, "steps": 1}, 20, width=width),
+        *training_report.epoch(
+            {**row, "epoch": 20, "loss": 0.7164, "tested": 0, "steps": 1}, 20, width=width
+        ),
     ]
     training_report.print_failure(trained, crash().outcomes, console)
     failure = stream.getvalue().splitlines()

@@ -83,7 +83,7 @@ def test_process_state_is_named_where_further_worlds_have_shown_it() -> None:
     (cause,) = diagnose(ENDS, [rerun], None, shown)
     assert cause.cause == "depends-on-process-state"
     assert cause.evidence.startswith("the first world, in which ranks share their process state,")
-    for part in ("step 2, w (gradient), rank 1", "PYTHONHASHSEED", "10 further worlds", *lines):
+    for part in ("step 2, w (gradient), rank 1", "PYTHONHASHSEED", "10 more worlds", *lines):
         assert part in cause.evidence
     assert "sorted(...)" in cause.suggestion
     machines = Separation(depends=True, factors=("nodes",), worlds=6)

@@ -38,7 +38,7 @@ def runs(text: str, steps: int = 4) -> list[TrainedRun]:
 def test_it_has_a_row_and_curves_for_every_run() -> None:
     page = training_report.render(runs("cnn"), version="0").replace("<wbr>", "")
     for words in (
-        "3 runs: workload cnn", "one process", "The runs differ in batch", "1.0000", "50.00 %",
+        "3 runs: workload cnn", "one process", "The runs differ in batch", "1.0000", "50.00%",
         "not finite", "Loss by step", "Accuracy by epoch", "Seconds per step by step",
     ):  # fmt: skip
         assert words in page, words
@@ -95,4 +95,4 @@ def test_lines_have_names_and_axes_round_numbers() -> None:
     page = training_report.render(runs("cnn"), version="0").replace("<wbr>", "")
     assert "one process; cnn, 2 ranks (2)" in page or ">one process</text>" in page
     shown = re.findall(r">([^<>]*)</text>", page)
-    assert {"0 %", "100 %", "0.5", "1", "2"} <= set(shown)
+    assert {"0%", "100%", "0.5", "1", "2"} <= set(shown)

@@ -197,7 +197,7 @@ def test_a_rank_stopped_for_long_hangs(tmp_path: Path, monkeypatch: pytest.Monke
     assert (first.rank, first.outcome) == (1, "hung")
     assert "stopped (state T, SIGSTOP)" in first.detail
     assert cause.cause == "hang"
-    assert cause.evidence.startswith("rank 1 was stopped; rank 0 in all_reduce of")
+    assert cause.evidence.startswith("rank 1 was stopped; rank 0 waited in all_reduce of")
 
 
 def test_a_rank_that_is_stopped_for_a_while_goes_on(tmp_path: Path) -> None:

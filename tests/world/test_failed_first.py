@@ -33,7 +33,7 @@ def test_a_run_ends_at_its_first_failure(distcheck: Run, tmp_path: Path) -> None
     whole = distcheck(*again, "--failed-first", "--json", "whole.json")
     assert verdicts(tmp_path / "whole.json") == ["bad.py:no_sync fail", "bad.py:good pass"]
     assert complaints(whole.stderr) == [
-        "distcheck: 1 of 2 cases failed when last run here; they go first"
+        "distcheck: 1 of 2 cases failed in their last run here; they are run first"
     ]
 
     only = distcheck(*again, "--last-failed", "--json", "only.json")
@@ -49,6 +49,6 @@ def test_where_nothing_failed_all_is_run(distcheck: Run) -> None:
     assert ran.returncode == 0
     (said,) = complaints(ran.stderr)
     assert said == (
-        "distcheck: this case did not fail when last run here (.distcheck/runs); it is run"
+        "distcheck: this case did not fail in the last run here (.distcheck/runs); it is run"
     )
     assert "--last-failed" not in ran.stdout

@@ -163,16 +163,14 @@ def test_a_bug_turns_both_services_red_and_is_replayed_elsewhere(tmp_path: Path)
     assert annotation[0].startswith("file=my_sync.py,line=6,title=distcheck%3A fail (missing-div")
     message = annotation[1].split("%0A")
     assert message[0].startswith("cause: missing-division: ")
-    assert any(
-        line.startswith("gradients (rounding): first divergence: step 0, ") for line in message
-    )
+    assert any(line.startswith("first: gradients (rounding): step 0, ") for line in message)
     whole = artifacts / "distcheck-whole"
     root = ElementTree.parse(whole / "distcheck.xml").getroot()
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("2", "1", "0")
     assert json.loads((whole / "distcheck.json").read_text())["verdict"] == "fail"
     assert "divide by the number of ranks" in (whole / "distcheck.html").read_text()
     summary = (service.jobs[-1] / "summary.md").read_text()
-    assert summary.startswith("## distcheck: ❌ fail\n\n1 pass, 1 fail\n")
+    assert summary.startswith("## distcheck: ❌ fail\n\n1 passed, 1 failed\n")
     replay = message[-1].removeprefix("replay: ")
     again = service.run(replay, service.checkout())
     assert again.returncode == 1, again.stderr

@@ -45,7 +45,7 @@ def test_right_layouts_pass(name: str, dtype: str, layer: str) -> None:
     (case,) = report.cases
     layers = {check.check: check.layer for check in case.checks}
     assert layers["gradients"] == layers["loss"] == layer
-    assert any("the bitwise and rounding-bound layers do not" in note for note in case.notes)
+    assert any("the bitwise and rounding comparisons do not" in note for note in case.notes)
 
 
 @pytest.mark.sweep
@@ -212,7 +212,7 @@ def test_an_accessor_that_returns_nothing_is_no_pass(name: str, check: str, reas
 
 
 def test_dtensors_beside_pieces_are_refused() -> None:
-    with pytest.raises(UsageError, match="also shards the model in another way"):
+    with pytest.raises(UsageError, match="also shards the model in a different way"):
         accessed("DTensorsAndPieces")
 
 
@@ -269,4 +269,4 @@ def test_accuracy_of_a_pipeline_is_taken_with_the_statistics_of_every_stage() ->
         [*COMMAND, *words, "--workload", workload], capture_output=True, text=True, cwd=ROOT
     )
     assert ran.returncode == 0, ran.stderr
-    assert re.search(r"accuracy (100\.00|99\.\d\d) %", ran.stdout), ran.stdout
+    assert re.search(r"accuracy (100\.00|99\.\d\d)%", ran.stdout), ran.stdout

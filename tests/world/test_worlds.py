@@ -66,7 +66,7 @@ def test_who_raised_comes_first_and_victims_after(pool: Pool, culprit: int) -> N
     first = outcomes[0]
     assert (first.rank, first.outcome) == (culprit, "raised")
     assert "ValueError: rank's own error" in first.detail
-    assert first.detail.startswith("step 1, sync\n")
+    assert first.detail.startswith("step 1 (sync)\n")
     assert all(
         "secondary failure (peer exited)" in o.detail for o in outcomes[1:] if o.outcome == "raised"
     )
@@ -126,7 +126,7 @@ def test_a_hang_is_told_with_every_stack_and_the_last_collective(pool: Pool) -> 
     assert "time.sleep(1000)" in outcomes[0].detail
     for waiting in outcomes[1:]:
         assert waiting.detail.startswith(
-            "step 2, sync\nlast collective: all_reduce of [5], number 1"
+            "step 2 (sync)\nlast collective: all_reduce of [5], number 1"
         )
         assert "not finished" in waiting.detail
         assert "jobs.py" in waiting.detail

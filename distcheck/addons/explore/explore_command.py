@@ -43,8 +43,8 @@ from distcheck.plan.settings import with_adaptation
 @setting_option("steps", default=6, show_default=True, help="Maximum number of steps.")
 @setting_option(
     "backend",
-    help="Backend: gloo; or simulated or simulated:ORDER, whose worlds run in one process and "
-    "whose cases also draw schedules.",
+    help="Backend: gloo, simulated or simulated:ORDER. A simulated world runs in one process, and "
+    "its cases also vary the order in which ranks run.",
 )
 @click.option(
     "--vary",

@@ -104,10 +104,12 @@ def show(story: ExploreResult, *, quiet: bool) -> None:
             add_failure(report, report.diagnosis, lines)
         for label, text in _lines(story):
             lines.add(label, displayable(text), most=4)
+        lines.add("replay", displayable(story.replay), most=0)
         lines.print()
-    if story.replay:
-        console.print(Text(f"{' ' * _INDENT}replay  {displayable(story.replay)}"), soft_wrap=True)
     if quiet:
+        if story.replay:
+            line = f"{' ' * _INDENT}replay  {displayable(story.replay)}"
+            console.print(Text(line), soft_wrap=True)
         return
     if story.search.finding is None:
         _show_coverage(story, console)
@@ -162,10 +164,10 @@ def _headline(story: ExploreResult) -> Text:
     if search.finding is not None:
         causes = dict.fromkeys(one.cause for one in search.finding.report.diagnosis)
         what = ", ".join([*causes][:3])
-        said = f"{what}{', ' * bool(what)}found after {cases}, including {search.shrunk_in} to "
-        said += f"minimize it; {spent}"
+        said = f"{what}{', ' * bool(what)}found in {cases}, of which {search.shrunk_in} minimized "
+        said += f"it; {spent}"
     elif search.once:
-        said = f"a failure that was not reproducible, in {cases}; {spent}"
+        said = f"found a failure in {cases} that was not reproducible; {spent}"
     elif not count:
         said = "no case was run"
         if not story.interrupted:
@@ -202,35 +204,37 @@ def _lines(story: ExploreResult) -> Iterator[tuple[str, str]]:
     if search.runner.distrusts_kept:
         yield "note", search.runner.distrusts_kept
     if story.earlier:
-        yield "kept", f"{story.earlier} from an earlier run, tried first"
+        one = story.earlier == 1
+        cases = "1 failing case" if one else f"{story.earlier} failing cases"
+        yield "note", f"{cases} of earlier runs {'was' if one else 'were'} run first"
     for text in story.unreadable:
-        yield "kept", f"excluded: {text}"
+        yield "note", f"a failing case of an earlier run was not run: {text}"
 
 
 def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
     case = finding.report.case
     steps = f"{case.steps} step{'s' * (case.steps != 1)}"
-    samples = f"{case.batch} sample{'s' * (case.batch != 1)}"
+    samples = f"batch size {case.batch}"
     given = "".join(f", {name}={value}" for name, value in case.adaptation.arguments)
     given += f", {case.schedules} schedules" if case.schedules else ""
     given += f", backend {case.backend}" if case.backend != "gloo" else ""
     yield (
         "case",
-        f"world {case.world}, {steps} of {samples}, {case.dtype}, {case.workload}{given}",
+        f"world size {case.world}, {steps}, {samples}, {case.dtype}, {case.workload}{given}",
     )
     for late in case.delays:
         before = f"collective {late.collective}" if late.collective else "backward"
-        yield "late", f"rank {late.rank} by {late.ms} ms before {before} of every step"
+        yield "delay", f"rank {late.rank} waits {late.ms} ms before {before} of every step"
     if finding.replays and finding.failed < finding.replays:
         yield (
             "flaky",
-            f"failed in {finding.failed} of {finding.replays} replays on fresh ranks: a race "
-            "condition",
+            f"it failed in only {finding.failed} of {finding.replays} replays on fresh ranks: a "
+            "race condition",
         )
     for note in notes_on(case):
         yield "note", note
     if finding.unshrunk:
-        yield "note", f"it may not be the smallest: {finding.unshrunk}"
+        yield "note", f"a smaller failing case may exist: {finding.unshrunk}"
 
 
 def _about_insensitive(search: Search) -> str:

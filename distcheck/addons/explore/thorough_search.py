@@ -213,10 +213,10 @@ def _report_of_finding(finding: "Finding", kept: FailureDatabase | None) -> Case
     notes = ["found by explore: no smaller failing case was found"]
     if finding.replays and finding.failed < finding.replays:
         notes.append(
-            f"it failed in {finding.failed} of {finding.replays} replays: a race condition"
+            f"it failed in only {finding.failed} of {finding.replays} replays: a race condition"
         )
     if finding.unshrunk:
-        notes.append(f"it may not be the smallest: {finding.unshrunk}")
+        notes.append(f"a smaller failing case may exist: {finding.unshrunk}")
     notes += notes_on(report.case)
     path = None if kept is None else kept.keep(report.case)
     replay = report.case.command_line if path is None else f"distcheck replay {quote(str(path))}"

@@ -266,7 +266,9 @@ def _keep_environment(environment: dict[str, object], report: Report) -> None:
 
 @click.command("selftest", cls=OnceCommand)
 @click.option(
-    "--quick", is_flag=True, help=("Run one mutant per check and layer, and two strategies.")
+    "--quick",
+    is_flag=True,
+    help=("Run one mutant for each check and comparison, and two strategies."),
 )
 @click.option(
     "-k",
@@ -306,7 +308,7 @@ def command(
     environment: dict[str, Any] = {}
     try:
         with LiveProgress(Console(stderr=True)) as live:
-            live.preparing("inspecting the zoo")
+            live.preparing("inspecting the mutants")
             plan = plan_selftest(
                 installed_zoo(), patterns=patterns, quick=quick, backend=backend, device=device
             )

@@ -92,7 +92,7 @@ def totals(found: SelftestResults) -> Iterator[str]:
     for name, why in dict.fromkeys(out):
         yield f"          {name} is excluded: {why}"
     for name, why in found.elsewhere:
-        yield f"          {name} is not among them: it {why}"
+        yield f"          {name} is not included: it {why}"
     if counts.unknown:
         yield f"unknown   {counts.unknown} planned cases have no verdict"
     yield f"time      {found.seconds:.0f} s"
@@ -116,7 +116,7 @@ def render_json(found: SelftestResults) -> str:
 
 
 def _mutant_table(rows: Sequence[SelftestVerdict]) -> Table:
-    table = _table("mutant", "", "by", "named", "")
+    table = _table("mutant", "", "failed checks", "reported cause", "")
     for file, group in groupby(rows, key=lambda row: row.file):
         table.add_row(Text(file, style="bold"))
         for row in group:

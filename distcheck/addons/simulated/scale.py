@@ -126,10 +126,10 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
 def _print_head(report: Report, found: list[scale.Curve], console: Console) -> None:
     case = report.cases[0].case
     sentences = [
-        f"{case.workload} {case.dtype}; global batch size {case.batch} in every world and in the "
-        f"single-process reference, {case.steps} steps, seed {case.seed}",
-        f"error and bound: of the {scale.described(found[0].layer)}, at the largest ratio of "
-        "error to bound",
+        f"{case.workload} {case.dtype}, {case.steps} steps, seed {case.seed}; the global batch "
+        f"size is {case.batch} at every world size and in the single-process reference",
+        f"each row shows the element of the {scale.described(found[0].layer)} with the largest "
+        "ratio of error to bound",
         *([f"accepted: {case.accept}"] if case.accept else []),
     ]
     for sentence in sentences:
@@ -138,7 +138,7 @@ def _print_head(report: Report, found: list[scale.Curve], console: Console) -> N
 
 def _table(found: list[scale.Curve]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    for head in ("order", "world", "", "largest error", "bound", "error / bound"):
+    for head in ("order", "world size", "", "error", "bound", "error / bound"):
         table.add_column(head, no_wrap=True, justify="left" if head in ("order", "") else "right")
     for curve in found:
         for at, point in enumerate(curve.points):
@@ -163,7 +163,8 @@ def _reasons_of_unknown(found: list[scale.Curve]) -> list[str]:
                 reason = _RANKS.sub("", point.reason)
                 orders.setdefault((point.world, reason), []).append(curve.order)
     return [
-        f"world {world} ({', '.join(names)}): {reason}" for (world, reason), names in orders.items()
+        f"world size {world} ({', '.join(names)}): {reason}"
+        for (world, reason), names in orders.items()
     ]
 
 
@@ -175,5 +176,5 @@ def _print_failures(report: Report, found: list[scale.Curve], console: Console) 
         order = one.case.backend.partition(":")[2]
         if (order, one.case.world) in first and one.verdict == "fail":
             console.print()
-            console.print(Text(f"{order}, world {one.case.world}", style="bold"))
+            console.print(Text(f"{order}, world size {one.case.world}", style="bold"))
             brief.print_group([one], one.verdict, console, alone=True, said=said)

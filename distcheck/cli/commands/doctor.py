@@ -74,7 +74,8 @@ def _examine(pool: Pool) -> Iterator[tuple[str, str]]:
     yield from _calibrations(pool)
     yield "strategies", ", ".join(sorted(loading.strategy_names()))
     yield "workloads", ", ".join(sorted(loading.workload_names()))
-    files = "" if found["torchvision"].startswith("loads") else "; only synthetic can run here"
+    loads = found["torchvision"].startswith("loads")
+    files = "" if loads else "; only the data set synthetic can run here"
     yield "data", ", ".join(dataset_names()) + files
 
 

@@ -28,7 +28,7 @@ def _cause_names() -> list[str]:
 )
 @json_option("answer")
 def command(what: tuple[str, ...], json_file: str | None) -> int:
-    """Explain a cause (symptoms, an example, the repair), or a bundle that distcheck.guard saved.
+    """Explain a cause (symptoms, the fix, an example), or a bundle that distcheck.guard saved.
     For other words, search symptoms and causes, and print the commands that examine them. Without
     an argument, list all causes.
 

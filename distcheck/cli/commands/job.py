@@ -12,27 +12,32 @@ from distcheck.reports.files import errors_annotated, output_options, pop_output
 @click.command("job", cls=Command, context_settings={"ignore_unknown_options": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 @click.option("--world", "--nproc", "nproc", type=int, metavar="N",
-              help="Start N ranks of COMMAND with torchrun.")  # fmt: skip
+              help="World size: start N ranks of COMMAND with torchrun.")  # fmt: skip
 @click.option("--steps", default=8, show_default=True, metavar="N",
               help="Number of optimizer steps to record.")  # fmt: skip
 @click.option("--from-step", default=0, show_default=True, metavar="N",
               help="Number of optimizer steps to skip before recording.")  # fmt: skip
 @click.option("--budget", default="4GB", show_default=True, metavar="SIZE",
-              help="Memory for whole tensors of all ranks; gradients beyond it are kept as "
-              "sums.")  # fmt: skip
+              help="Memory for whole tensors of all ranks; of each further gradient, only 64 "
+              "weighted sums of its elements are kept.")  # fmt: skip
 @click.option("--keep-going", is_flag=True,
               help="Let the job continue after the last recorded step until it exits.")  # fmt: skip
 @click.option("--reference", metavar="COMMAND",
               help="Command that trains in a single process, if the script cannot.")  # fmt: skip
-@click.option("--no-reference", is_flag=True, help="Judge without a single-process reference.")
+@click.option(
+    "--no-reference",
+    is_flag=True,
+    help="Compare ranks only with each other, without a single-process reference.",
+)
 @click.option("--weights", type=click.Choice(["samples", "targets", "equal"]), metavar="HOW",
-              help="Weight of each rank, if its loss does not determine it: samples, targets or "
-              "equal.")  # fmt: skip
+              help="Quantity by which ranks are weighted, if their losses do not determine it: "
+              "samples, targets or equal.")  # fmt: skip
 @click.option("--mesh", default="", metavar="AXES",
-              help="Mesh of the ranks, if the script has no DeviceMesh: data=2,tensor=2, with "
-              "tensor, sequence, pipeline and expert.")  # fmt: skip
+              help="Mesh of the ranks, if the script has no DeviceMesh, such as data=2,tensor=2. "
+                   "The "
+              "axes are data, tensor, sequence, pipeline and expert.")  # fmt: skip
 @click.option("--resumed-from", metavar="DIR", type=click.Path(),
-              help="Recording (--save) of the same job without interruption; check that this job "
+              help="Recording (--save) of the same job without interruption: check that this job "
               "resumes as if it had never stopped.")  # fmt: skip
 @click.option("--modules", is_flag=True,
               help="Record every module, to find the first whose inputs match but whose outputs "
@@ -54,8 +59,8 @@ from distcheck.reports.files import errors_annotated, output_options, pop_output
     help="Time without progress after which the job counts as hung: 30s, 10m. [default: 5m]",
 )
 @click.option("--strict", is_flag=True,
-              help="Treat warnings as failures: the same dropout seed on all ranks, a learning "
-              "rate scaled by the world size.")  # fmt: skip
+              help="Treat warnings as failures, such as the same dropout seed on all ranks, or a "
+              "learning rate scaled by the world size.")  # fmt: skip
 @click.option("--guard", is_flag=True,
               help="Let the job run until it exits, and compare the ranks' replicas.")  # fmt: skip
 @click.option("--every", type=int, metavar="N",
@@ -72,7 +77,7 @@ from distcheck.reports.files import errors_annotated, output_options, pop_output
 @click.option("-v", "--verbose", is_flag=True, help="Print every check, note and table in full.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only the verdict lines.")
 def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) -> int:
-    """Judge an unmodified training job.
+    """Check an unmodified training job.
 
     \b
     distcheck job -- torchrun --nproc-per-node 4 train.py --batch 32

@@ -4,6 +4,7 @@ imports none of them.
 
 import ast
 import importlib.util
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def catalog() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def summary_of(module: str, name: str = "") -> str:
-    """Return the first line of the docstring of a module, or of a function or class in it, read
+    """Return the first sentence of the docstring of a module, or of a function or class in it, read
     from its source without importing it.
     """
     try:
@@ -43,7 +44,8 @@ def summary_of(module: str, name: str = "") -> str:
     kinds = (ast.FunctionDef, ast.ClassDef)
     named = [node for node in tree.body if isinstance(node, kinds) and node.name == name]
     docstring = ast.get_docstring(named[0] if named else tree)
-    return docstring.splitlines()[0] if docstring else ""
+    paragraph = " ".join((docstring or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0]
 
 
 def _entry_point_summaries(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ from distcheck.reports.files import errors_annotated, output_options, pop_output
 @click.option(
     "--on",
     metavar="ENGINE",
-    help="Run the parts of the matrix as tasks of an engine: ray, ray://HOST:PORT or slurm.",
+    help="Run the parts of the matrix as tasks on a cluster: ray, ray://HOST:PORT or slurm.",
 )
 @machine_options
 def command(

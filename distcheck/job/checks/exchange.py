@@ -309,7 +309,7 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
         for rank, factor in enumerate(factors):
             total = factor * later
             passes = _count(job, rank, step)
-            tally.count(parameter="loss", rank=rank, step=step, elements=passes)
+            tally.count(parameter="factor of the loss", rank=rank, step=step, elements=passes)
             for wrong in (float(passes), 1 / passes):
                 if passes < 2 or abs(total - wrong) > SAME_FACTOR * wrong:
                     continue
@@ -334,7 +334,8 @@ def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
                     tally.fail(
                         f"step {step}: the loss is {division} by the {passes} gradient "
                         f"accumulation steps, so gradients are {total:.6g}x {size}",
-                        parameter="loss", rank=rank, step=step, actual=total, expected=1.0,
+                        parameter="factor of the loss", rank=rank, step=step, actual=total,
+                        expected=1.0,
                     )  # fmt: skip
     return tally.result()
 
@@ -346,11 +347,12 @@ def _judge_terms(job: JobRecording, tally: Tally, step: int) -> None:
         if not found.alone or passes < 2:
             tally.remark(f"the scale of the loss is not judged, since {found.why}")
             return
-        tally.count(parameter="loss", rank=rank, step=step, elements=passes)
+        tally.count(parameter="factor of the loss", rank=rank, step=step, elements=passes)
         tally.fail(
             f"step {step}: {found.others[0]} is divided by the {passes} gradient accumulation "
             f"steps, but {found.alone[0]} is not",
-            parameter="loss", rank=rank, step=step, actual=float(passes), expected=1.0,
+            parameter="factor of the loss", rank=rank, step=step, actual=float(passes),
+            expected=1.0,
         )  # fmt: skip
 
 

@@ -239,7 +239,8 @@ def settings(job: JobRecording) -> CheckResult:
             tally.count(parameter="groups", rank=rank, step=step, elements=sum(map(len, own)))
             if len(own) != len(first):
                 tally.fail(
-                    f"step {step}: rank {rank} has {len(own)} groups, rank 0 {len(first)}",
+                    f"step {step}: rank {rank} has {len(own)} parameter groups, but rank 0 has "
+                    f"{len(first)}",
                     parameter="groups", rank=rank, step=step,
                 )  # fmt: skip
                 continue
@@ -248,7 +249,7 @@ def settings(job: JobRecording) -> CheckResult:
                     if mine.get(key) != other.get(key):
                         tally.fail(
                             f"step {step}: {key} of group {number} is {mine.get(key)} on rank "
-                            f"{rank} and {other.get(key)} on rank 0",
+                            f"{rank}, but {other.get(key)} on rank 0",
                             parameter=f"param_groups[{number}]/{key}", rank=rank, step=step,
                             actual=mine.get(key, ""), expected=other.get(key, ""),
                         )  # fmt: skip
@@ -268,8 +269,8 @@ def scaler(job: JobRecording) -> Iterator[CheckResult]:
             if own.skipped != first.skipped or own.scale != first.scale:
                 did = {True: "skips the step", False: "takes the step"}
                 tally.fail(
-                    f"step {step}: rank {rank} {did[own.skipped]} at scale {own.scale}, rank 0 "
-                    f"{did[first.skipped]} at scale {first.scale}",
+                    f"step {step}: rank {rank} {did[own.skipped]} at scale {own.scale}, but rank "
+                    f"0 {did[first.skipped]} at scale {first.scale}",
                     parameter="scale", rank=rank, step=step,
                 )  # fmt: skip
             if any(clip.scaled for clip in own.clips):

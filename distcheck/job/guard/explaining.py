@@ -82,7 +82,7 @@ def _settings_causes(found: Divergence, by_kind: dict[str, ReplicaFinding]) -> I
     if one is not None:
         yield name_cause(
             "learning-rate-differs" if one.first.startswith("lr ") else "optimizer-settings-differ",
-            f"step {found.step}: {one.first} is {', '.join(one.values[:8])}",
+            f"step {found.step}: {one.first} differs across ranks: {', '.join(one.values[:8])}",
             "settings",
         )
 
@@ -144,6 +144,6 @@ def _unexplained(found: Divergence, also: str = "") -> Diagnosis:
     kinds = ", ".join(one.kind for one in found.findings)
     return name_cause(
         "unexplained",
-        f"step {found.step}: {kinds}; no single known mistake explains the findings{also}",
+        f"step {found.step}: {kinds} differ, and no single known mistake explains it{also}",
         "guard",
     )

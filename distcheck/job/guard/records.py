@@ -129,7 +129,7 @@ def sentence_on_finding(found: ReplicaFinding, of: Divergence) -> str:
     what = {"parameters": "", "buffers": "buffer "}.get(found.kind, f"{found.kind} ")
     return (
         f"step {of.step}: {what}{found.first} differs between {groups} ({found.differing} of "
-        f"{found.compared} differ{since})"
+        f"{found.compared} tensors differ{since})"
     )
 
 

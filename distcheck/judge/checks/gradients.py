@@ -85,6 +85,6 @@ def _remark_on_rank(expectation: Expectation, kept: list[float], tally: Tally) -
         least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))
         tally.remark(
             f"step {expectation.step}: {len(compressed)} of {len(kept)} tensors were compressed, "
-            f"{least} to {most} % of their norm kept",
+            f"{least}% to {most}% of their norm kept",
             FindingKind.COMPRESSED,
         )

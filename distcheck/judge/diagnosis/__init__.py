@@ -22,7 +22,7 @@ from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.source_lines import line_of_first_wrong as line_of_first_wrong
 from distcheck.judge.diagnosis.wording import Failures, place_of_divergence
 from distcheck.judge.rerun_bisection import Separation
-from distcheck.records import CheckResult, Diagnosis, Outcome
+from distcheck.records import CheckResult, Diagnosis, LossName, Outcome
 from distcheck.records.causes import name_cause, suggested
 from distcheck.records.layers import BITWISE, ROUNDING
 
@@ -208,6 +208,14 @@ _BY_SCALE = (
 )  # fmt: skip
 
 
+_LOSSES: dict[LossName, str] = {
+    "mean": "the mean over a rank's samples",
+    "mean/world": "the mean over a rank's samples, divided by the world size",
+    "sum/global": "the sum over a rank's samples, divided by the number of all samples",
+    "tokens": "the sum over a rank's tokens",
+}
+
+
 def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     """Add the matching loss contract to the first cause that it would explain, only if everything
     recorded is right under that contract (computed, not guessed).
@@ -216,10 +224,10 @@ def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list
     chosen = chosen or next((d for d in found if d.cause == "unexplained"), None)
     if chosen is None or not facts.right_under:
         return list(found)
-    names = " or ".join(f"--loss {name}" for name in facts.right_under)
+    names = " or ".join(f"--loss {name} ({_LOSSES[name]})" for name in facts.right_under)
     hinted = msgspec.structs.replace(
         chosen,
-        evidence=f"{chosen.evidence}; with {names}, all gradients would be correct",
+        evidence=f"{chosen.evidence}; with a different --loss, all gradients would be correct",
         suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
     )
     return [hinted if d is chosen else d for d in found]

@@ -21,7 +21,7 @@ from distcheck.judge.diagnosis.wording import (
     positions_text,
     some_of,
 )
-from distcheck.records import Diagnosis
+from distcheck.records import Diagnosis, quoted
 from distcheck.records.causes import APART, name_cause
 from distcheck.records.odd_ranks import ranks_in_words
 
@@ -140,7 +140,7 @@ def before_synchronization(step: StepFacts) -> list[Diagnosis]:
         )
     elif None not in multiples:
         shown = ", ".join(number_text(f) for f in step.left_factors if f is not None)
-        evidence += f": ranks held {shown} times that"
+        evidence += f": ranks held {shown} times that gradient"
     else:
         most = max(found.distance for found in step.left)
         evidence += f" (differing by up to {most:.2g} of its norm)"
@@ -211,7 +211,7 @@ def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
 def percent(share: float) -> str:
     """Format a fraction as a percentage. Negligible fractions get no digits."""
     # Heuristic: smaller fractions are listed only for completeness.
-    return "under 0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
+    return "under 0.01%" if share < 1e-4 else f"{100 * share:.3g}%"
 
 
 def error_of(step: StepFacts, parameter: ParameterFacts) -> float:
@@ -278,7 +278,8 @@ def _missing(step: StepFacts) -> Diagnosis:
 def _not_finite(step: StepFacts) -> Diagnosis:
     seen = step.not_finite
     assert seen is not None
-    where = f"step {step.step}, {seen.parameter}, {positions_text(step, [seen.rank])}: "
+    where = f"step {step.step}, parameter {quoted(seen.parameter)}, "
+    where += f"{positions_text(step, [seen.rank])}: "
     if seen.hidden:
         before = positions_text(step, seen.before)
         return name_cause(
@@ -306,11 +307,12 @@ def describe_unexplained(facts: Measurements) -> str:
     if step is None:
         return ""
     wrong = sorted({rank for p in step.parameters for rank in p.wrong})
-    text = f"step {step.step}: {parameters_text(step, step.parameters)} wrong on "
+    be = "are" if len(step.parameters) > 1 else "is"
+    text = f"step {step.step}: {parameters_text(step, step.parameters)} {be} wrong on "
     text += positions_text(step, wrong)
     groups = "; ".join(positions_text(step, group) for group in step.alike)
-    agree = "agree" if len(step.alike) == 1 else "agree within each of: " + groups
-    text += f"; ranks {agree}" if len(step.shares) > 1 else ""
+    agree = "all ranks agree" if len(step.alike) == 1 else f"only these ranks agree: {groups}"
+    text += f"; {agree}" if len(step.shares) > 1 else ""
     if step.mean_of_left:
         return (
             f"{text}; they hold the right mean of the local gradients, so the all-reduce is right "
@@ -327,7 +329,7 @@ def describe_unexplained(facts: Measurements) -> str:
     text += f"; {coefficients_text(step, step.fits, wrong[0])}"
     share = number_text(100 * fit.residual)
     if fit.residual > max(fit.tolerance):
-        text += f", and {share} % of it is not a combination of them"
+        text += f", and {share}% of it is not a combination of them"
     return text
 
 
@@ -335,5 +337,5 @@ def describe_local_gradients(facts: Measurements) -> str:
     for step in facts.steps:
         if step.left_factors and any(f is not None and f != 1.0 for f in step.left_factors):
             shown = ", ".join("no multiple" if f is None else f"{f:.7g}" for f in step.left_factors)
-            return f"before the all-reduce ranks held {shown} times their shard's gradient"
+            return f"before the all-reduce, ranks held {shown} times their shard's gradient"
     return ""

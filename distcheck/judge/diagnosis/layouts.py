@@ -59,7 +59,7 @@ def _wrong_output(facts: LayoutFacts) -> Diagnosis:
 def _wrong_output_cause(facts: LayoutFacts, found: WrongOutputs) -> Diagnosis:
     """Name wrong outputs that do not affect the loss, with a description."""
     gradients = "gradients are not" if facts.parameters else "so are all gradients"
-    how = f"the error is {100 * found.distance:.2g} % of their norm"
+    how = f"the error is {100 * found.distance:.2g}% of their norm"
     if found.reordered:
         how = "the rows are right, but in a different order than the samples"
     elif found.factor is not None:
@@ -146,7 +146,7 @@ def _causes(facts: LayoutFacts, found: LayoutParameter) -> Iterator[Diagnosis]:
     elif found.distance < _OF_PRECISION:
         yield name_cause(
             "low-precision",
-            f"the gradient is within {100 * found.distance:.2g} % of the right gradient, but no "
+            f"the gradient is within {100 * found.distance:.2g}% of the right gradient, but no "
             "closer: an intermediate result is rounded to a lower precision",
             "layout",
         )
@@ -271,7 +271,7 @@ def _exchanged_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
     yield name_cause(
         "wrong-backward-communication",
         f"{place}, {names}: the loss matches the single-process reference, but the gradient does "
-        f"not: the error is {100 * most:.2g} % of its norm{others or ''}",
+        f"not: the error is {100 * most:.2g}% of its norm{others or ''}",
         "loss",
     )
 
@@ -323,6 +323,6 @@ def _metric_cause(facts: LayoutFacts, found: LayoutParameter) -> Diagnosis:
     where_wrong = f" in {found.region.where}" if found.region is not None else ""
     evidence = (
         f"{place} differs from the single-process result{where_wrong}: the error is "
-        f"{100 * found.distance:.2g} % of its norm"
+        f"{100 * found.distance:.2g}% of its norm"
     )
     return name_cause("wrong-output", evidence, "metric")

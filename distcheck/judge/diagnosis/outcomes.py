@@ -47,7 +47,8 @@ def explain(outcomes: Sequence[Outcome]) -> list[Diagnosis]:
         return [
             name_cause(
                 "crash",
-                f"rank {cause.rank} {cause.outcome} ({last}); other ranks failed after it",
+                f"rank {cause.rank} {RankEnd(cause.outcome).in_words(last)}; other ranks failed "
+                "after it",
                 _WITHOUT_TRACEBACK.get(cause.outcome, "traceback"),
                 rank=cause.rank,
             )
@@ -100,7 +101,7 @@ def _lost_peer_cause(lost: Sequence[Outcome], finished: Sequence[int]) -> Diagno
 def _calls(outcomes: Sequence[Outcome]) -> dict[int, dict[Key, str]]:
     return {
         o.rank: {
-            (call.group, call.point_to_point, call.number): f"{call.name} of [{call.shapes}]"
+            (call.group, call.point_to_point, call.number): call.with_shapes(call.shapes)
             for call in o.collectives
         }
         for o in outcomes
@@ -128,18 +129,23 @@ def _hang_cause(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         else:
             of_its_kind = messages if call.name in _MESSAGES else calls
             of_its_kind.setdefault(call.call, []).append(outcome.rank)
-    parts = [f"{ranks_in_words(ranks)} in {call}" for call, ranks in (calls | messages).items()]
+    parts = [
+        f"{ranks_in_words(ranks)} waited in {call}" for call, ranks in (calls | messages).items()
+    ]
     if elsewhere:
         place = next((f", at {o.place}" for o in hung if [o.rank] == elsewhere and o.place), "")
         kept = ", and did not yield" if without_turn else ""
-        parts.append(f"{ranks_in_words(elsewhere)} in no collective{place}{kept}")
+        be = "were" if len(elsewhere) > 1 else "was"
+        parts.append(f"{ranks_in_words(elsewhere)} {be} in no collective{place}{kept}")
     parts += [f"{ranks_in_words(without_turn)} waited for the scheduler"] if without_turn else []
     parts += [f"{ranks_in_words(silent)} did not respond"] if silent else []
     parts += [f"{ranks_in_words(finished)} finished"] if finished else []
     evidence = "; ".join(parts)
     if stopped:
-        evidence = "; ".join(filter(None, [f"{ranks_in_words(stopped)} was stopped", evidence]))
-        return name_cause("hang", evidence, "stopped", ranks=ranks_in_words(stopped))
+        names = ranks_in_words(stopped)
+        was = f"{names} {'were' if len(stopped) > 1 else 'was'} stopped"
+        evidence = "; ".join(filter(None, [was, evidence]))
+        return name_cause("hang", evidence, "stopped", ranks=names)
     if len(calls) > 1 and (apart := call_mismatch(_calls(hung))) is not None:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):

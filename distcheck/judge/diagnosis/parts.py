@@ -13,7 +13,7 @@ from distcheck.judge.diagnosis.measurements import (
     StepFacts,
 )
 from distcheck.judge.diagnosis.wording import parameters_text, positions_text
-from distcheck.records import Diagnosis
+from distcheck.records import Diagnosis, quoted
 from distcheck.records.causes import name_cause
 
 OWN_THERE = "ranks hold their local gradients there, but not in the other parameters"
@@ -43,7 +43,8 @@ def _partial(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diag
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     if mean:
         what = (
-            f"{own:,} of {elements:,} elements (over all ranks) are the local gradient, the others "
+            f"{own:,} of {elements:,} elements (over all ranks) are the local gradient, and the "
+            "others are "
         )
         what += step.mean
     else:
@@ -98,7 +99,7 @@ def _other_kinds(
         else:
             if other >= _LEAST_OF_A_KIND and _are_parts(step, kind, mean):
                 where = f"step {step.step}, {parameters_text(step, parameters)}"
-                rest = f", the others {step.mean}" if mean else ""
+                rest = f", and the others are {step.mean}" if mean else ""
                 evidence = f"{where}: {other:,} of {elements:,} elements (over all ranks) are "
                 found.append(name_cause(cause, f"{evidence}{what}{rest}", variant))
     return found[:1]
@@ -121,22 +122,26 @@ def _order(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagno
     if _all_match(parameters, others):
         names = {p.name for p in parameters}
         pairs = {m.parameter: m.other for m in others if m.parameter in names}
-        shown = ", ".join(f"{name} that of {other}" for name, other in list(pairs.items())[:4])
+        shown = ", ".join(
+            f"{quoted(name)} holds the gradient of {quoted(other)}"
+            for name, other in list(pairs.items())[:4]
+        )
         wrong = {p.name for p in step.parameters}
         if len(set(pairs.values())) < len(pairs) or not set(pairs.values()) <= wrong:
-            what = f"{shown}, which {'that one' if len(pairs) == 1 else 'another'} holds as well"
-            return [name_cause("bucket-reused-in-flight", f"{where}: got {what}")]
-        return [name_cause("wrong-parameter-order", f"{where}: got {shown}")]
+            holder = quoted(*pairs.values()) if len(pairs) == 1 else "a different parameter"
+            what = f"{shown}, and {holder} holds it as well"
+            return [name_cause("bucket-reused-in-flight", f"{where}: {what}")]
+        return [name_cause("wrong-parameter-order", f"{where}: {shown}")]
     mixed = [m for m in step.matches if m.kind in ("parameter", "mixed")]
     if _all_match(parameters, mixed):
         first = next(m for m in mixed if m.ranks)
         what = (
-            f"in the result of {positions_text(step, [first.rank])} for {first.parameter}, "
+            f"in the result of {positions_text(step, [first.rank])} for {quoted(first.parameter)}, "
             f"{positions_text(step, first.ranks)} contributed "
-            f"{'its' if len(first.ranks) == 1 else 'their'} gradient of {first.other}"
+            f"{'its' if len(first.ranks) == 1 else 'their'} gradient of {quoted(first.other)}"
         )
         if first.other not in {p.name for p in step.parameters}:
-            what += ", which is right itself"
+            what += f", although the result for {quoted(first.other)} itself is right"
             return [name_cause("bucket-reused-in-flight", f"{where}: {what}")]
         return [name_cause("wrong-parameter-order", f"{where}: {what}")]
     permuted = [m for m in step.matches if m.kind == "permuted"]

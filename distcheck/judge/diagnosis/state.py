@@ -60,7 +60,7 @@ def cause_in_process_state(separation: Separation, how: str, *, passed: bool = T
     """
     factors = separation.factors
     only = len(factors) == 1
-    which = "no single factor that differs there causes the difference"
+    which = "no single factor causes the difference"
     if only:
         which = f"only {_FACTORS[factors[0]]} causes the difference"
     found = "; ".join(separation.lines)
@@ -76,8 +76,8 @@ def cause_in_process_state(separation: Separation, how: str, *, passed: bool = T
     return name_cause(
         "depends-on-process-state",
         f"{first if passed else ''}the rerun in separate interpreters differed: {how}. A repeat "
-        f"of the first world matched the first, and {which} ({separation.worlds} further "
-        f"worlds); {lines}",
+        f"of the first world matched the first, and {which} ({separation.worlds} more "
+        f"worlds were run); {lines}",
         *(factors if only else _FACTORS),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from distcheck.judge.diagnosis.measurements import Fit, ParameterFacts, StepFacts
-from distcheck.records import CheckResult
+from distcheck.records import CheckResult, quoted
 from distcheck.records.odd_ranks import ranks_in_words
 
 Failures = Mapping[tuple[str, str], CheckResult]  # by (check, layer)
@@ -23,19 +23,20 @@ def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
 def some_of(names: Sequence[str], most: int = 6) -> str:
     """Format the first names and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(quoted, names[:most])) + more
 
 
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
-    """Format `all 6 parameters`, or names. Only parameters that can reveal a missing all-reduce
-    count.
+    """Format `all 6 parameters` or `parameter 5.bias (1 of 6)`. Only parameters that can reveal a
+    missing all-reduce count.
     """
     if len(parameters) == step.total:
         which = f" that could show it ({step.silent} could not)" if step.silent else ""
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
         return what + which
     names = [parameter.name for parameter in parameters]
-    return f"{some_of(names, 3)} ({len(names)} of {step.total} parameters)"
+    several = "s" * (len(names) > 1)
+    return f"parameter{several} {some_of(names, 3)} ({len(names)} of {step.total})"
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:

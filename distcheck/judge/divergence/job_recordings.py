@@ -236,7 +236,7 @@ class JobComparison(LockstepComparison):
         cast = found.kind == INITIAL and self.diverged is None
         return msgspec.structs.replace(
             found, noise_floor=tuple(self._measured), beyond_kind=self._beyond_kind,
-            kind=f"{INITIAL}, in another dtype" if cast else found.kind,
+            kind=f"{INITIAL}, in a different dtype" if cast else found.kind,
         )  # fmt: skip
 
     def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:

@@ -106,16 +106,17 @@ def why_choice_differs(job: JobRecording, perturbed: JobRecording, place: int) -
     """Return the reason that two runs of the same command differ in a choice, or ""."""
     step = job.steps[place]
     if step not in perturbed.steps or perturbed.world != job.world:
-        return f"the moved run made no step {step}"
+        return f"the perturbed run made no step {step}"
     for rank in range(job.world):
         own, other = job.header(rank, place), perturbed.header(rank, perturbed.steps.index(step))
         if own.ids != other.ids or own.rng_digest != other.rng_digest:
             return (
-                f"at step {step} the same command has other samples or random numbers when it runs "
+                f"at step {step} the same command has different samples or random numbers when "
+                "it runs "
                 "again: seed all random streams of the script"
             )
         if own.optimizer != other.optimizer:
-            return f"at step {step} the same command has other settings when it runs again"
+            return f"at step {step} the same command has different settings when it runs again"
         if job.records[rank, step].skipped != perturbed.records[rank, step].skipped:
             return f"step {step} is skipped by one of two runs of the same command"
     return ""

@@ -42,7 +42,7 @@ def excuse(at: AtStep) -> str:
     """Return the reason that results with different bits pass."""
     return (
         "results are not bit-identical to micro-batches weighted by their samples, but within "
-        f"the tolerance of the {at.full_batch_layer} layer"
+        f"the tolerance of {at.full_batch_layer}"
     )
 
 

@@ -49,7 +49,7 @@ def draw(
     for value in scale.marks:
         y = scale(value) or 0.0
         drawing.path("axis", f"M{_LEFT} {y:.1f}H{right}")
-        shown = f"{value:.0%}".replace("%", " %") if shares else scale.figure(value)
+        shown = f"{value:.0%}" if shares else scale.figure(value)
         drawing.text(_LEFT - 6, y + 4, shown, kind="faint", end="end")
     for number, curve in enumerate(heights):
         d = line([point(x(i), y) for i, y in enumerate(curve)])

@@ -47,10 +47,12 @@ def draw_bound(name: str, check: CheckResult) -> Picture:
     height = _legend(grid.drawing, grid.bottom + 26)
     where = f"{found.parameters[worst[1]]}, step {found.steps[worst[2]]}"
     says = (
-        f"{plural(over, 'cell')} over the bound. " if over else "Every cell is within its bound. "
+        f"{plural(over, 'cell')} exceed{'s' * (over == 1)} the bound. "
+        if over
+        else "Every cell is within its bound. "
     )
-    says += f"Largest share of a bound: {figure(worst[0])}, at {where}."
-    title = f"Error over bound: {check.check}{layer_of(check)}"
+    says += f"The largest ratio of error to bound is {figure(worst[0])}, at {where}."
+    title = f"Error / bound: {check.check}{layer_of(check)}"
     rows = [
         [label, *("" if share is None else figure(share) for share in row)]
         for label, row in zip(found.parameters, shares, strict=True)
@@ -85,8 +87,8 @@ def draw_bits(name: str, check: CheckResult) -> Picture:
         grid.drawing.text(x + 17, y + 10, words, kind="faint")
     grid.drawing.path("cross", cross(120, y, 12, 12))
     total = len(same) + len(differs)
-    says = f"{plural(len(differs), 'cell')} of {total} differ. " if differs else ""
-    says += f"{len(same)} of {total} are bit-identical."
+    says = f"{len(same)} of {plural(total, 'cell')} are bit-identical."
+    says += f" {len(differs)} differ{'s' * (len(differs) == 1)}." if differs else ""
     title = f"Bits: {check.check}{layer_of(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
     table = Table(["parameter", "steps that are not bit-identical"], rows)

@@ -54,7 +54,7 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
         if failed:
             drawing.path("cross", cross(*box))
     at_edge = any(p.verdict == "fail" and not _is_drawable(p.error) for p in curve.points)
-    title = f"Error against world: order {curve.order}"
+    title = f"Error against world size: order {curve.order}"
     says = (
         f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
         f"{described(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"

@@ -114,7 +114,7 @@ def _key(call: Collective) -> Key:
 
 
 def _name(call: Collective | None) -> str:
-    return "" if call is None else f"{call.name} of [{clip(call.shapes, 60)}]"
+    return "" if call is None else call.with_shapes(clip(call.shapes, 60))
 
 
 def _state(own: Mapping[Key, Collective], key: Key, usual: str) -> str:

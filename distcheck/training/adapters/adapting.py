@@ -52,8 +52,9 @@ def adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
             loaded = _adapt(dataclasses.replace(target, adaptation=way), find)
             tried = [pair for pair in way.arguments if pair not in target.adaptation.arguments]
             pin = " ".join(f"--arg {name}={value}" for name, value in tried)
-            note = f"{loaded.note} (--as, --finish and --reset say otherwise)"
-            note = f"{loaded.note}; {pin} was tried (pin it, or give another)" if tried else note
+            note = f"{loaded.note} (override with --as, --finish or --reset)"
+            if tried:
+                note = f"{loaded.note}; {pin} was tried (pin it, or pass a different value)"
             return dataclasses.replace(loaded, note=note, refusal=str(error))
         raise
 

@@ -211,7 +211,8 @@ def _call_after(form: Form, target: Target, scene: Scene, call: Callable[[], Any
         is_module = isinstance(answer, nn.Module) and answer not in (model, scene.model)
         if is_module and form.handed == "model":
             raise UsageError(
-                f"{target.spec!r} returned another module when it was called after backward; if "
+                f"{target.spec!r} returned a different module when it was called after backward; "
+                "if "
                 "it wraps the model once, pass --as wrapper"
             )
 

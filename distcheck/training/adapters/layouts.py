@@ -136,7 +136,7 @@ class _Pieced:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         if bool(flags.all()):
             raise UsageError(
-                f"{self._what} uses DTensors and also shards the model in another way; define "
+                f"{self._what} uses DTensors and also shards the model in a different way; define "
                 "full_parameters(model) and full_gradients(model)"
             )
         return bool(flags[0])

@@ -161,7 +161,8 @@ CELLS: Mapping[str, Cell] = {
     ),
     "zero_on_some": Cell(
         place="distcheck.workloads.cells.some_ranks:ZeroOnSome",
-        about="one layer's gradient is zero on all ranks but one, another's on one rank only",
+        about="the gradient of one layer is zero on all ranks but one, and of a second layer on "
+        "one rank only",
     ),
     "different_starts": Cell(
         place="distcheck.workloads.cells.some_ranks:DifferentStarts",

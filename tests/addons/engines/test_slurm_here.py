@@ -19,7 +19,7 @@ def test_parts_are_judged_and_joined(distcheck: Run, tmp_path: Path) -> None:
     assert [case["verdict"] for case in whole["cases"]] == ["pass", "fail"]
     assert [part["shard"] for part in whole["parts"]] in ([1, 2], [2, 1])
     assert "2 parts on slurm; code: it is found by its path" in ran.stderr
-    assert "1 fail, 1 pass" in ran.stdout
+    assert "1 failed, 1 passed" in ran.stdout
     assert not complaints(ran.stderr)
 
 

@@ -463,6 +463,7 @@ def test_the_screen_of_what_was_found(
 ) -> None:
     runner: Any = SimpleNamespace(left_out={}, distrusts_kept="")
     search = Search(runner=runner, space=st.nothing(), seed=0, until=0.0)
+    search._verdicts = {str(number): documents.mismatch() for number in range(16)}
     search.finding, search.shrunk_in = Finding(documents.mismatch(), 3, 3), 4
     story = ExploreResult(
         strategy="mine.py:sync", seed=0, spent_s=7.2, search=search, earlier=1, unreadable=(),

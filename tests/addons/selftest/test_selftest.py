@@ -234,7 +234,7 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
         "mutants   3 planted: 1 caught, 1 missed; 1 named correctly, 0 named incorrectly, "
         "0 unexplained",
         "correct   1 cases: 0 passed, 1 false positives",
-        "          data_parallel is not among them: it needs device cuda",
+        "          data_parallel is not included: it needs device cuda",
         "unknown   1 planned cases have no verdict",
         "time      0 s",
     ]

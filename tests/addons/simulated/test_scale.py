@@ -94,9 +94,9 @@ def test_a_curve_has_its_worlds_in_order_and_names_the_first_that_fails() -> Non
         (2, 2e-9, "pass"), (8, 8e-9, "pass"), (16, 1.6e-8, "fail"),
     ]  # fmt: skip
     assert ring.comes_to == (
-        "first fails in world 16: partial-sync; the largest world below it is 8"
+        "first fails at world size 16 (partial-sync); the next smaller world size tested is 8"
     )
-    assert tree.comes_to == "passes in every world from 2 to 16"
+    assert tree.comes_to == "passes at all 3 world sizes from 2 to 16"
     assert ring.points[-1].share == pytest.approx(1.6)
 
 
@@ -106,11 +106,11 @@ def test_what_is_unknown_is_no_pass_and_says_why() -> None:
         reports[1], verdict="unknown", checks=(), outcomes=(), notes=("so no bound exists",)
     )
     (curve,) = scale.curves(decoded(documents.document(*reports)).cases)
-    assert curve.comes_to == "does not fail, and is unknown in world 8"
+    assert curve.comes_to == "does not fail, but is unknown at world size 8"
     assert (curve.points[1].error, curve.points[1].reason) == (None, "so no bound exists")
     text = screen(reports)
     assert "UNKNOWN mine.py:sync   tree does not fail" in text
-    assert "world 8 (tree): so no bound exists" in text
+    assert "world size 8 (tree): so no bound exists" in text
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -131,9 +131,9 @@ def test_the_screen_has_error_and_bound_of_each_world_and_order() -> None:
     text = screen(grown())
     assert re.search(r"ring +2 +ok +2\.0e-09 +1\.0e-08 +0\.2\n", text)
     assert re.search(r"\n +16 +fail +1\.6e-08 +1\.0e-08 +1\.6\n", text)
-    assert "FAIL    mine.py:sync   ring first fails in world 16: partial-sync" in text
-    assert "PASS    mine.py:sync   tree passes in every world from 2 to 16" in text
-    assert "ring, world 16" in text
+    assert "FAIL    mine.py:sync   ring first fails at world size 16 (partial-sync)" in text
+    assert "PASS    mine.py:sync   tree passes at all 3 world sizes from 2 to 16" in text
+    assert "ring, world size 16" in text
     assert "try " in text
 
 
@@ -141,9 +141,9 @@ def test_the_page_has_a_picture_for_each_order_on_the_same_axes() -> None:
     document = documents.document(*grown())
     seen = Page(html_report.render(document))
     for words in (
-        "Error against world: order ring",
-        "Error against world: order tree",
-        "first fails in world 16: partial-sync",
+        "Error against world size: order ring",
+        "Error against world size: order tree",
+        "first fails at world size 16 (partial-sync)",
         "A cross marks a world that fails",
     ):
         assert words in seen.visible, words
@@ -161,13 +161,13 @@ def test_an_error_that_has_no_place_on_the_axis_is_still_shown(error: float | st
     seen = Page(html_report.render(documents.document(*reports)))
     assert "at the upper edge, a world without an error to draw" in seen.visible
     assert seen.text.count('class="over"') >= 1
-    assert "first fails in world 8" in screen(reports)
+    assert "first fails at world size 8" in screen(reports)
 
 
 def test_worlds_of_other_backends_have_no_curve_and_no_key() -> None:
     document = documents.document(documents.passing("a", 2), documents.passing("a", 4))
     assert "scale" not in document
-    assert "Error against world" not in html_report.render(document)
+    assert "Error against world size" not in html_report.render(document)
 
 
 def test_the_json_has_a_row_for_each_world_and_order_and_can_be_read_again(tmp_path: Any) -> None:

@@ -283,7 +283,7 @@ def test_a_rank_that_blocks_outside_of_torch_is_named(pool: Pool, name: str, tex
     assert (outcomes[0].rank, outcomes[0].outcome) == (2, RankEnd.HUNG)
     assert line_of(name, text).rpartition(":")[2] in outcomes[0].detail
     assert outcomes[-1].outcome is RankEnd.ENDED, "rank 3 had no turn, and is not to blame"
-    said = f"rank 2 in no collective, at {line_of(name, text)}, and did not yield"
+    said = f"rank 2 was in no collective, at {line_of(name, text)}, and did not yield"
     assert f"{said}; rank 3 waited for the scheduler" in cause.evidence
     assert cause.suggestion == "read the stack of rank 2: it shows where"
 
@@ -396,8 +396,8 @@ def test_scale_names_the_first_world_that_fails(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 1, ran.stderr
-    assert "ring first fails in world 8: wrong-divisor" in ran.stdout
-    assert "Error against world: order tree" in (tmp_path / "scale.html").read_text()
+    assert "ring first fails at world size 8 (wrong-divisor)" in ran.stdout
+    assert "Error against world size: order tree" in (tmp_path / "scale.html").read_text()
 
 
 @pytest.mark.parametrize("used", ["group=group", ""], ids=["used", "never_called"])
