@@ -171,6 +171,8 @@ def _verdict(found: _Comparison, *, bits: bool) -> tuple[VerdictName, str]:
             f"the files agree, but the scores of {side.name} {_CHANGE.get(name, name)} by "
             f"{distance / found.level:.3g}x the noise floor"
         )
+    if weights := _cause_of_weights(found):
+        return "unknown", f"the files agree within the noise floor, but {weights.evidence}"
     if hidden := _hidden(found):
         return "unknown", f"the noise floor is so wide that it hides {hidden}"
     return "pass", "within the bound at every token"

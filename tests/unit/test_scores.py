@@ -398,6 +398,17 @@ def test_a_file_that_depends_on_its_padding_is_never_a_pass(llama: Engines) -> N
     assert "change with the side of the padding" in found.reason
 
 
+def test_different_weights_are_never_a_pass(llama: Engines) -> None:
+    """Even if the noise floor, as that of bfloat16, is wider than their effect."""
+    found = llama.compared(logprobs=llama.right, step=STEP - 1)
+    assert found.verdict == "unknown"
+    assert "agree within the noise floor, but the files are of steps 7 and 6" in found.reason
+    found = llama.compared(model=llama.changed(updated(1e-9)))
+    assert found.verdict == "unknown"
+    assert "parameters differ" in found.reason
+    assert llama.compared(logprobs=llama.right, step=STEP).verdict == "pass"
+
+
 def test_without_a_noise_floor_nothing_is_judged(llama: Engines) -> None:
     bare = llama.folder / "bare.safetensors"
     distcheck.scores(bare, llama.sequences, logprobs=llama.right)
