@@ -24,6 +24,7 @@ from distcheck.job.checks.ranks import (
 from distcheck.job.checks.reference import paired_clips, reference_gradients, reference_scale
 from distcheck.job.fitting import Gradients, fit, gradients_of_rank
 from distcheck.job.inside.choosing import collective_before_backward
+from distcheck.job.inside.moved_gradients import fate_of_cleared
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
@@ -242,8 +243,9 @@ def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
 
 
 def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
-    """Yield a warning for a loss that is a sum over samples although the all-reduce averages. A sum
-    that is divided by an unknown number may be a mean over other items, such as padded positions.
+    """Yield a warning for a loss that is a sum over samples although the all-reduce averages. It
+    fails nothing, since the learning rate may have been chosen for a rank's sum. A sum that is
+    divided by an unknown number may be a mean over other items, such as padded positions.
     """
     replayed = None if reference is None else reference.replayed
     if reference is None or replayed is None or reference_scale(reference) == 1.0:
@@ -289,7 +291,15 @@ def _between_passes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
     record = job.records[0, step]
     passes = [one for one in record.passes if one.loss is not None]
     dropped = [number for number, one in enumerate(passes) if not one.live]
-    if dropped:
+    if dropped and fate_of_cleared(job, step) == "unclear":
+        yield name_cause(
+            "unexplained",
+            f"step {step}: gradients were cleared between the {len(passes)} backward passes, and "
+            "the optimizer gradients are a multiple of the ranks' mean neither with nor without "
+            "them",
+            "job-cleared",
+        )
+    elif dropped:
         yield name_cause(
             "lost-micro-batch",
             f"step {step}: backward pass {dropped[-1]} (from 0) of {len(passes)} contributes to "

@@ -264,6 +264,133 @@ def test_terms_may_be_divided_at_the_end(divides: bool, verdict: str, tmp_path: 
     assert results["gradients"].verdict == "pass"
 
 
+def a_sum(*numbers: float, divides: bool = True) -> Term:
+    return term("a sum", *numbers, reduction="sum", call=-1, divides=divides)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "expected"),
+    [
+        ([8, 8, 8], ("pass", "")),  # the samples of both passes
+        ([16, 16, 16], ("pass", "")),  # of all ranks: the reference compares that
+        ([4, 4, 4], ("fail", "not divided by the 2 gradient accumulation steps")),
+        ([37, 52, 41], ("pass", "")),  # a number of targets of the step
+        ([37, 37, 37], ("unknown", "none of its terms is divided by the number")),
+    ],
+)
+def test_a_sum_is_divided_by_samples_or_by_a_number_of_the_step(
+    divisors: list[float], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    def change(facts: Facts) -> None:
+        passes_with(a_sum(1 / divisors[facts.step]), count=2)(facts)
+
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
+    has_compared = result.compared.elements > 0
+    assert (result.verdict if has_compared else "unknown") == expected[0]
+    assert expected[1] in result.reason + result.first_reason
+
+
+@pytest.mark.parametrize(
+    ("divisors", "passes", "why"),
+    [
+        ([37, 52, 41], 2, "by a number of the whole step, and by the number of passes"),
+        ([4, 4, 4], 4, "by the number of samples of a pass, which is also the number of passes"),
+    ],
+)
+def test_a_sum_with_a_divisor_of_two_meanings_is_not_judged(
+    divisors: list[float], passes: int, why: str, tmp_path: Path
+) -> None:
+    def change(facts: Facts) -> None:
+        also = () if passes == 4 else (1 / 2,)
+        passes_with(a_sum(1 / divisors[facts.step], *also), count=passes)(facts)
+
+    assert why in terms.judge_loss_weight(make(tmp_path, change), 0, 0).why
+
+
+def tasks(weights: list[float], count: int, *, of_torch: bool = True) -> Callable[[Facts], None]:
+    """Passes of two tasks over the same samples, in `count` micro-batches."""
+
+    def change(facts: Facts) -> None:
+        facts.passes = []
+        for number in range(count):
+            for task, weight in enumerate(weights):
+                call = LossCall(
+                    name="mse_loss", reduction="mean", counted=4, value=2.0 + task, target="y"
+                )
+                own = term("a mean", weight, call=-1)
+                of = {"losses": (call,)} if of_torch else {"losses": (), "terms": (own,)}
+                about = {"loss": weight * (2.0 + task), **of}
+                rows = (*facts.rows, f"{number}")
+                facts.passes.append(facts.a_pass(number, rows=rows, **about))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "verdict", "of_torch"),
+    [
+        ([1.0, 1.0], 1, None, True),  # nothing accumulates
+        ([1.0, 0.02], 1, None, False),
+        ([0.5, 0.5], 2, "pass", True),
+        ([0.5, 0.5], 2, "pass", False),
+        ([0.25, 0.25], 2, "pass", True),  # also the mean of the tasks
+        ([1.0, 1.0], 3, "fail", True),
+        ([1.0, 1.0], 3, "fail", False),
+        ([1 / 9, 1 / 9], 3, "fail", True),
+    ],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_of_several_losses_is_judged_by_itself(
+    weights: list[float], count: int, verdict: str | None, of_torch: bool, world: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    job = make(tmp_path, tasks(weights, count, of_torch=of_torch), world=world)
+    result = exchange.loss_scale(job, job.steps)
+    assert (None if result is None else result.verdict) == verdict
+    assert result is None or result.compared.elements == 2 * count * world * 3
+
+
+def test_losses_that_differ_in_number_are_not_judged(tmp_path: Path) -> None:
+    def change(facts: Facts) -> None:
+        tasks([1.0, 1.0], 2)(facts)
+        facts.passes.pop()
+
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
+    assert (result.compared.elements, "not equally many of each" in result.reason) == (0, True)
+
+
+def test_passes_over_a_whole_batch_have_the_same_samples(tmp_path: Path) -> None:
+    """As of a GAN's discriminator, whose second pass has other inputs."""
+
+    def change(facts: Facts) -> None:
+        tasks([1.0, 1.0], 1)(facts)
+        fakes = tuple(f"fake {row}" for row in facts.rows)
+        facts.passes[1] = msgspec.structs.replace(facts.passes[1], rows=fakes)
+
+    job = make(tmp_path, change)
+    assert exchange.loss_scale(job, job.steps) is None
+
+
+def test_passes_with_constant_targets_do_not_accumulate(tmp_path: Path) -> None:
+    """As of a GAN on samples that no loader made."""
+
+    def change(facts: Facts) -> None:
+        tasks([1.0, 1.0], 1)(facts)
+        one, other = facts.passes
+        call = msgspec.structs.replace(other.losses[0], target="zeros")
+        facts.passes[0] = msgspec.structs.replace(one, batches=())
+        facts.passes[1] = msgspec.structs.replace(
+            other, batches=(), rows=("a", "b"), losses=(call,)
+        )
+
+    job = make(tmp_path, change)
+    assert exchange.loss_scale(job, job.steps) is None
+
+
 # -- next to one batch ---------------------------------------------------------------------------
 
 

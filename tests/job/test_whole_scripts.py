@@ -100,6 +100,59 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+# Two tasks with a backward pass each, in two micro-batches.
+TASKS = """
+body, heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 1)])
+model = DDP(nn.ModuleDict({"body": body, "heads": heads}))
+model.module.forward = lambda x, task: heads[task](torch.tanh(body(x)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    for a, b in zip(x.chunk(2), y.chunk(2)):
+        for task in range(2):
+            model.require_backward_grad_sync = False
+            made = model(a, task)
+            loss = F.mse_loss(made[:, 0], b.float()) if task else F.cross_entropy(made, b)
+            (loss * %s).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    optimizer.step()
+"""
+# One batch, of which each task has its own gradients, and of which the smaller is subtracted.
+PROJECTED = """
+net = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+mean = lambda one: [dist.all_reduce(g) or g / dist.get_world_size() for g in one]
+for x, y in loader:
+    found = []
+    for task in range(2):
+        optimizer.zero_grad()
+        made = net(x)
+        (made.square().mean() if task else F.cross_entropy(made, y)).backward()
+        found.append(%s([p.grad.clone() for p in net.parameters()]))
+    a, b = found
+    by = sum((g * h).sum() for g, h in zip(a, b)) / sum((h * h).sum() for h in b)
+    for p, new in zip(net.parameters(), %s([g - 0.5 * by * h for g, h in zip(a, b)])):
+        p.grad = new
+    optimizer.step()
+"""
+# Sums of errors over both micro-batches of a rank, which reads samples without an end.
+SUMMED = """
+net = nn.Linear(6, 3)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+rank, world = dist.get_rank(), dist.get_world_size()
+batches = iter(DataLoader(data, 4, sampler=range(rank, len(data), world)))
+for step in range(6):
+    optimizer.zero_grad()
+    for micro_batch in range(2):
+        x, y = next(batches)
+        (net(x) - x[:, :3]).square().sum().mul(1 / %s).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    optimizer.step()
+"""
 # Two views of each sample in one batch, whose output is split in halves.
 VIEWS = """
 net = nn.Linear(6, 4)
@@ -179,6 +232,12 @@ SCRIPTS = {
                   {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
     "moved": (MOVED % "kept.get(p, 0)", "pass", set(), set()),
     "moved, the last only": (MOVED % "0", "fail", {"lost-micro-batch"}, set()),
+    "tasks": (TASKS % "0.5", "pass", set(), set()),
+    "tasks, not scaled": (TASKS % "1", "fail", {"accumulation-not-scaled"}, set()),
+    "projected": (PROJECTED % ("mean", ""), "pass", set(), {"gradients-modified-before-step"}),
+    "projected on each rank": (PROJECTED % ("", "mean"), "fail", {"unexplained"}, set()),
+    "summed": (SUMMED % "8", "pass", set(), set()),
+    "summed, each a mean": (SUMMED % "4", "fail", {"accumulation-not-scaled"}, set()),
     "views": (VIEWS % MEAN, "pass", set(), set()),
     "views, a sum": (VIEWS % SUM, "fail", {"missing-division"}, set()),
     "masked": (MASKED % "(losses.sum() / total).backward()", "fail", {"unweighted-tokens"}, set()),
@@ -192,7 +251,11 @@ SCRIPTS = {
     "micro-batches": (SPLIT % "y", "pass", set(), set()),
     "micro-batches, each a mean": (SPLIT % "b", "fail", {"accumulation-not-scaled"}, set()),
 }  # fmt: skip
-ADVICE = {"bypassed": "call the wrapped", "gathered without a gradient": "gather with a backward"}
+ADVICE = {
+    "bypassed": "call the wrapped",
+    "gathered without a gradient": "gather with a backward",
+    "projected on each rank": "all-reduce the gradients of each loss before",
+}
 ANOTHER_SHAPE = ("positions", "positions, a sum")  # for one process, which begins again
 
 
@@ -205,11 +268,7 @@ def test_a_script_is_judged(name: str, tmp_path: Path) -> None:
     assert {one.cause for one in case.diagnosis} == causes
     assert {one.cause for one in case.remarks} == remarks
     assert unfounded(msgspec.to_builtins(case), HEAD + script) == []
-    advice = {
-        "bypassed": "call the wrapped",
-        "gathered without a gradient": "gather with a backward",
-    }
-    assert advice.get(name, "") in "".join(one.suggestion for one in case.diagnosis)
+    assert ADVICE.get(name, "") in "".join(one.suggestion for one in case.diagnosis)
 
 
 @pytest.mark.sweep

@@ -2,8 +2,11 @@
 loss.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 
+import msgspec
 import torch
 
 from distcheck.job.checks import terms
@@ -295,49 +298,87 @@ def carried(job: JobRecording) -> CheckResult:
 
 
 def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
-    """Check that an accumulated loss is divided by the number of backward passes exactly once."""
-    steps = [s for s in steps if all(_count(job, r, s) > 1 for r in range(job.world))]
-    if not steps:
-        return None
-    tally = Tally("loss scale", NO_LAYER)
+    """Check that an accumulated loss is divided by the number of backward passes exactly once.
+
+    In a step with passes of several losses, each loss is judged by itself.
+    """
+    tally, views = Tally("loss scale", NO_LAYER), _views_by_loss(job)
+    ranks = range(job.world)
+    steps = [s for s in steps if all(max(_lengths(job, r, s), default=0) > 1 for r in ranks)]
     for step in steps:
-        factors = _loss_weights(job, step)
-        if factors is None:
-            _judge_terms(job, tally, step)
+        counts = {len(job.by_loss(rank, step)) for rank in ranks}
+        if len(counts) > 1 or any(len(_lengths(job, rank, step)) > 1 for rank in ranks):
+            tally.remark(
+                "the scale of the loss is not judged, since the backward passes of a step are of "
+                "several losses, and not equally many of each"
+            )
             continue
-        later = scale_after_last_pass(job, step)
-        for rank, factor in enumerate(factors):
-            total = factor * later
-            passes = _count(job, rank, step)
-            tally.count(parameter="factor of the loss", rank=rank, step=step, elements=passes)
-            for wrong in (float(passes), 1 / passes):
-                if passes < 2 or abs(total - wrong) > SAME_FACTOR * wrong:
-                    continue
-                if fate_of_cleared(job, step) == "unclear":
-                    tally.missing(
-                        f"step {step}: gradients were cleared between backward passes, and the "
-                        "optimizer gradients are a multiple of the ranks' mean neither with nor "
-                        "without them, so the script may have kept them elsewhere"
-                    )
-                elif terms.may_be_intended_weight(job, rank, step, wrong):
-                    tally.missing(
-                        f"over {passes} backward passes gradients are {total:.6g}x those of the "
-                        f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
-                        "because of the number of passes; change the weight for this run to "
-                        "check the scale"
-                    )
-                else:
-                    division, size = (
-                        ("not divided", "too large") if wrong > 1
-                        else ("divided twice", "the right size")
-                    )  # fmt: skip
-                    tally.fail(
-                        f"step {step}: the loss is {division} by the {passes} gradient "
-                        f"accumulation steps, so gradients are {total:.6g}x {size}",
-                        parameter="factor of the loss", rank=rank, step=step, actual=total,
-                        expected=1.0,
-                    )  # fmt: skip
-    return tally.result()
+        losses = counts.pop()
+        for view in views[:losses]:
+            _judge_scale(view, tally, step, losses)
+    return tally.result() if steps else None
+
+
+def _lengths(job: JobRecording, rank: int, step: int) -> set[int]:
+    """Return the numbers of passes of each loss."""
+    return {len(one) for one in job.by_loss(rank, step)}
+
+
+def _views_by_loss(job: JobRecording) -> list[JobRecording]:
+    """Return the recording with the passes of one loss only, for each loss of a step."""
+    found = {place: job.by_loss(*place) for place in job.records}
+    return [
+        dataclasses.replace(
+            job,
+            records={
+                place: msgspec.structs.replace(
+                    record, passes=tuple(chain(*found[place][n : n + 1]))
+                )
+                for place, record in job.records.items()
+            },
+        )
+        for n in range(max(map(len, found.values()), default=0))
+    ]
+
+
+def _judge_scale(job: JobRecording, tally: Tally, step: int, losses: int) -> None:
+    """Judge the scale of one of the `losses` of a step."""
+    factors = _loss_weights(job, step)
+    if factors is None:
+        _judge_terms(job, tally, step)
+        return
+    later = scale_after_last_pass(job, step)
+    for rank, factor in enumerate(factors):
+        total = factor * later
+        passes = _count(job, rank, step)
+        tally.count(parameter="factor of the loss", rank=rank, step=step, elements=passes)
+        for wrong in (float(passes), 1 / passes):
+            if passes < 2 or abs(total - wrong) > SAME_FACTOR * wrong or wrong * losses == 1:
+                continue  # a right scale, or the mean of several losses
+            if fate_of_cleared(job, step) == "unclear":
+                tally.missing(
+                    f"step {step}: gradients were cleared between backward passes, and the "
+                    "optimizer gradients are a multiple of the ranks' mean neither with nor "
+                    "without them, so the script may have kept them elsewhere"
+                )
+            elif terms.may_be_intended_weight(job, rank, step, wrong):
+                tally.missing(
+                    f"over {passes} backward passes gradients are {total:.6g}x those of the "
+                    f"mean loss: either because of the weight {wrong:.6g} in the loss, or "
+                    "because of the number of passes; change the weight for this run to "
+                    "check the scale"
+                )
+            else:
+                division, size = (
+                    ("not divided", "too large") if wrong > 1
+                    else ("divided twice", "the right size")
+                )  # fmt: skip
+                tally.fail(
+                    f"step {step}: the loss is {division} by the {passes} gradient "
+                    f"accumulation steps, so gradients are {total:.6g}x {size}",
+                    parameter="factor of the loss", rank=rank, step=step, actual=total,
+                    expected=1.0,
+                )  # fmt: skip
 
 
 def _judge_terms(job: JobRecording, tally: Tally, step: int) -> None:

@@ -4,6 +4,10 @@ A term that is divided by the number of passes has that number or its inverse am
 only some terms are divided, the others are too large by the number of passes. But a script may fold
 the division into a term's weight (`aux * (0.1 / passes)`). So an undivided term is a mistake if it
 has no weight or an integer weight; with any other weight the result is unknown.
+
+A sum is a mean if it is divided by the number of samples of a pass, or of all passes of the step. A
+divisor that differs between steps, but not between the passes and ranks of one step, is a number
+that the script has determined for the whole step, such as a number of tokens.
 """
 
 from collections.abc import Sequence
@@ -38,6 +42,8 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
         return LossWeight(why=why)
     terms = [_remove_loss_scale(term, record) for term in passes[0].terms]
     numbers = _numbers_of_passes(job, rank)
+    if len(terms) == 1 and (known := _judge_sum(job, rank, step, terms[0], numbers)):
+        return known
     divisions = [_count_divisions(term.factors, numbers) for term in terms]
     if not any(divisions):
         return _judge_undivided(terms, len(passes))
@@ -96,6 +102,46 @@ def _has_weight_one(terms: Sequence[Term], times: float) -> bool:
     means = [times * term.weight for term in terms if term.reduction == "mean"]
     together = len(means) == len(terms) and abs(sum(means) - 1) <= _SAME
     return together or any(abs(abs(weight) - 1) <= _SAME for weight in means)
+
+
+def _judge_sum(
+    job: JobRecording, rank: int, step: int, term: Term, numbers: set[int]
+) -> LossWeight | None:
+    """Judge a loss that is one sum; return None if its divisor is unknown."""
+    passes, divisions = job.records[rank, step].trained, _count_divisions(term.factors, numbers)
+    if term.reduction != "sum" or not term.weight:
+        return None
+    if any(_is_determined_by_step(job, step, n) for n in range(len(term.factors))):
+        several = "it is divided by a number of the whole step, and by the number of passes"
+        return LossWeight(why=several) if divisions else LossWeight()
+    divisor, rows = 1 / abs(term.weight), {len(one.rows) for one in passes}
+    if len(rows) != 1 or not (each := rows.pop()):
+        return None
+    of_step = {each * len(passes), each * len(passes) * job.world}
+    is_pass, is_step = (
+        any(abs(divisor - number) <= _SAME * number for number in known)
+        for known in ({each}, of_step)
+    )
+    if is_pass and divisions:
+        both = (
+            "it is divided by the number of samples of a pass, which is also the number of passes"
+        )
+        return LossWeight(why=both)
+    return LossWeight(times=float(len(passes))) if is_pass else LossWeight() if is_step else None
+
+
+def _is_determined_by_step(job: JobRecording, step: int, number: int) -> bool:
+    """Return True if the only term is divided by a factor (by its place `number`) that differs
+    between steps, but not between the passes and ranks of one step.
+    """
+    found = []
+    for one in job.steps:
+        passes = [p for record in job.at(one) for p in record.trained]
+        if any(len(p.terms) != 1 or len(p.terms[0].factors) <= number for p in passes):
+            return False
+        found.append({p.terms[0].factors[number] for p in passes})
+    several = all(len(factors) == 1 and next(iter(factors)).divides for factors in found)
+    return several and len({factor for factors in found for factor in factors}) > 1
 
 
 def _judge_undivided(terms: Sequence[Term], passes: int) -> LossWeight:

@@ -18,6 +18,7 @@ from distcheck.machine.numerics import real_parts
 from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
     KeptRecording,
+    Pass,
     RankRecord,
     RereadSamples,
     StepRecord,
@@ -120,6 +121,18 @@ class JobRecording:
 
     def at(self, step: int) -> list[StepRecord]:
         return [self.records[rank.rank, step] for rank in self.ranks]
+
+    def by_loss(self, rank: int, step: int) -> list[list[Pass]]:
+        """Return the passes with a loss, by loss (`StepRecord.by_loss`)."""
+        return self.records[rank, step].by_loss(self._constant_targets(rank))
+
+    def _constant_targets(self, rank: int) -> set[str]:
+        """Return the targets of several samples that a rank's losses have at every step."""
+        found = [
+            {c.target for p in self.records[rank, s].passes if len(p.rows) > 1 for c in p.losses}
+            for s in self.steps
+        ]
+        return set.intersection(*found) - {""} if len(found) > 1 else set()
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of one rank at one step. Raises UsageError if they are damaged."""

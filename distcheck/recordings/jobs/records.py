@@ -29,9 +29,10 @@ Beyond the budget, `local/`, `raw/` and `step/` are 64 projections (`sketches`),
 
 import math
 import stat
+from collections.abc import Collection
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -321,6 +322,28 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     def trained(self) -> list[Pass]:
         """Return the passes that the step was trained on; each has a loss."""
         return [one for one in self.passes if one.live and one.loss is not None]
+
+    def by_loss(self, constant: Collection[str]) -> list[list[Pass]]:
+        """Return the passes with a loss, by loss: only passes of one loss accumulate.
+
+        A pass belongs to another loss if its functions or its loaders differ, if it has other
+        targets or values for the same samples, as in multi-task training, or one of the targets
+        that are `constant`, as in a GAN. Passes over a whole batch have the same samples, however
+        these are transformed.
+        """
+        sizes = {(b.loader, b.epoch, b.number): len(b.rows) or math.inf for b in self.batches}
+        found: dict[Any, list[Pass]] = {}
+        known: dict[Any, list[Any]] = {}  # targets, by function, loaders and samples
+        for one in (one for one in self.passes if one.loss is not None):
+            calls = [(c.name, c.target if c.target in constant else "") for c in one.losses]
+            kind = (*calls, *(place[0] for place in one.batches))
+            least = max((sizes.get(place, math.inf) for place in one.batches), default=math.inf)
+            samples = one.batches if len(one.rows) >= least else one.rows
+            targets = [(call.target, call.value) for call in one.losses] or [one.loss]
+            others = known.setdefault((kind, samples), [])
+            others += [] if targets in others else [targets]
+            found.setdefault((kind, others.index(targets)), []).append(one)
+        return [*found.values()]
 
     @property
     def loss(self) -> float:
