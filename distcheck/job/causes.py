@@ -97,7 +97,9 @@ def _decisive_causes(
         return [name_cause("nonfinite", failed["finite", NO_LAYER].reason, "job")]
     if (averaging.CHECK, ROUNDING) in failed:
         return [averaging.explain(job, failed[averaging.CHECK, ROUNDING])]
-    return [] if reference is None else layouts.explain(job, reference, failed)
+    if reference is None or reference_weights_ranks(job, reference):
+        return []
+    return layouts.explain(job, reference, failed)
 
 
 def _result_of(failed: Failed, check: str) -> CheckResult:

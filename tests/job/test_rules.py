@@ -291,6 +291,27 @@ def test_what_is_exchanged_before_backward(
     assert ("ranks communicate before backward" in choice.failure) == fails
 
 
+@pytest.mark.parametrize(
+    ("parts", "retry"),
+    [
+        ([slice(0, 3), slice(3, 6)], "own inputs"),  # of a sequence
+        ([slice(0, 6), slice(0, 6)], ""),  # all of it, as in tensor parallelism
+        ([slice(0, 3), slice(0, 3)], ""),
+    ],
+)
+def test_ranks_that_divide_a_batch_have_the_inputs_of_the_script(
+    parts: list[slice], retry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = torch.arange(24.0).view(4, 6)
+    monkeypatch.setattr(BatchSource, "batch", lambda *_: [batch])
+    given = [batch[:, part] for part in parts]
+    monkeypatch.setattr(BatchSource, "inputs", lambda _, step, pairs: [given[pairs[0][0]]])
+    job = make(tmp_path, lambda facts: None)
+    found = _copies([gradients(0, 0), gradients(1, 0)])
+    assert choosing.choose(job, BatchSource(job), found, "", "").retry == retry
+    assert choosing.choose(job, BatchSource(job), found, "", "", owns=True).retry == ""
+
+
 @pytest.mark.parametrize(("classes", "mode"), [(8, "rank by rank"), (4, "together")])
 def test_class_samples_stay_on_their_rank(classes: int, mode: str, tmp_path: Path) -> None:
     """Of all ranks' batches as one, each sample would have more negatives."""

@@ -167,6 +167,7 @@ for x, y in loader:
 """
 # Each rank's mean is over its own targets within a mask.
 MASKED = """
+from torch.distributed.fsdp import fully_shard
 model = DDP(nn.Linear(6, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x, y in loader:
@@ -222,7 +223,21 @@ for x, y in DataLoader(data, 4):
         %s
     optimizer.step()
 """
+# Half of each sequence on each rank, whose loss is divided by the targets of the whole one.
+HALVES = """
+rank, world = dist.get_rank(), dist.get_world_size()
+data = TensorDataset(torch.randn(64, 8, 6), torch.randn(64, 8, 3))
+net = DDP(nn.Linear(6, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in DataLoader(data, 4):
+    optimizer.zero_grad()
+    error = net(x.chunk(world, 1)[rank]) - y.chunk(world, 1)[rank]
+    (error.square().sum() * %s / y.numel()).backward()
+    optimizer.step()
+"""
 SCRIPTS = {
+    "halves": (HALVES % "world", "pass", set(), set()),
+    "halves, divided again": (HALVES % "1", "fail", {"double-division"}, set()),
     "positions": (POSITIONS % MEAN, "pass", set(), set()),
     "positions, a sum": (POSITIONS % SUM, "fail", {"missing-division"}, set()),
     "a GAN that logs": (GAN, "pass", set(), set()),
@@ -241,6 +256,9 @@ SCRIPTS = {
     "views": (VIEWS % MEAN, "pass", set(), set()),
     "views, a sum": (VIEWS % SUM, "fail", {"missing-division"}, set()),
     "masked": (MASKED % "(losses.sum() / total).backward()", "fail", {"unweighted-tokens"}, set()),
+    "masked, sharded": (
+        MASKED.replace("DDP(", "fully_shard(") % "(losses.sum() / total).backward()", "fail",
+        {"unweighted-tokens"}, set()),
     "masked, by all": (MASKED % BY_ALL, "pass", set(), set()),
     "bypassed": (BYPASSED, "fail", {"missing-sync"}, set()),
     "sharded": (SHARDED % " / 2", "pass", set(), set()),
@@ -256,7 +274,8 @@ ADVICE = {
     "gathered without a gradient": "gather with a backward",
     "projected on each rank": "all-reduce the gradients of each loss before",
 }
-ANOTHER_SHAPE = ("positions", "positions, a sum")  # for one process, which begins again
+# For one process, which begins again.
+ANOTHER_SHAPE = ("positions", "positions, a sum", "halves", "halves, divided again")
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ANOTHER_SHAPE])

@@ -6,8 +6,8 @@ the division into a term's weight (`aux * (0.1 / passes)`). So an undivided term
 has no weight or an integer weight; with any other weight the result is unknown.
 
 A sum is a mean if it is divided by the number of samples of a pass, or of all passes of the step. A
-divisor that differs between steps, but not between the passes and ranks of one step, is a number
-that the script has determined for the whole step, such as a number of tokens.
+divisor that differs between steps, but not between a rank's passes of a step, is a number that the
+script has determined for the whole step, such as a number of tokens.
 """
 
 from collections.abc import Sequence
@@ -111,17 +111,16 @@ def _judge_sum(
     passes, divisions = job.records[rank, step].trained, _count_divisions(term.factors, numbers)
     if term.reduction != "sum" or not term.weight:
         return None
-    if any(_is_determined_by_step(job, step, n) for n in range(len(term.factors))):
+    if any(_is_determined_by_step(job, rank, n) for n in range(len(term.factors))):
         several = "it is divided by a number of the whole step, and by the number of passes"
         return LossWeight(why=several) if divisions else LossWeight()
-    divisor, rows = 1 / abs(term.weight), {len(one.rows) for one in passes}
+    rows = {len(one.rows) for one in passes}
     if len(rows) != 1 or not (each := rows.pop()):
         return None
-    of_step = {each * len(passes), each * len(passes) * job.world}
-    is_pass, is_step = (
-        any(abs(divisor - number) <= _SAME * number for number in known)
-        for known in ({each}, of_step)
-    )
+    divisors = [1 / abs(n) for n in (term.weight, *(f.number for f in term.factors))]
+    of_step = (each * len(passes), each * len(passes) * job.world)
+    is_pass = abs(divisors[0] - each) <= _SAME * each
+    is_step = any(abs(one - n) <= _SAME * n for n in of_step for one in divisors)
     if is_pass and divisions:
         both = (
             "it is divided by the number of samples of a pass, which is also the number of passes"
@@ -130,13 +129,13 @@ def _judge_sum(
     return LossWeight(times=float(len(passes))) if is_pass else LossWeight() if is_step else None
 
 
-def _is_determined_by_step(job: JobRecording, step: int, number: int) -> bool:
-    """Return True if the only term is divided by a factor (by its place `number`) that differs
-    between steps, but not between the passes and ranks of one step.
+def _is_determined_by_step(job: JobRecording, rank: int, number: int) -> bool:
+    """Return True if a rank's only term is divided by a factor (by its place `number`) that differs
+    between steps, but not between the passes of one step.
     """
     found = []
-    for one in job.steps:
-        passes = [p for record in job.at(one) for p in record.trained]
+    for step in job.steps:
+        passes = job.records[rank, step].trained
         if any(len(p.terms) != 1 or len(p.terms[0].factors) <= number for p in passes):
             return False
         found.append({p.terms[0].factors[number] for p in passes})

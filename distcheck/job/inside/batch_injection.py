@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from distcheck.job.inside import tensors
-from distcheck.job.inside.batch_source import ALL, BatchSource, NotTogetherError, Pairs
+from distcheck.job.inside.batch_source import ALL, BatchSource, NotTogetherError, Pairs, are_of
 from distcheck.job.inside.contents import compare_reread_samples
 from distcheck.job.inside.loaders import Loaders
 from distcheck.job.settings import BY_RANK, IN_TURN, JobSettings, SampleComparison
@@ -111,7 +111,7 @@ class BatchInjector:
         own = tensors.inputs_of((args, kwargs))
         for place, tensor in enumerate(own):
             pieces = self.batch_source.pieces(self.step, self.source(self.passes), place)
-            if pieces and not _are_of(pieces, tensor):
+            if pieces and not are_of(pieces, tensor):
                 self._fails(
                     f"step {self.step}: the ranks' sequence shards do not match the model inputs "
                     "of the script in a single process; read batches from a DataLoader"
@@ -211,13 +211,4 @@ def _is_a_count(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _is_of(parts: Sequence[torch.Tensor | None], tensor: torch.Tensor) -> bool:
     known = [part for part in parts if part is not None]
-    return not known or _is_a_count(known[0], tensor) or _are_of(known, tensor)
-
-
-def _are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Return True if shards have the elements of a tensor, in any order."""
-    if sum(piece.numel() for piece in pieces) != whole.numel():
-        return False
-    together = torch.cat([piece.detach().cpu().flatten() for piece in pieces])
-    own = whole.detach().cpu().flatten().to(together.dtype)
-    return torch.equal(together.sort().values, own.sort().values)
+    return not known or _is_a_count(known[0], tensor) or are_of(known, tensor)

@@ -105,6 +105,21 @@ class BatchSource:
             for parts in zip(*of_ranks, strict=True)
         ]
 
+    def is_divided(self, step: int) -> bool:
+        """Return True if all ranks loaded the same batch for a step's first pass, and gave their
+        models different parts of it, as of a sequence.
+        """
+        ranks = range(self._job.world)
+        firsts = [(rank, one) for rank in ranks for one in self.passes(step, rank)[:1]]
+        places = [(rank, place) for rank, one in firsts for place in one.batches]
+        known = {self._batches[p][r][1].leaves for r, p in places if r in self._batches.get(p, {})}
+        if len(places) != self._job.world or len(known) != 1:
+            return False
+        inputs = [self.inputs(step, self.pairs(0, rank))[:1] for rank in ranks]
+        parts = [one for several in inputs for one in several if one is not None]
+        whole = self.batch(places[:1]) or []
+        return len(parts) > 1 and any(are_of(parts, one) for one in whole)
+
     def pieces(self, step: int, pairs: Pairs, place: int) -> list[torch.Tensor]:
         """Return the shards of an input that is sharded among ranks of one model."""
         known = [(rank, self.passes(step, rank)[number].pieces) for rank, number in pairs]
@@ -213,3 +228,12 @@ def _pad_rows(
             raise NotTogetherError("batches have different shapes")
         room = (part.shape[0], length - part.shape[1], *part.shape[2:])
         yield torch.cat([part, part.new_full(room, value)], 1)
+
+
+def are_of(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Return True if shards have the elements of a tensor, in any order."""
+    if sum(piece.numel() for piece in pieces) != whole.numel():
+        return False
+    together = torch.cat([piece.detach().cpu().flatten() for piece in pieces])
+    own = whole.detach().cpu().flatten().to(together.dtype)
+    return torch.equal(together.sort().values, own.sort().values)

@@ -35,15 +35,21 @@ def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> lis
 
 
 def choose(
-    job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str
-) -> ReferenceChoice:
-    """Choose by the results of the copies of `trial_tasks`; `said` is why the first copy failed."""
+    job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str,
+    *, owns: bool = False,
+) -> ReferenceChoice:  # fmt: skip
+    """Choose by the results of the copies of `trial_tasks`; `said` is why the first copy failed.
+    `owns`: the script keeps its own inputs.
+    """
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
     base = alone[0]
     if base is None:
         failure = f"in a single process, given the inputs of rank 0, the script fails: {said}"
         return ReferenceChoice(failure=failure, retry="own inputs")
+    if not owns and batch_source.is_divided(first):
+        divided = "ranks give their models different parts of the same batch"
+        return ReferenceChoice(failure=divided, retry="own inputs")
     if "more" in base:
         why = "the script makes more backward passes if there are fewer ranks"
         return ReferenceChoice(IN_TURN, why)

@@ -179,7 +179,8 @@ class ReplayTasks:
         if settings.in_processes:
             taken = max(record.gpu_bytes for record in job.records.values())
             self.forks = Processes(folder, settings, taken)
-        own = settings.own_inputs and "the reference has the script's own inputs"
+        self._owns = settings.own_inputs
+        own = self._owns and "the reference has the script's own inputs"
         self.merged_batch = MergedBatch(job, hands.batch_source, self._apart or own or "")
         self.choice = ReferenceChoice()
         self.watched = ModulesOfCopies(PERTURBED_RUNS, job.world)
@@ -205,7 +206,7 @@ class ReplayTasks:
             said = self.forks.why.get(ReplayTask(0, first), "no error message")
             found = self._found[first]
             self.choice = choosing.choose(
-                self._job, self._hands.batch_source, found, said, self._apart
+                self._job, self._hands.batch_source, found, said, self._apart, owns=self._owns
             )
             self._hands.mode = self.choice.mode
             if self.choice.failure:

@@ -339,7 +339,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             kind = (*calls, *(place[0] for place in one.batches))
             least = max((sizes.get(place, math.inf) for place in one.batches), default=math.inf)
             samples = one.batches if len(one.rows) >= least else one.rows
-            targets = [(call.target, call.value) for call in one.losses] or [one.loss]
+            targets: list[Any] = [(c.target, c.value) for c in one.losses] or [one.loss]
             others = known.setdefault((kind, samples), [])
             others += [] if targets in others else [targets]
             found.setdefault((kind, others.index(targets)), []).append(one)
