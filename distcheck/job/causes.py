@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck.job import layouts
 from distcheck.job.accepting import is_rate
-from distcheck.job.checks import averaging, exchange
+from distcheck.job.checks import averaging, exchange, terms
 from distcheck.job.checks.accumulation import (
     CHECK,
     MergedStep,
@@ -21,7 +21,12 @@ from distcheck.job.checks.ranks import (
     first_divergence_before,
     first_rank_local_write,
 )
-from distcheck.job.checks.reference import paired_clips, reference_gradients, reference_scale
+from distcheck.job.checks.reference import (
+    paired_clips,
+    paired_losses,
+    reference_gradients,
+    reference_scale,
+)
 from distcheck.job.fitting import Gradients, fit, gradients_of_rank
 from distcheck.job.inside.choosing import collective_before_backward
 from distcheck.job.inside.moved_gradients import fate_of_cleared
@@ -523,8 +528,8 @@ def _target_counts(job: JobRecording, step: int) -> list[int]:
     return []
 
 
-def _number_list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+def _number_list(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{one:g}" for one in numbers[:8]) + (", ..." if len(numbers) > 8 else "")
 
 
 def _rate_cause(job: JobRecording, result: CheckResult) -> Diagnosis:
@@ -630,6 +635,8 @@ def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
     for the loss as well: then its samples do not interact, but the ranks' means are over different
     numbers, such as the targets within a mask.
     """
+    if _divisors_explain(job, reference):
+        return True
     for seen in reference.replayed.steps:
         found = reference_gradients(reference.tensors(seen.step), Kind.EXCHANGED)
         count = sum(one.numel() for one in found.values())
@@ -642,6 +649,31 @@ def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
         if min(fitted[0]) <= 0 or not isclose(loss, expected, rel_tol=_LEFT):
             return False
     return True
+
+
+def _divisors_explain(job: JobRecording, reference: Reference) -> bool:
+    """Return True if the reference's losses, and not the job's, are those of the passes weighted by
+    the number that each pass divides its sum by.
+    """
+    explains = False
+    for seen in reference.replayed.steps:
+        passes = [record.trained for record in job.at(seen.step)]
+        count = len(passes[0])
+        divisors = terms.own_divisors([one for several in passes for one in several])
+        actual, expected, bound = paired_losses(job, reference, seen.step)
+        if not divisors and abs(actual - expected) <= bound:
+            continue  # all have the same
+        if not divisors or {len(several) for several in passes} != {count}:
+            return False
+        weighted = 0.0
+        for number in range(count):  # the reference makes as many passes
+            shares = divisors[number::count]
+            losses = [several[number].loss or 0.0 for several in passes]
+            weighted += sum(s * loss for s, loss in zip(shares, losses, strict=True)) / sum(shares)
+        if abs(weighted / (job.records[0, seen.step].scale or 1.0) - expected) > bound:
+            return False
+        explains = explains or abs(actual - expected) > bound
+    return explains
 
 
 def _weight_causes(job: JobRecording, found: Gradients, step: int) -> Diagnosis | None:
@@ -664,10 +696,12 @@ def _weight_causes(job: JobRecording, found: Gradients, step: int) -> Diagnosis 
         evidence = f"step {step}: the ranks' gradients are {times} the single-process reference"
         return name_cause("wrong-divisor", evidence, "job-by-rank")
     named = _loss_causes(job, step)
-    if counts and named is None:
-        evidence = (
-            f"step {step}: mean losses over {_number_list(counts)} targets are weighted equally"
-        )
+    passes = [one for record in job.at(step) for one in record.trained]
+    divisors = [round(one, 3) for one in terms.own_divisors(passes)]
+    if (counts or divisors) and named is None:
+        over = f"over {_number_list(counts)} targets"
+        over = over if counts else f"with the divisors {_number_list(divisors)}"
+        evidence = f"step {step}: mean losses {over} are weighted equally"
         return name_cause("unweighted-tokens", evidence, "job-step")
     return named
 

@@ -309,6 +309,26 @@ def test_a_sum_with_a_divisor_of_two_meanings_is_not_judged(
     assert why in terms.judge_loss_weight(make(tmp_path, change), 0, 0).why
 
 
+@pytest.mark.parametrize(
+    ("also", "verdict"), [((0.5,), "pass"), ((), "fail"), ((0.25,), "unknown")]
+)
+def test_a_sum_with_a_divisor_of_each_pass_is_a_mean(
+    also: tuple[float, ...], verdict: str, tmp_path: Path
+) -> None:
+    def change(facts: Facts) -> None:
+        facts.passes = [
+            facts.a_pass(n, losses=(), terms=(a_sum(1 / (37 + 5 * n + facts.step), *also),))
+            for n in range(2)
+        ]
+
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
+    assert (result.verdict if result.compared.elements else "unknown") == verdict
+    passes = [one for record in job.at(0) for one in record.trained]
+    assert terms.own_divisors(passes) == pytest.approx([37, 42, 37, 42])
+
+
 def tasks(weights: list[float], count: int, *, of_torch: bool = True) -> Callable[[Facts], None]:
     """Passes of two tasks over the same samples, in `count` micro-batches."""
 

@@ -178,6 +178,19 @@ for x, y in loader:
     optimizer.step()
 """
 BY_ALL = "dist.all_reduce(total); (losses.sum() * dist.get_world_size() / total).backward()"
+# The same over two micro-batches, each with a mean of its own.
+MASKED_TWICE = """
+model = DDP(nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+micro_batches = iter(loader)
+for step in range(6):
+    optimizer.zero_grad()
+    for x, y in (next(micro_batches), next(micro_batches)):
+        mask = (y > 0).float()
+        losses = F.cross_entropy(model(x), y, reduction="none") * mask
+        (losses.sum() / (mask.sum() + 1e-8) / 2).backward()
+    optimizer.step()
+"""
 BYPASSED = """
 model = DDP(nn.Linear(6, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,6 +272,7 @@ SCRIPTS = {
     "masked, sharded": (
         MASKED.replace("DDP(", "fully_shard(") % "(losses.sum() / total).backward()", "fail",
         {"unweighted-tokens"}, set()),
+    "masked, micro-batches": (MASKED_TWICE, "fail", {"unweighted-tokens"}, set()),
     "masked, by all": (MASKED % BY_ALL, "pass", set(), set()),
     "bypassed": (BYPASSED, "fail", {"missing-sync"}, set()),
     "sharded": (SHARDED % " / 2", "pass", set(), set()),

@@ -10,8 +10,11 @@ divisor that differs between steps, but not between a rank's passes of a step, i
 script has determined for the whole step, such as a number of tokens.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import Factor, Pass, StepRecord, Term
@@ -36,7 +39,7 @@ class LossWeight:
 def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     """Judge the terms of a rank's losses in a step with several passes."""
     record = job.records[rank, step]
-    passes = record.trained
+    passes = [*_as_means(record.trained)]
     why = _why_no_common_terms(passes)
     if why:
         return LossWeight(why=why)
@@ -50,6 +53,38 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     if all(divisions):
         return _judge_divided(terms, divisions, numbers, len(passes))
     return _judge_partly(terms, divisions)
+
+
+def own_divisors(passes: Sequence[Pass]) -> list[float]:
+    """Return the divisors of losses that are one sum each, if each pass has its own, such as the
+    number of targets within a mask; else nothing.
+    """
+    places = _own_factors(passes)
+    numbers = [[one.terms[0].factors[n].number for n in places] for one in passes]
+    return [1 / math.prod(several) for several in numbers] if places else []
+
+
+def _own_factors(passes: Sequence[Pass]) -> list[int]:
+    """Return the places of the divisors of sums that differ between passes."""
+    terms = [one.terms[0] for one in passes if len(one.terms) == 1]
+    if len(terms) < len(passes) or {term.reduction for term in terms} != {"sum"}:
+        return []
+    if len({len(term.factors) for term in terms}) > 1:
+        return []
+    factors = [*zip(*(term.factors for term in terms), strict=True)]
+    places = [place for place, several in enumerate(factors) if len(set(several)) > 1]
+    return places if all(one.divides for place in places for one in factors[place]) else []
+
+
+def _as_means(passes: Sequence[Pass]) -> Iterator[Pass]:
+    """Yield passes; a sum that is divided by a number of its own pass becomes a mean."""
+    places, replace = _own_factors(passes), msgspec.structs.replace
+    for one in passes:
+        if places:
+            factors = [f for n, f in enumerate(one.terms[0].factors) if n not in places]
+            term = replace(one.terms[0], reduction="mean", factors=tuple(factors))
+            one = replace(one, terms=(term,))
+        yield one
 
 
 def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
