@@ -237,8 +237,8 @@ def _send_recordings(
     until = time.monotonic() + patience_s
     while True:
         left = max(1.0, until - time.monotonic())
-        connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=left)
-        line = protocol.Connection(connection, protocol.FromFront, patience_s=_LOST_S)
+        line = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=left)
+        line.be_patient(_LOST_S)
         try:
             with contextlib.closing(line):
                 _send(line, folder, own, ran)

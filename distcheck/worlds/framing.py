@@ -3,7 +3,7 @@
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -15,8 +15,9 @@ _MOST_BYTES = 1 << 28  # of a message; a longer length is invalid
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    body = _encode(message)
+def frame(message: msgspec.Struct, sign: Callable[[bytes], bytes] = bytes) -> bytes:
+    """Return a message as it is sent; `sign` returns its body with a signature."""
+    body = sign(_encode(message))
     return _LENGTH.pack(len(body)) + body
 
 
@@ -59,13 +60,14 @@ class Line:
     def __init__(self, connection: socket.socket, kind: Any) -> None:
         self._connection = connection
         self._frames = Frames(kind)
+        self._sign: Callable[[bytes], bytes] = bytes
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
         """Send one message, descriptors with its first byte. Raises OSError without a peer."""
-        data, given = frame(message), list(fds)
+        data, given = frame(message, self._sign), list(fds)
         sent = socket.send_fds(self._connection, [data[:1]], given) if given else 0
         self._connection.sendall(data[sent:])
 

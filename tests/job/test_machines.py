@@ -165,8 +165,7 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
 
     def hostile() -> None:
         place = ("127.0.0.1", port)
-        connection = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=10)
-        line = protocol.Connection(connection, protocol.FromFront, patience_s=10)
+        line = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=10)
         line.send(protocol.Joining(protocol=protocol.PROTOCOL, ranks=THERE, world=4, host="evil"))
         line.send(FileChunk(name=name, data=b"x"))
         line.send(AllSent(code=0))

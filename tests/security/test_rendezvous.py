@@ -45,7 +45,7 @@ def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
             connection = bootstrap.connect(lambda: place, own, deadline_s=3)
         except CannotRunError:
             return
-        protocol.Connection(connection, protocol.FromFront, patience_s=3).send(COMING)
+        connection.send(COMING)
         connection.close()
 
     thread = Thread(target=come)
@@ -119,7 +119,8 @@ def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcheck.worlds.remote.handshake._MOST_WAITING", 3)
     with door() as (handshakes, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
-        proving = Thread(target=secret.prove, args=(known, SECRET), kwargs={"timeout_s": 60})
+        keys: list[secret.Keys] = []
+        proving = Thread(target=lambda: keys.append(secret.prove(known, SECRET, timeout_s=60)))
         proving.start()
         while not any(one.line is not None for one in handshakes._waiting):
             handshakes.come(0.01)
@@ -134,7 +135,7 @@ def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         addresses = [one.address for one in handshakes._waiting if one.line is None]
         assert len(addresses) == 3
         assert sum("127.0.0.9" in address for address in addresses) == 1
-        known.sendall(frame(COMING))
+        protocol.Connection(known, protocol.FromFront, keys[0], patience_s=60).send(COMING)
         assert those_who_come(handshakes, within_s=4) == [[COMING]]
         for one in (known, elsewhere, *strangers):
             one.close()
@@ -146,6 +147,86 @@ def test_another_secret_is_refused_and_counted() -> None:
         assert those_who_come(handshakes, within_s=1) == []
         assert handshakes.refused > 0
         thread.join()
+
+
+@contextmanager
+def relay(port: int, change: Callable[[bytes], bytes] = bytes) -> Iterator[int]:
+    """A process between two ends with the secret: it passes on the handshake, and what `change`
+    makes of each later piece that the host sends.
+    """
+
+    def pass_on() -> None:
+        theirs, _ = server.accept()
+        with theirs, socket.create_connection(("127.0.0.1", port)) as front:
+            for source, target, length in (
+                (front, theirs, len(secret.challenge())),
+                (theirs, front, secret.ANSWER_BYTES),
+                (front, theirs, secret.PROOF_BYTES),
+            ):
+                if not (piece := source.recv(length, socket.MSG_WAITALL)):
+                    return
+                target.sendall(piece)
+            front.sendall(change(theirs.recv(1 << 16)))
+            front.recv(1)
+
+    with bootstrap.listen("127.0.0.1", 0) as server:
+        thread = Thread(target=pass_on)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (bytes, [[COMING]]),
+        (lambda sent: sent.replace(b"host", b"evil"), []),
+        (lambda sent: frame(COMING), []),
+        (lambda sent: sent + sent, []),
+    ],
+    ids=["nothing", "a message is changed", "a message without a signature", "one comes twice"],
+)
+def test_a_relay_cannot_change_what_is_sent(
+    change: Callable[[bytes], bytes], expected: list[list[Any]]
+) -> None:
+    """The handshake itself passes through: torch's store may have led the host to the relay."""
+    with door() as (handshakes, port), relay(port, change) as other:
+        thread = host(("127.0.0.1", other))
+        assert those_who_come(handshakes, within_s=2) == expected
+        handshakes.close()
+        thread.join()
+
+
+def test_a_published_address_cannot_be_replaced_by_that_of_a_relay() -> None:
+    """Every user of the machine can write to torchrun's store: the handshake fails elsewhere."""
+    server = bootstrap.listen("127.0.0.1", 0)
+    bound = secret.for_address(SECRET, bootstrap.place_of(server))
+    handshakes, joined = Handshakes(server, bound), []
+
+    def come(port: int) -> None:
+        try:
+            place = ("127.0.0.1", port)
+            bootstrap.connect(lambda: place, SECRET, deadline_s=0.5, is_published=True).send(COMING)
+            joined.append(port)
+        except CannotRunError:
+            pass
+
+    port = server.getsockname()[1]
+    with relay(port) as other:
+        thread = Thread(target=come, args=(other,))
+        thread.start()
+        assert those_who_come(handshakes, within_s=1) == []
+        assert handshakes.refused == 1
+        thread.join()
+    thread = Thread(target=come, args=(port,))
+    thread.start()
+    assert those_who_come(handshakes, within_s=10) == [[COMING]]
+    thread.join()
+    assert joined == [port]
+    handshakes.close()
+    server.close()
 
 
 def imposter(server: socket.socket, answer: Callable[[bytes, bytes], bytes]) -> Thread:

@@ -178,10 +178,13 @@ class Agent:
 
     def _meet(self, *, error: str, patience_s: float) -> None:
         own_secret = secret.shared_secret()
-        connection = bootstrap.connect(
-            self._make_finder(patience_s, own_secret), own_secret, deadline_s=patience_s
+        self._line = bootstrap.connect(
+            self._make_finder(patience_s, own_secret),
+            own_secret,
+            deadline_s=patience_s,
+            is_published=self._launch.is_published,
         )
-        self._line = protocol.Connection(connection, protocol.FromFront, patience_s=patience_s)
+        self._line.be_patient(patience_s)
         self.send(
             protocol.Joining(
                 protocol.PROTOCOL,

@@ -20,7 +20,7 @@ from distcheck import private
 from distcheck.errors import CannotRunError
 from distcheck.records.decoding import read_bounded
 from distcheck.worlds.jobs import Descriptors, Job, Reporter
-from distcheck.worlds.remote import secret
+from distcheck.worlds.remote import protocol, secret
 
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1
@@ -71,13 +71,13 @@ def through_store(job: StoreRequest, fds: Descriptors, reporter: Reporter) -> Pu
         if job.value:
             store.set(job.key, job.value)
         value = store.get(job.key)
-    except RuntimeError as error:  # includes torch's DistError
+        return PublishedAddress(value=value.decode(), first_size=int(first))
+    except (RuntimeError, ValueError) as error:  # torch's DistError; other users can write there
         last = str(error).strip().splitlines()[0]
         raise CannotRunError(
-            f"the launcher's store at {job.host}:{job.port} did not respond within "
+            f"the launcher's store at {job.host}:{job.port} did not respond correctly within "
             f"{job.deadline_s:g} s: {last}"
         ) from None
-    return PublishedAddress(value=value.decode(), first_size=int(first))
 
 
 def address_of(meeting: str) -> tuple[str, int]:
@@ -133,6 +133,10 @@ def place_of(server: socket.socket) -> str:
     host, port = server.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # the user asked for all interfaces
         host = socket.gethostname()
+    return _spelled(host, port)
+
+
+def _spelled(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -191,9 +195,12 @@ def publish_address_in_file(path: str, place: str) -> Iterator[None]:
             target.unlink()
 
 
-def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.socket:
+def connect(
+    find: Finder, own_secret: bytes, *, deadline_s: float, is_published: bool = False
+) -> protocol.Connection:
     """Connect to the address that `find` returns for rank 0 (None: not known yet) and authenticate,
-    retrying until the deadline. Raises CannotRunError.
+    retrying until the deadline. `is_published`: others can change the address. Raises
+    CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
     reason, place = "its address is not known yet", None
@@ -202,7 +209,10 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
         if place is not None:
             left = max(deadline - time.monotonic(), _RETRY_S)
             try:
-                return _connect_once(place, own_secret, left)
+                bound = own_secret
+                if is_published and not isinstance(place, str):
+                    bound = secret.for_address(own_secret, _spelled(*place))
+                return _connect_once(place, bound, left)
             except (OSError, socket.gaierror) as error:
                 reason = error.strerror or str(error)
         if time.monotonic() > deadline:
@@ -217,7 +227,7 @@ def connect(find: Finder, own_secret: bytes, *, deadline_s: float) -> socket.soc
 
 def _connect_once(
     place: tuple[str, int] | str, own_secret: bytes, timeout_s: float
-) -> socket.socket:
+) -> protocol.Connection:
     if isinstance(place, str):
         connection = socket.socket(socket.AF_UNIX)
     else:
@@ -228,9 +238,8 @@ def _connect_once(
             connection.connect(f"\0{place}")
         if not secret.is_own_peer(connection):
             raise ConnectionError("another user's process listens there")
-        secret.prove(connection, own_secret, timeout_s=timeout_s)
-        connection.settimeout(timeout_s)
+        keys = secret.prove(connection, own_secret, timeout_s=timeout_s)
     except OSError:
         connection.close()
         raise
-    return connection
+    return protocol.Connection(connection, protocol.FromFront, keys, patience_s=timeout_s)

@@ -425,7 +425,10 @@ class Coordinator(Pool):
         """Accept connections until all ranks have places. Raises CannotRunError at the deadline."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
-        handshakes = Handshakes(server, self._secret)
+        own = self._secret
+        if self._launch.is_published:
+            own = secret.for_address(own, bootstrap.place_of(server))
+        handshakes = Handshakes(server, own)
         try:
             self._wait_for_all(handshakes, deadline, patience_s)
         finally:

@@ -118,8 +118,9 @@ class Handshakes:
             return False
         proof = secret.proof_of_front(handshake.sent, handshake.heard, self._secret)
         handshake.connection.sendall(proof)
+        keys = secret.keys_of_front(handshake.sent, handshake.heard, self._secret)
         handshake.line = protocol.Connection(
-            handshake.connection, self._kind, patience_s=HANDSHAKE_S
+            handshake.connection, self._kind, keys, patience_s=HANDSHAKE_S
         )
         return True
 

@@ -7,14 +7,17 @@ Each side declares its peer dead if no heartbeat arrives within the deadline.
 """
 
 import socket
+import threading
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from distcheck.worlds.framing import Line
+from distcheck.worlds.framing import Frames, Line
 from distcheck.worlds.messages import RoutedEvent
+from distcheck.worlds.remote import secret
 
-PROTOCOL = 6  # incremented by every change of a message below
+PROTOCOL = 7  # incremented by every change of a message below
 SIGN_EVERY_S = 0.25
 
 
@@ -121,16 +124,36 @@ FromHost = Joining | Hello | RoutedEvent | Written | RankHeartbeat | DataPrepare
 FromFront = Prepare | StartRanks | ToRanks | Heartbeat | Shutdown
 
 
+class _SignedFrames(Frames):
+    def __init__(self, kind: Any, key: bytes) -> None:
+        super().__init__(kind)
+        self._signer = secret.Signer(key)
+
+    def decode(self, body: bytes) -> Any:
+        return super().decode(self._signer.verify(body))
+
+
 class Connection(Line):
-    """One end of a connection between machines. Sends block for at most `patience_s`."""
+    """One end of a connection between machines, whose messages are signed. Sends block for at most
+    `patience_s`; threads may share it.
+    """
 
     receive_bytes = 1 << 20
 
-    def __init__(self, connection: socket.socket, kind: Any, *, patience_s: float) -> None:
+    def __init__(
+        self, connection: socket.socket, kind: Any, keys: secret.Keys, *, patience_s: float
+    ) -> None:
         super().__init__(connection, kind)
+        self._frames = _SignedFrames(kind, keys.peer)
+        self._sign = secret.Signer(keys.own).sign
+        self._sending = threading.Lock()
         connection.settimeout(patience_s)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
+        with self._sending:  # messages are signed in the order in which they are sent
+            super().send(message, fds)
 
     def be_patient(self, patience_s: float) -> None:
         """Set the timeout of sends, and of receives if nothing has arrived."""

@@ -13,8 +13,10 @@ Without a writable home folder, a private folder of the user in the temporary di
 that is sufficient on one machine.
 
 Each end sends a fresh random challenge and answers the other's with an HMAC over both, so the
-secret itself is never sent and an answer cannot be replayed. This authenticates the peers at the
-start of a connection. Later messages are neither encrypted nor signed.
+secret itself is never sent and an answer cannot be replayed. Every later message is signed with a
+key that depends on both challenges, because the handshake of two honest ends may pass through a
+third process. If the front end has published its address where others can change it, the HMACs
+cover that address, so that no other one can be relayed. Messages are not encrypted.
 """
 
 import contextlib
@@ -28,12 +30,15 @@ import struct
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from distcheck import private
 from distcheck.errors import CannotRunError
 
 VARIABLE, FILE_VARIABLE = "DISTCHECK_SECRET", "DISTCHECK_SECRET_FILE"
-GREETING = b"distcheck/3\n"
+GREETING = b"distcheck/4\n"
 CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
@@ -118,34 +123,74 @@ def challenge() -> bytes:
     return GREETING + secrets.token_bytes(CHALLENGE_BYTES)
 
 
+class Keys(NamedTuple):
+    """Keys that sign the messages of one end of a connection, and those of its peer."""
+
+    own: bytes
+    peer: bytes
+
+
 def answer_is_right(sent: bytes, answer: bytes, secret: bytes) -> bool:
-    own, theirs = sent[len(GREETING) :], answer[:CHALLENGE_BYTES]
-    return hmac.compare_digest(answer[CHALLENGE_BYTES:], _proof(b"host", own, theirs, secret))
+    wanted = _proof(b"host", sent, answer, secret)
+    return hmac.compare_digest(answer[CHALLENGE_BYTES:], wanted)
 
 
 def proof_of_front(sent: bytes, answer: bytes, secret: bytes) -> bytes:
     """Return the front end's proof for an agent whose answer was right."""
-    return _proof(b"front", sent[len(GREETING) :], answer[:CHALLENGE_BYTES], secret)
+    return _proof(b"front", sent, answer, secret)
 
 
-def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> None:
-    """Authenticate as an agent. Raises ConnectionError if the peer does not have the secret,
-    OSError if it has not sent its part within `timeout_s` seconds.
+def keys_of_front(sent: bytes, answer: bytes, secret: bytes) -> Keys:
+    """Return the keys of the front end's end of a connection."""
+    return Keys(*(_proof(role, sent, answer, secret) for role in (b"by front", b"by host")))
+
+
+def for_address(secret: bytes, place: str) -> bytes:
+    """Return the secret for a connection to an address that the front end has published."""
+    return hmac.new(secret, b"address\0" + place.encode(), hashlib.sha256).digest()
+
+
+def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> Keys:
+    """Authenticate as an agent, and return the keys of later messages. Raises ConnectionError if
+    the peer does not have the secret, OSError if it has not sent its part within `timeout_s`
+    seconds.
     """
     until = time.monotonic() + timeout_s
     sent = _receive_exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
     if not sent.startswith(GREETING):
         raise ConnectionError("the peer there is not this version of distcheck")
     own = secrets.token_bytes(CHALLENGE_BYTES)
-    theirs = sent[len(GREETING) :]
-    connection.sendall(own + _proof(b"host", theirs, own, secret))
+    connection.sendall(own + _proof(b"host", sent, own, secret))
     proof = _receive_exactly(connection, PROOF_BYTES, until)
-    if not hmac.compare_digest(proof, _proof(b"front", theirs, own, secret)):
+    if not hmac.compare_digest(proof, _proof(b"front", sent, own, secret)):
         raise ConnectionError(f"the peer there does not have this run's secret: {ADVICE}")
+    return Keys(*reversed(keys_of_front(sent, own, secret)))
 
 
-def _proof(role: bytes, of_front: bytes, of_host: bytes, secret: bytes) -> bytes:
-    return hmac.new(secret, role + of_front + of_host, hashlib.sha256).digest()
+def _proof(role: bytes, sent: bytes, answer: bytes, secret: bytes) -> bytes:
+    both = sent[len(GREETING) :] + answer[:CHALLENGE_BYTES]
+    return hmac.new(secret, role + both, hashlib.sha256).digest()
+
+
+class Signer:
+    """Signs the messages of one end, or removes their signatures, in the order in which they are
+    sent: a message cannot be changed, repeated or left out.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def sign(self, body: bytes) -> bytes:
+        tag = hmac.digest(self._key, self._number.to_bytes(8, "little") + body, "sha256")
+        self._number += 1
+        return tag + body
+
+    def verify(self, signed: bytes) -> bytes:
+        """Return the body of a signed message. Raises msgspec.DecodeError."""
+        body = signed[PROOF_BYTES:]
+        if not hmac.compare_digest(self.sign(body), signed):
+            raise msgspec.DecodeError("it is not signed by the peer")
+        return body
 
 
 def _receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
