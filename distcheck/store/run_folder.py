@@ -2,6 +2,7 @@
 
   cases/CASE.json         written before the case starts; `distcheck replay` reads it
   report.json             the verdict, as `--json` writes it
+  seal                    in `.distcheck`: proves that this user has made the run
   launch.json             identifies the run, under a launcher that restarts jobs
   finished/CASE.json      reports of cases that need not run again, under such a launcher
   traces/CASE/about.json  input of `distcheck recheck` in addition to the traces
@@ -38,7 +39,6 @@ from distcheck.plan.provenance import (
     SOFTWARE,
     Provenance,
     is_same_seal,
-    is_sealed,
     seal_of,
     seal_of_content,
 )
@@ -57,6 +57,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 DEFAULT_FOLDER = Path(private.FOLDER)
 _KEPT_RUNS = 10
+_SEAL = "seal"
 _SMALL_TRACE_BYTES = 64 << 20
 _MOST_CASE_BYTES = 16 << 20
 
@@ -151,7 +152,7 @@ class Store:
             next(runs / name for name in names if not (runs / name).exists()),
             keep_everything=keep_everything,
         )
-        store._make()
+        store._make(sealed=True)
         for old in _runs_in(runs)[:-_KEPT_RUNS]:
             if old != store.folder and not _is_running(old.name) and not _is_within(spare, old):
                 shutil.rmtree(old, ignore_errors=True)
@@ -252,11 +253,12 @@ class Store:
     def write_report(self, text: str) -> None:
         private.write(self.folder / "report.json", masked_json(text))
 
-    def _make(self) -> None:
+    def _make(self, *, sealed: bool = False) -> None:
         try:
-            probe = private.folder(self.folder) / ".writable"
-            private.write(probe, "distcheck\n")
-            probe.unlink()
+            seal = private.folder(self.folder) / _SEAL
+            private.write(seal, msgspec.json.encode(_seal_of_run(self.folder)))
+            if not sealed:  # the folder is writable
+                seal.unlink()
         except OSError as error:
             raise CannotRunError(
                 f"{self.folder} cannot be written: {error.strerror}; save elsewhere, or run in a "
@@ -312,14 +314,15 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def age(run: Path) -> tuple[bool, str]:
-    """Return a sort key: runs by date, after all runs that came with the folder. A finished run
-    came with the folder if none of its cases has this user's seal.
+    """Return a sort key: runs by date, after all runs that came with the folder, which do not have
+    this user's seal.
     """
-    is_own = not (run / "report.json").exists()
-    for file in () if is_own else run.glob("cases/*.json"):
-        case = read_if_whole(file, Case, _MOST_CASE_BYTES)
-        is_own = is_own or (case is not None and is_sealed(case, read_provenance(file)))
-    return is_own, run.name
+    seal = read_if_whole(run / _SEAL, str) or ""
+    return is_same_seal(seal, _seal_of_run(run)), run.name
+
+
+def _seal_of_run(run: Path) -> str:
+    return seal_of_content("run", run.name.encode())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:

@@ -299,6 +299,8 @@ def _output(child: Child) -> str:
     if not text:
         return ""
     lines = text.splitlines()
+    if child.output_left_out:  # the first line may begin with a part of a secret
+        lines = lines[1:] or lines
     shown = "\n".join(lines[-20:])
     of = f" of {len(lines)}" if not child.output_left_out else ""
     return f"its output{f' (last 20{of} lines)' if len(lines) > 20 else ''}:\n{shown}"

@@ -355,6 +355,20 @@ def test_a_rank_with_fewer_batches_is_named(tmp_path: Path) -> None:
     assert " by peer" in str(case["outcomes"])
 
 
+def test_a_secret_in_a_long_text_is_masked_before_the_text_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a secret is not recognized."""
+    monkeypatch.setenv("MY_TOKEN", "x0123456789y" * 3)
+    program = SHOW.replace(
+        "{error}", "ValueError('.' * 1970 + __import__('os').environ['MY_TOKEN'])"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "settings.json")]
+    subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
+    ((_, noted),) = running.noted_exceptions(tmp_path)
+    assert noted.endswith(".<$MY_TOKEN>")
+
+
 MODES = """
 import sys, torch
 import torch.nn.functional as F

@@ -19,7 +19,7 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageErro
 from distcheck.job import running, settings
 from distcheck.job.inside import hooks, tensors
 from distcheck.job.inside.listener import NullListener
-from distcheck.job.inside.rank import _backend_for
+from distcheck.job.inside.rank import _backend_for, numeric_settings
 from distcheck.job.inside.recorder import Recorder
 from distcheck.job.inside.single_process_group import SingleProcessGroup
 from distcheck.job.inside.step_file import ParameterAfterStep, StepFile
@@ -35,6 +35,13 @@ HOOK = Path(running.__file__).parent / "hook"
 
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_setting_of_any_size_is_a_number() -> None:
+    """A script may keep integers in a param group that no float holds."""
+    found = numeric_settings({"lr": 0.5, "flag": True, "words": "x", "big": (10**400, -(10**400))})
+    assert found.pop("big[0]") == -found.pop("big[1]") > 1e307
+    assert found == {"lr": 0.5, "flag": 1.0}
 
 
 @pytest.mark.parametrize(

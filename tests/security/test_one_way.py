@@ -152,6 +152,15 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "job/inside/ending.py": "the same, of the person's own job",
         },
     ),
+    "processes connect; worlds/remote/protocol.Connection signs every message": (
+        lambda called, call: called.endswith("create_connection")
+        or (called.endswith(".accept") and not call.args), {
+            "worlds/remote/bootstrap.py": "the handshake, and then such a connection",
+            "worlds/remote/handshake.py": "its other end",
+            "addons/mpi/started.py": "a socket in a folder that only this user can enter",
+            "addons/engines/on_ray.py": "sends nothing: is a cluster there?",
+        },
+    ),
 }  # fmt: skip
 
 
@@ -171,7 +180,8 @@ def test_nothing_goes_around_the_one_function(rule: str) -> None:
      "tempfile.mkdtemp()", "place.write_text(text)", "open(place, 'w')", "place.open('xb')",
      "os.open(place, os.O_CREAT)", "save_file(held, place)", "shutil.copyfile(a, b)",
      "print(text)", "click.echo(text)", "msgspec.json.format(data)", "private.publish(a, b)",
-     "msgspec.msgpack.decode(answer, type=Facts)", "dist.TCPStore(host, port)"],
+     "msgspec.msgpack.decode(answer, type=Facts)", "dist.TCPStore(host, port)",
+     "socket.create_connection(place)", "server.accept()"],
 )  # fmt: skip
 def test_what_would_go_around_it_is_found(line: str) -> None:
     """Each line fails one of the rules in a file that it does not list."""

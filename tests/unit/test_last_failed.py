@@ -1,14 +1,13 @@
 """Which cases failed when they were last run, from reports that are kept."""
 
 import json
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from distcheck.plan.provenance import Provenance
 from distcheck.records import Case
 from distcheck.store import earlier_runs, run_folder
 
@@ -24,7 +23,7 @@ A, B = [case("a", "mlp"), case("a", "cnn")], [case("b", "mlp"), case("b", "cnn")
 
 def keep(runs: Path, name: str, *judged: tuple[Case, str]) -> None:
     folder = runs / name
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     cases: list[dict[str, Any]] = [
         {**msgspec.to_builtins(one), "verdict": verdict} for one, verdict in judged
     ]
@@ -45,18 +44,25 @@ def test_the_last_verdict_counts_and_an_unknown_is_none(tmp_path: Path) -> None:
 def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name does not prove its date: its verdict would hide that of the last run here."""
+    """Its name does not prove its date: its verdict would hide that of the last run here, and
+    unfinished runs of later names would push out those of this user.
+    """
     monkeypatch.chdir(tmp_path)
     runs = Path(".distcheck/runs")
-    for name, verdict in (("20260101-1-1", "pass"), ("20260102-1-1", "fail"), ("zz", "pass")):
-        keep(runs, name, (A[0], verdict))
-        (runs / name / "cases").mkdir()
-        file = runs / name / "cases" / "a.json"
-        run_folder.write_case(file, A[0], Provenance(environment={}, digests={"strategy": "d"}))
-        if name == "zz":
-            file.write_text(re.sub('"seal": ".*"', '"seal": "00"', file.read_text()))
-    assert [run.name for run in run_folder.kept_runs()] == ["zz", "20260101-1-1", "20260102-1-1"]
+    own = [run_folder.Store.of_own(keep_everything=False).folder for _ in range(2)]
+    for place, verdict in zip(own, ("pass", "fail"), strict=True):
+        keep(runs, place.name, (A[0], verdict))
+        (place / "cases").mkdir()
+    keep(runs, "zz", (A[0], "pass"))
+    unfinished = [runs / f"99999999-{number}-999999999" for number in range(12)]
+    for place in (runs / "zz", *unfinished):
+        (place / "cases").mkdir(parents=True)
+        shutil.copy(own[1] / "seal", place)  # is valid for one name
+    assert run_folder.kept_runs()[-2:] == own
     assert earlier_runs.ids_of_failed_cases(runs, A) == {A[0].id}
+    run_folder.Store.of_own(keep_everything=False)
+    assert [place.exists() for place in own] == [True, True]
+    assert sum(place.exists() for place in unfinished) == 7
 
 
 def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:

@@ -40,6 +40,7 @@ from distcheck.addons.backend_probe.scene import (
     initial_output_values,
     unchangeable_values,
 )
+from distcheck.errors.shown_text import text_to_report
 from distcheck.machine import devices, seeds
 from distcheck.training.loading import load_backend
 from distcheck.verification import inspection
@@ -329,7 +330,7 @@ class _Memory:
 
 
 def _first_line(error: Exception) -> str:
-    line = next(iter(str(error).strip().splitlines()), "")
+    line = next(iter(text_to_report(str(error)).strip().splitlines()), "")
     text = f"{type(error).__name__}: {line}" if line else type(error).__name__
     return text if len(text) <= _DETAIL_CHARACTERS else f"{text[:_DETAIL_CHARACTERS]}..."
 

@@ -4,6 +4,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_pa
 from distcheck.errors import CannotRunError
 from distcheck.worlds import scratch
 
+_REACHED_S = 10.0
 _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
 
 
@@ -74,7 +76,11 @@ def start(address: str, work: Sequence[MatrixTask]) -> RayEngine:
             folder = started.enter_context(scratch.folder(Path(base) if base else None))
             where = {"address": "local", "_temp_dir": str(folder)}
         ray = importlib.import_module("ray")
+        there = address or os.environ.get("RAY_ADDRESS", "").removeprefix("ray://")
+        host, _, port = there.rpartition(":")
         try:
+            if port.isdigit() and int(port) < 1 << 16:  # Ray itself retries for over a minute
+                socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
             ray.init(
                 **where,
                 runtime_env={"working_dir": os.getcwd(), "excludes": list(_LEFT_BEHIND)},

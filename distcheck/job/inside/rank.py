@@ -22,6 +22,7 @@ from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
+_MOST_SETTING = 1 << 1023  # a number of a param group that a float holds
 _WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state
 # Variables of launchers that a script may read; a prefix would match user variables as well.
 _VARIABLES = {
@@ -276,6 +277,8 @@ def numeric_settings(group: dict[str, Any]) -> dict[str, float]:
         for place, one in enumerate(several):
             if isinstance(one, torch.Tensor) and one.numel() == 1:
                 one = one.item()
+            if isinstance(one, int):  # of any size; a float is not
+                one = min(max(one, -_MOST_SETTING), _MOST_SETTING)
             if isinstance(one, bool | int | float) and key != "params":
                 found[f"{key}[{place}]" if isinstance(value, tuple) else key] = float(one)
     return found

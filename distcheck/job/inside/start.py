@@ -69,14 +69,15 @@ def _note_raised(settings: str, error: Any) -> None:
         from distcheck.job.inside.rank import rank_and_world_size
 
         rank = str(rank_and_world_size()[0])
-    said = f"{type(error).__name__}: {error}"[:2000]
+    said = f"{type(error).__name__}: {error}"
     if type(error).__name__ == _OF_SPAWN:  # the traceback of the rank
-        said = str(error).strip().rpartition("\n")[2][:2000]
-    from distcheck.errors.masking import masked  # not at the start of every Python
+        said = str(error).strip().rpartition("\n")[2]
+    from distcheck.errors.shown_text import text_to_report  # not at the start of every Python
 
+    said = text_to_report(said)[:2000]  # masked first: a part of a secret is not recognized
     with contextlib.suppress(OSError):
         file = Path(os.path.dirname(settings), f"raised-{os.getpid()}")
-        private.write(file, masked(f"{rank}\n{said}\n"))
+        private.write(file, f"{rank}\n{said}\n")
 
 
 def _note_what_ends_processes(settings: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -206,9 +207,26 @@ def test_a_ray_of_this_machine_is_a_new_one_in_a_private_folder(
     engine.close()
     assert events == ["cancel", "shutdown"]
     assert not folder.exists()
+    reached: list[tuple[str, int]] = []
+
+    def connect(place: tuple[str, int], timeout: float) -> object:
+        reached.append(place)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
     for address, variable in (("head:1", ""), ("", "head:1")):
         given.clear()
         monkeypatch.setenv("RAY_ADDRESS", variable)
         on_ray.start(address, work)
         assert given["address"] == (f"ray://{address}" if address else None)
         assert "_temp_dir" not in given
+    assert reached == [("head", 1)] * 2
+    given.clear()
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ray", Ray())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(CannotRunError, match=r"no Ray cluster .*refused"):
+        on_ray.start("", work)
+    assert not given, "Ray itself would retry for more than a minute"
