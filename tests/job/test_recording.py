@@ -38,9 +38,10 @@ def cut(file: Path) -> None:
 
 
 def test_a_setting_of_any_size_is_a_number() -> None:
-    """A script may keep integers in a param group that no float holds."""
-    found = numeric_settings({"lr": 0.5, "flag": True, "words": "x", "big": (10**400, -(10**400))})
-    assert found.pop("big[0]") == -found.pop("big[1]") > 1e307
+    """A script may keep numbers in a param group that no float or no JSON holds."""
+    huge = (10**400, -(10**400), float("inf"))
+    found = numeric_settings({"lr": 0.5, "flag": True, "x": "x", "nan": float("nan"), "n": huge})
+    assert found.pop("n[0]") == -found.pop("n[1]") == found.pop("n[2]") > 1e307
     assert found == {"lr": 0.5, "flag": 1.0}
 
 

@@ -22,7 +22,7 @@ from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
-_MOST_SETTING = 1 << 1023  # a number of a param group that a float holds
+_MOST_SETTING = 1 << 1023  # of a param group; a float holds it
 _WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state
 # Variables of launchers that a script may read; a prefix would match user variables as well.
 _VARIABLES = {
@@ -270,15 +270,16 @@ def clip_of(
 
 
 def numeric_settings(group: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric settings of a param group; tuples such as betas by element."""
+    """Return the numeric settings of a param group, as finite numbers, without NaN, since JSON has
+    no others; tuples such as betas by element.
+    """
     found: dict[str, float] = {}
     for key, value in group.items():
         several = value if isinstance(value, tuple) else (value,)
         for place, one in enumerate(several):
             if isinstance(one, torch.Tensor) and one.numel() == 1:
                 one = one.item()
-            if isinstance(one, int):  # of any size; a float is not
-                one = min(max(one, -_MOST_SETTING), _MOST_SETTING)
-            if isinstance(one, bool | int | float) and key != "params":
-                found[f"{key}[{place}]" if isinstance(value, tuple) else key] = float(one)
+            if isinstance(one, int | float) and key != "params" and one == one:
+                number = float(min(max(one, -_MOST_SETTING), _MOST_SETTING))
+                found[f"{key}[{place}]" if isinstance(value, tuple) else key] = number
     return found
