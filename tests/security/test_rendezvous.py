@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -227,6 +228,21 @@ def test_a_published_address_cannot_be_replaced_by_that_of_a_relay() -> None:
     assert joined == [port]
     handshakes.close()
     server.close()
+
+
+@pytest.mark.parametrize("held", [(b"2", b"\xff"), (b"x", b"127.0.0.1:1")])
+def test_garbage_in_the_launchers_store_is_no_defect(
+    held: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of the machine can write there."""
+    size, place = held
+    store = SimpleNamespace(compare_set=lambda *_: size, get=lambda _: place)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *_, **__: store)
+    request = bootstrap.StoreRequest(
+        host="127.0.0.1", port=1, key="k", value="", size_key="s", size=2, deadline_s=1.0
+    )
+    with pytest.raises(CannotRunError, match="did not respond correctly"):
+        bootstrap.through_store(bootstrap.THROUGH_STORE.encode(request), {}, None)  # type: ignore[arg-type]
 
 
 def imposter(server: socket.socket, answer: Callable[[bytes, bytes], bytes]) -> Thread:
