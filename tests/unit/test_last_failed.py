@@ -25,9 +25,10 @@ def keep(runs: Path, name: str, *judged: tuple[Case, str]) -> None:
     folder = runs / name
     folder.mkdir(parents=True, exist_ok=True)
     cases: list[dict[str, Any]] = [
-        {**msgspec.to_builtins(one), "verdict": verdict} for one, verdict in judged
+        {"case": msgspec.to_builtins(one), "verdict": verdict} for one, verdict in judged
     ]
-    (folder / "report.json").write_text(json.dumps({"cases": cases, "verdict": "fail"}))
+    report = {"cases": cases, "verdict": "fail", "environment": {}}
+    (folder / "report.json").write_text(json.dumps(report))
 
 
 def test_the_last_verdict_counts_and_an_unknown_is_none(tmp_path: Path) -> None:
