@@ -365,8 +365,8 @@ def test_a_secret_in_a_long_text_is_masked_before_the_text_is_cut(
     )
     words = [sys.executable, "-c", program, str(tmp_path / "settings.json")]
     subprocess.run(words, cwd=tmp_path, timeout=60, check=False)
-    ((_, noted),) = running.noted_exceptions(tmp_path)
-    assert noted.endswith(".<$MY_TOKEN>")
+    (noted,) = running.noted_exceptions(tmp_path)
+    assert noted.text.endswith(".<$MY_TOKEN>")
 
 
 MODES = """
