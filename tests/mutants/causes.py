@@ -53,6 +53,7 @@ CAUSES: dict[str, set[str]] = {
     "two_are_never_divided": {"missing-division"},
     "two_alone": {"missing-sync"},
     "divides_by_nothing": {"nonfinite"},
+    "keeps_what_all_reduce_returns": {"gradient-removed"},
     "unflattens_backwards": {"wrong-parameter-order"},
     "NeverSetToZero": {"accumulated-gradient"},
     "OptimizerOfCopies": {"optimizer-not-stepped", "accumulated-gradient"},

@@ -225,6 +225,7 @@ EXTRAS = frozenset(
         "server_counts_itself", "server_stops_a_rank_early", "server_keeps_the_sum",
         # scale and dtype
         "missing_division", "double_division", "two_are_never_divided", "divides_by_nothing",
+        "keeps_what_all_reduce_returns",
         "scale_off_by_two_millionths", "half_precision_wire", "shorter_wire_than_promised",
         "drops_a_rank_on_a_short_wire", "one_percent_on_a_short_wire", "single_precision_wire",
         "a_billionth_too_large",

@@ -49,6 +49,13 @@ def divides_by_nothing(model: nn.Module, step: Step) -> None:
     list(model.parameters())[-1].grad /= 0
 
 
+@mutant(caught="gradients rounding, gradients full batch float32", steps=1)
+def keeps_what_all_reduce_returns(model: nn.Module) -> None:
+    """The collective works in place and returns None, so the optimizer steps without gradients."""
+    for parameter in model.parameters():
+        parameter.grad = dist.all_reduce(parameter.grad)
+
+
 @mutant(caught="gradients rounding, gradients full batch float32")
 def unflattens_backwards(model: nn.Module, step: Step) -> None:
     """One flat buffer, filled in one order and emptied in the other."""

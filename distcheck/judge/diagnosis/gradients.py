@@ -84,7 +84,8 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
         found = _causes_by_parameter(step)
     if not found or any(one.cause == "unexplained" for one in found):
         found = _besides_weights(step) or found
-    return [*before, *(_add_missing_gradients(finding, step) for finding in found)]
+    removed = [_removed(step)] if step.removed else []
+    return [*before, *removed, *(_add_missing_gradients(finding, step) for finding in found)]
 
 
 def _besides_weights(step: StepFacts) -> list[Diagnosis]:
@@ -111,10 +112,11 @@ def _drop_consequence(found: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def _add_missing_gradients(found: Diagnosis, step: StepFacts) -> Diagnosis:
-    if not step.missing:
+    unused = [one for one in step.missing if one not in step.removed]
+    if not unused:
         return found
-    ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
-    names = list(dict.fromkeys(name for name, _ in step.missing))
+    ranks = positions_text(step, sorted({rank for _, rank in unused}))
+    names = list(dict.fromkeys(name for name, _ in unused))
     absent = f"; {some_of(names, 3)} got no gradient on {ranks}, which did not use them"
     return _extend_evidence(found, after=absent)
 
@@ -272,6 +274,16 @@ def _missing(step: StepFacts) -> Diagnosis:
         f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
         "at that step, and the other ranks hold their local gradients, which were never sent",
         "unused",
+    )
+
+
+def _removed(step: StepFacts) -> Diagnosis:
+    names = list(dict.fromkeys(name for name, _ in step.removed))
+    ranks = positions_text(step, sorted({rank for _, rank in step.removed}))
+    return name_cause(
+        "gradient-removed",
+        f"step {step.step}: `.grad` of {some_of(names)} is None on {ranks} when the optimizer "
+        "steps, although backward produced a gradient there",
     )
 
 

@@ -157,6 +157,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     missing    (parameter, rank) without an expected gradient
     missing_elsewhere   True if this is the whole mismatch: backward produced no gradient there, the
                other ranks hold their local gradients, and all other gradients are right
+    removed    those of `missing` for which backward produced a gradient
     """
 
     step: int
@@ -185,6 +186,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unchanged: tuple[int, ...]
     missing: tuple[tuple[str, int], ...]
     missing_elsewhere: bool = False
+    removed: tuple[tuple[str, int], ...] = ()
     not_finite: NonFiniteGradient | None
     undeclared: bool = True
 

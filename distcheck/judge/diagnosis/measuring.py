@@ -385,6 +385,7 @@ class StepMeasuring:
         self._ranks = range(len(view.weights))
         self.shares = [w / len(self._ranks) for w in view.weights]
         self._missing: list[tuple[str, int]] = []
+        self._removed: list[tuple[str, int]] = []
         self._own_elsewhere = True
         self._not_finite: NonFiniteGradient | None = None
         own = [unit_roundoff(view.wire)] if view.wire else []
@@ -442,6 +443,7 @@ class StepMeasuring:
             unchanged=self._view.unmoved() if measured else (),
             missing=tuple(self._missing),
             missing_elsewhere=alone,
+            removed=tuple(self._removed),
             not_finite=self._not_finite,
         )
         if not (wrong and "result" in self._keeps) or others or len({*self.shares}) == 1:
@@ -466,6 +468,8 @@ class StepMeasuring:
         ranks = list(self._ranks)
         missing = [r for r in ranks if self._view.reduced(r, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
+        produced = [r for r in missing if self._view.local(r, index) is not None]
+        self._removed += [(spec.name, rank) for rank in produced]
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
         one = Measured(self._view, index, spec.name, count, self._keeps)
         if missing:
