@@ -115,8 +115,10 @@ def _describe_scores(case: CaseComparison, scores: ScoresComparison) -> str:
     if not floor:
         return f"{text}, without a noise floor"
     where = "" if scores.first is None else f", first at {_place(scores.first)}"
-    kind = {"pass": "rounding", "fail": f"not rounding{where}", "unknown": f"not decided{where}"}
-    return f"{text}, {scores.mean / floor:.2g}x the noise floor: {kind[case.verdict]}"
+    text = f"{text}, {scores.mean / floor:.2g}x the noise floor:"
+    if case.verdict == "unknown":
+        return f"{text} not decided{where}"
+    return f"{text} not rounding{where}" if case.verdict == "fail" else f"{text} rounding"
 
 
 def _place(token: ScoredToken) -> str:
