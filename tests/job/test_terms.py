@@ -395,8 +395,8 @@ def test_passes_over_a_whole_batch_have_the_same_samples(tmp_path: Path) -> None
     assert exchange.loss_scale(job, job.steps) is None
 
 
-def test_passes_with_constant_targets_do_not_accumulate(tmp_path: Path) -> None:
-    """As of a GAN on samples that no loader made."""
+def with_constant_targets(rows: Callable[[int], tuple[str, ...]]) -> Callable[[Facts], None]:
+    """Return a second pass, on samples that no loader made, with the same targets at every step."""
 
     def change(facts: Facts) -> None:
         tasks([1.0, 1.0], 1)(facts)
@@ -404,11 +404,40 @@ def test_passes_with_constant_targets_do_not_accumulate(tmp_path: Path) -> None:
         call = msgspec.structs.replace(other.losses[0], target="zeros")
         facts.passes[0] = msgspec.structs.replace(one, batches=())
         facts.passes[1] = msgspec.structs.replace(
-            other, batches=(), rows=("a", "b"), losses=(call,)
+            other, batches=(), rows=rows(facts.step), losses=(call,)
         )
 
-    job = make(tmp_path, change)
+    return change
+
+
+@pytest.mark.parametrize("rows", [lambda step: (f"{step}-a", f"{step}-b"), lambda step: ()])
+def test_passes_with_constant_targets_do_not_accumulate(rows: Any, tmp_path: Path) -> None:
+    """As of a GAN."""
+    job = make(tmp_path, with_constant_targets(rows))
     assert exchange.loss_scale(job, job.steps) is None
+
+
+def test_constant_targets_of_one_optimizer(tmp_path: Path) -> None:
+    """The generator's steps do not have the labels of fakes."""
+
+    def change(facts: Facts) -> None:
+        facts.of_record = {"number": facts.step % 2}
+        if facts.step % 2 == 0:
+            with_constant_targets(lambda step: (f"{step}-a", f"{step}-b"))(facts)
+
+    job = make(tmp_path, change, steps=4)
+    assert exchange.loss_scale(job, job.steps) is None
+
+
+def test_the_same_batch_at_every_step_accumulates(tmp_path: Path) -> None:
+    def change(facts: Facts) -> None:
+        with_constant_targets(lambda step: ("a", "b"))(facts)
+        facts.passes[0] = msgspec.structs.replace(facts.passes[0], rows=("c", "d"))
+
+    job = make(tmp_path, change)
+    result = exchange.loss_scale(job, job.steps)
+    assert result is not None
+    assert result.verdict == "fail"
 
 
 # -- next to one batch ---------------------------------------------------------------------------

@@ -127,12 +127,20 @@ class JobRecording:
         return self.records[rank, step].by_loss(self._constant_targets(rank))
 
     def _constant_targets(self, rank: int) -> set[str]:
-        """Return the targets of several samples that a rank's losses have at every step."""
-        found = [
-            {c.target for p in self.records[rank, s].passes if len(p.rows) > 1 for c in p.losses}
-            for s in self.steps
-        ]
-        return set.intersection(*found) - {""} if len(found) > 1 else set()
+        """Return the targets of several elements that an optimizer's losses have at every step of
+        it on a rank, for different samples: labels as in a GAN, not one batch for all steps.
+        """
+        steps: dict[int, list[dict[str, tuple[str, ...]]]] = {}  # samples by target
+        for record in (self.records[rank, step] for step in self.steps):
+            calls = [(c, one.rows) for one in record.passes for c in one.losses if c.counted > 1]
+            steps.setdefault(record.number, []).append({c.target: rows for c, rows in calls})
+        return {
+            target
+            for found in steps.values()
+            for target in found[0]
+            if target and len(found) > 1 and all(target in one for one in found)
+            if not found[0][target] or len({one[target] for one in found}) > 1
+        }
 
     def tensors(self, rank: int, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of one rank at one step. Raises UsageError if they are damaged."""
