@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from distcheck.records.case import LossName
-from distcheck.records.mesh import Axes, Mesh, axes_of, mesh_in
+from distcheck.records.mesh import Axes, Mesh, promised_axes, promised_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
 
     def mesh(self, world: int) -> Mesh | None:
         """Return the mesh in a world, None without one. Raises ValueError if it does not fit."""
-        return mesh_in(self.parallel, world)
+        return promised_mesh(self.parallel, world)
 
     def loss_given(self, asked: LossName) -> LossName:
         """Return the loss that backward gets; `asked` is the case's."""
@@ -368,7 +368,7 @@ def strategy(
         order=order, scale=scale, weighting=weighting, sync=sync, buffers=buffers,
         initial_state=initial_state, wire=wire, micro_batches=micro_batches,
         optimizer_state=optimizer_state, gradients=gradients, loss=loss, one_group=one_group,
-        backend=backend, device=device, declines=declines, parallel=axes_of(parallel),
+        backend=backend, device=device, declines=declines, parallel=promised_axes(parallel),
         workload=workload,
     )  # fmt: skip
     try:

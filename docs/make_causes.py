@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from distcheck.records.causes import Cause, InJobs, causes
+from distcheck.records.causes import Cause, CauseInJobs, causes
 from distcheck.records.symptoms import symptoms
 
 FOLDER = Path(__file__).parent
@@ -34,7 +34,7 @@ def of_jobs() -> str:
     return HEAD + "".join(rows)
 
 
-def _of_jobs(found: Iterable[Cause]) -> Iterator[tuple[Cause, Cause | InJobs]]:
+def _of_jobs(found: Iterable[Cause]) -> Iterator[tuple[Cause, Cause | CauseInJobs]]:
     for cause in found:
         if cause.family == "jobs":
             yield cause, cause

@@ -7,6 +7,7 @@ from distcheck.records import (
     Case,
     CaseReport,
     Change,
+    ChangesSinceLastPass,
     CheckResult,
     Collective,
     Compared,
@@ -14,7 +15,6 @@ from distcheck.records import (
     Difference,
     Outcome,
     Report,
-    SinceGreen,
 )
 from distcheck.reports.json_report import as_document
 
@@ -244,7 +244,7 @@ def hostile(text: str = HOSTILE) -> CaseReport:
 def document(*cases: CaseReport, changed: bool = True, **environment: Any) -> dict[str, Any]:
     """The document of a report with these cases."""
     changes = (TORCH_CHANGED,) if changed else ()
-    since = SinceGreen(run="20260131-120000-4711", changes=changes)
+    since = ChangesSinceLastPass(run="20260131-120000-4711", changes=changes)
     return as_document(
         Report(
             environment={**ENVIRONMENT, **environment},

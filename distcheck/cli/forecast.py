@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from distcheck.errors.shown_text import print_displayable
-from distcheck.plan.costs import INTERPRETERS_S, START_S, cost_key, recorded_s, rough_s
+from distcheck.plan.costs import INTERPRETERS_S, START_S, cost_key, estimated_s, measured_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.thorough import ThoroughSearch
 from distcheck.records import Case
@@ -40,7 +40,7 @@ def print_plan_estimate(planned: Planned, *, costs: bool) -> None:
         print_displayable(f"distcheck: {planned.file} sets: {planned.from_file}", err=True)
     if not costs:
         return
-    recorded = recorded_s(DEFAULT_FOLDER)
+    recorded = measured_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]
     worlds = sorted({case.world for case in planned.cases})
     cells = [case for case in planned.cases if case.workload in CELLS]
@@ -63,7 +63,7 @@ def _format_search(search: ThoroughSearch) -> str:
 
 def plan_command(planned: Planned, *, json_file: str | None) -> int:
     check_writable(json_file)
-    recorded = recorded_s(DEFAULT_FOLDER)
+    recorded = measured_s(DEFAULT_FOLDER)
     estimates = [_estimate(case, recorded) for case in planned.cases]
     if json_file is not None:
         write_text(json_file, json_report.render(_document(planned, estimates)))
@@ -75,7 +75,7 @@ def plan_command(planned: Planned, *, json_file: str | None) -> int:
 
 def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
     seconds = recorded.get(cost_key(case))
-    return Estimate(case, rough_s(case) if seconds is None else seconds, seconds is not None)
+    return Estimate(case, estimated_s(case) if seconds is None else seconds, seconds is not None)
 
 
 def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:

@@ -34,9 +34,9 @@ def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> di
 
 
 def _saved_runs() -> Iterable[str]:
-    from distcheck.store.run_folder import kept_runs
+    from distcheck.store.run_folder import stored_runs
 
-    return [str(folder) for folder in kept_runs()]
+    return [str(folder) for folder in stored_runs()]
 
 
 RUNS = completing(_saved_runs, files=True)

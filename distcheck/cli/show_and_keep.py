@@ -10,12 +10,12 @@ from rich.console import Console
 from distcheck.cli.under_launchers import end_other_processes, pool_for_launch
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import print_displayable
-from distcheck.plan.costs import rough_s
+from distcheck.plan.costs import estimated_s
 from distcheck.records import Case, Report
 from distcheck.reports.files import check_outputs, write_outputs
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for, render, summarize
-from distcheck.store.run_folder import Store
+from distcheck.store.run_folder import RunStore
 from distcheck.verification.report_builder import GivenUpError, Interrupted
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launchers import Launch
@@ -47,7 +47,11 @@ def verify_command(
     traces hold digests instead of tensors. A given `pool` stays open.
     """
     check_outputs(showing.files)
-    keep = Store.by_default() if save is None else Store.at(Path(save), launch, tensors=not digests)
+    keep = (
+        RunStore.default_or_none()
+        if save is None
+        else RunStore.at(Path(save), launch, tensors=not digests)
+    )
     options = replace(options, keep=keep, follow_up=True)
     try:
         used = pool or pool_for_launch(launch, cases)
@@ -77,7 +81,7 @@ def show_run(
     """
     stays = False
     try:
-        with progress(Console(stderr=True, quiet=showing.quiet), cost=rough_s) as listener:
+        with progress(Console(stderr=True, quiet=showing.quiet), cost=estimated_s) as listener:
             report = run(listener)
     except Interrupted as interruption:
         report = interruption.report

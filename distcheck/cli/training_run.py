@@ -119,7 +119,7 @@ def _train(
 ) -> tuple[list[dict[str, Any]], list[Outcome]]:
     pool.wait_ready()
     table = _Table(case, asked["epochs"])
-    with preparation.prepared_data(pool, case.data, case.data_dir, download=download) as data:
+    with preparation.load_shared_dataset(pool, case.data, case.data_dir, download=download) as data:
         inspected = msgspec.structs.replace(case, strategy=case.strategy or "allreduce")
         facts = preparation.inspect(pool, [inspected], data)
         if data.note:

@@ -12,9 +12,9 @@ from pathlib import Path
 from distcheck import private
 from distcheck.errors import DistcheckError, ExitCode
 from distcheck.errors.shown_text import print_displayable, without_secrets
-from distcheck.plan.matrix import identity_of
+from distcheck.plan.matrix import run_identity
 from distcheck.records import Case
-from distcheck.verification.own_code import Allowed
+from distcheck.verification.own_code import AllowedCode
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.remote.agent import Agent
@@ -25,7 +25,7 @@ def pool_for_launch(launch: Launch | None, cases: Sequence[Case]) -> Pool:
     """Return the pool of the process that judges: a Fleet if a launcher has started others."""
     if launch is None:
         return Pool()
-    pool = Coordinator(launch, deadline_s=cases[0].deadline_s, identity=identity_of(cases))
+    pool = Coordinator(launch, deadline_s=cases[0].deadline_s, identity=run_identity(cases))
     signal.signal(signal.SIGTERM, pool.on_sigterm)  # launchers end processes by SIGTERM
     _end_with_launcher(pool, launch)
     return pool
@@ -46,7 +46,7 @@ def lend_ranks(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: fl
             host.decline(error)
             raise
         signal.signal(signal.SIGTERM, host.on_sigterm)
-        over = host.serve(identity_of(cases), Allowed(cases))
+        over = host.serve(run_identity(cases), AllowedCode(cases))
         # A launcher that sees another process exit may signal this one, which is exiting.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_error_file(over.exit_code, over.summary)

@@ -82,5 +82,5 @@ def order_by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case],
         f"{which}",
         err=True,
     )
-    out = earlier_runs.reasons_for_not_failed(cases, failed) if only else {}
+    out = earlier_runs.reasons_to_skip_passed(cases, failed) if only else {}
     return [case for case in first if case.id not in out], out

@@ -14,7 +14,7 @@ from rich.text import Text
 from distcheck.cli.show_and_keep import OutputOptions, verify_command
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.errors.shown_text import displayable, one_line, print_displayable
-from distcheck.plan.costs import rough_s
+from distcheck.plan.costs import estimated_s
 from distcheck.plan.matrix import Planned
 from distcheck.plan.provenance import code_files
 from distcheck.records import Case
@@ -93,7 +93,7 @@ class _Rounds:
             self.pool = Pool()
         failed = earlier_runs.ids_of_failed_cases(DEFAULT_FOLDER / "runs", planned.cases)
         return verify_command(
-            earlier_runs.with_failed_first(sorted(planned.cases, key=rough_s), failed),
+            earlier_runs.with_failed_first(sorted(planned.cases, key=estimated_s), failed),
             RunOptions(whole=planned.whole, extras=planned.extras, download=self._download),
             self._showing,
             save=None,

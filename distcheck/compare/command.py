@@ -27,8 +27,8 @@ from distcheck.compare.records import (
 from distcheck.compare.screen import KnownCase, comparison_document, render, render_page
 from distcheck.errors import CannotRunError, ExitCode, UsageError
 from distcheck.plan.cases import check_case
-from distcheck.plan.costs import rough_s
-from distcheck.plan.provenance import changes_for_bits
+from distcheck.plan.costs import estimated_s
+from distcheck.plan.provenance import changes_affecting_bits
 from distcheck.recordings.differing import BY_VALUE, TraceComparison
 from distcheck.records import Case, VerdictName
 from distcheck.reports import json_report
@@ -37,7 +37,7 @@ from distcheck.reports.files import check_outputs, write_document, write_text
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import SavedCase, SavedTrace, Store, read_trace, saved_traces
+from distcheck.store.run_folder import RunStore, SavedCase, SavedTrace, read_trace, saved_traces
 from distcheck.store.trust import require_trust
 from distcheck.verification.run import RunOptions, run_cases
 from distcheck.worlds.launch import run_job
@@ -138,7 +138,7 @@ def _compare_runs(
         cases = _checked_cases(earlier)
         made = {name: trace.saved.made for name, trace in earlier.cases.items()}
         require_trust(then, cases, made, doing="comparing with", trusted=trusted)
-        keep = Store.of_own(keep_everything=True, spare=Path(then))
+        keep = RunStore.of_own(keep_everything=True, spare=Path(then))
         folder = keep.folder
     else:
         cases, keep, folder = [], None, Path(now)
@@ -182,13 +182,13 @@ def _checked_cases(earlier: SavedRun) -> list[Case]:
 
 
 def _run_again(
-    earlier: SavedRun, cases: Sequence[Case], keep: Store, pool: Pool, *, quiet: bool
+    earlier: SavedRun, cases: Sequence[Case], keep: RunStore, pool: Pool, *, quiet: bool
 ) -> None:
     cases = [
         msgspec.structs.replace(case, initial=_initial_state(earlier.cases[case.id].folder))
         for case in cases
     ]
-    with LiveProgress(Console(stderr=True, quiet=quiet), cost=rough_s) as listener:
+    with LiveProgress(Console(stderr=True, quiet=quiet), cost=estimated_s) as listener:
         report = run_cases(cases, pool, RunOptions(keep=keep, listener=listener))
     if report.save_error:
         raise CannotRunError(f"{report.save_error}; free some space, or compare in another folder")
@@ -203,9 +203,7 @@ def _initial_state(trace: Path) -> str:
 
 
 def saved_run(folder: Path) -> SavedRun:
-    """Return the contents of a run directory, without tensors. Raises UsageError if it is not
-    one.
-    """
+    """Return the contents of a run directory, without tensors. Raises UsageError."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; pass a folder that distcheck record, verify --save or "
@@ -241,7 +239,7 @@ def _compare(pool: Pool, name: str, then: SavedRun, now: SavedRun, *, bits: bool
     if other:
         return _unknown_case(name, f"the cases differ: {'; '.join(other)}")
     found = _compare_traces(pool, *traces)
-    changed = changes_for_bits(one.made, two.made, two.case)
+    changed = changes_affecting_bits(one.made, two.made, two.case)
     said = (then.verdicts.get(name, "unknown"), now.verdicts.get(name, "unknown"))
     unseen = found.not_judged or found.kind not in BY_VALUE
     is_far = found.by_digest and found.first is not None and unseen

@@ -16,9 +16,9 @@ from distcheck.judge.divergence.job_recordings import (
     why_not_comparable,
 )
 from distcheck.judge.divergence.modules import add_module_evidence
-from distcheck.plan.provenance import Provenance, changes_for_bits
+from distcheck.plan.provenance import Provenance, changes_affecting_bits
 from distcheck.recordings.differing import CHOSEN, TraceComparison
-from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_kept
+from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_saved_recording
 from distcheck.recordings.recording import Kind
 from distcheck.records import Case, Change, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
@@ -33,8 +33,8 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     """Compare two recordings. Return the comparison, and the case of the later job. Raises
     UsageError for a damaged folder, and for recordings of different models.
     """
-    earlier, later = (read_kept(folder) for folder in (then, now))
-    floors = [(noise_floor.read(folder), 0) for folder in (then, now)]
+    earlier, later = (read_saved_recording(folder) for folder in (then, now))
+    floors = [(noise_floor.read_noise_floor(folder), 0) for folder in (then, now)]
     reports = [read_report(folder / REPORT) for folder in (then, now)]
     for folder, report in zip((then, now), reports, strict=True):
         if len(report["cases"]) != 1:
@@ -44,7 +44,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
             )
     _check_comparable(then, earlier, now, later)
     known = [_known_case(report) for report in reports]
-    changed = changes_for_bits(
+    changed = changes_affecting_bits(
         Provenance(environment=known[0].environment),
         Provenance(environment=known[1].environment),
         known[1].case,
@@ -68,7 +68,7 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     if comparison.diverged is not None and comparison.diverged.what == "optimizer's settings":
         reason = f"the {comparison.diverged.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
-    op = comparison.by_op()
+    op = comparison.first_divergent_op()
     if op and causes:
         evidence = f"{causes[0].evidence}; {op}"
         causes[0] = msgspec.structs.replace(causes[0], evidence=evidence)
@@ -167,7 +167,7 @@ def _causes(
         said = f"step {earlier.steps[step]}: the maximum norm for clipping was {was}, but is {now}"
         return [name_cause("clip-norm-differs", said, "compared")]
     if found.beyond_kind in _OF_GRADIENTS:
-        fitted = fitting.fit(_gradient_pairs(earlier, later, step))
+        fitted = fitting.fit_least_squares(_gradient_pairs(earlier, later, step))
         if fitted is not None and fitted.share < min(_LEFT, 0.1 * abs(fitted.factors[0] - 1)):
             return [_cause_of_factor(fitted.factors[0], step, earlier, later)]
     said = f"step {earlier.steps[step]}: {found.beyond_kind}, {found.beyond.parameter} first"

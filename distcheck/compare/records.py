@@ -6,7 +6,7 @@ from distcheck.contract import Contract, Training
 from distcheck.recordings.differing import CHOSEN, INITIAL, TraceComparison
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Change, Diagnosis, Origin, VerdictName, merge_verdicts
-from distcheck.records.run_facts import ByModule
+from distcheck.records.run_facts import ModuleComparison
 from distcheck.worlds.jobs import Job
 
 
@@ -75,7 +75,7 @@ class CaseComparison(msgspec.Struct, frozen=True, kw_only=True):
     found: TraceComparison = TraceComparison()
     changes: tuple[Change, ...] = ()
     diagnosis: tuple[Diagnosis, ...] = ()
-    modules: ByModule | None = None
+    modules: ModuleComparison | None = None
     op: str = ""
     scores: ScoresComparison | None = None
 

@@ -200,9 +200,7 @@ def _details(case: CaseComparison) -> list[tuple[str, str]]:
 
 
 def of_jobs(case: CaseComparison) -> list[tuple[str, str]]:
-    """Return further lines on two jobs: first module and operator that differ, noise floor, and
-    causes.
-    """
+    """Return further lines on two jobs: first module and operator, noise floor, causes."""
     lines = [("module", sentence_on_modules(case.modules))] if case.modules is not None else []
     lines += [("op", case.op)] if case.op else []
     if case.found.noise_floor:

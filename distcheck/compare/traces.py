@@ -10,7 +10,7 @@ import torch
 
 from distcheck.compare.records import COMPARE, CompareRequest
 from distcheck.contract import Contract
-from distcheck.judge.checks.comparison import Comparison, by_norm, within
+from distcheck.judge.checks.comparison import Comparison, compare_by_norm, compare_within
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.judge.divergence.lockstep import LockstepComparison
 from distcheck.judge.oracles import rounding
@@ -138,7 +138,7 @@ class StepBounds:
 
 
 class LockstepTraces(LockstepComparison):
-    """Compares both traces step by step, and the first step that differs with its bounds."""
+    """Compares both traces step by step. The first step that differs is compared with bounds."""
 
     def __init__(self, job: CompareRequest, then: TraceReader, now: TraceReader) -> None:
         super().__init__(then, now, tensors=job.tensors, drifts_on=job.case.with_data[0])
@@ -184,8 +184,8 @@ class LockstepTraces(LockstepComparison):
     def _judge(self, pair: Pair, bound: torch.Tensor | float) -> None:
         def compare(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
             if isinstance(bound, torch.Tensor):
-                return within(actual, expected.double(), bound)
-            return by_norm(actual, expected, bound)
+                return compare_within(actual, expected.double(), bound)
+            return compare_by_norm(actual, expected, bound)
 
         self._keep_worst(self._place(pair, compare))
 

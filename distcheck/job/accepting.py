@@ -16,7 +16,7 @@ from distcheck.errors import UsageError
 from distcheck.job.replaying import Reference
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.records import Allowance, CheckResult, Diagnosis
+from distcheck.records import AcceptedChanges, CheckResult, Diagnosis
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
 RANDOMNESS, RATES, SCHEDULE = "shared-rng-seed", "learning-rate-differs", "scheduler-steps-per-rank"
@@ -90,13 +90,13 @@ def accept(
     return found
 
 
-def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Allowance | None:
+def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> AcceptedChanges | None:
     """Return the accepted deviations for the report, or None if no accepted cause was found."""
     causes = {one.cause for one in named}
     used = [kind for kind in dict.fromkeys(kinds) if kind in causes]
     if not used:
         return None
-    return Allowance(
+    return AcceptedChanges(
         kind=", ".join(used),
         widened=f"({'; '.join(KINDS[kind][0] for kind in used)})",
         not_owed=tuple(KINDS[kind][1] for kind in used),

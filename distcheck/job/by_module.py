@@ -17,7 +17,7 @@ from distcheck.job.options import JobOptions
 from distcheck.job.perturbed_runs import record_again
 from distcheck.job.replaying import NoReferenceError, Reference
 from distcheck.job.settings import JobSettings
-from distcheck.judge.divergence.job_recordings import unit_of
+from distcheck.judge.divergence.job_recordings import unit_roundoff_of_step
 from distcheck.judge.divergence.modules import (
     OF_REFERENCE,
     StepInBothRuns,
@@ -27,16 +27,16 @@ from distcheck.judge.divergence.modules import (
 from distcheck.judge.divergence.noise_floor import why_choice_differs
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.watched import WatchedStep, prefix_of_rank, unpacked
+from distcheck.recordings.jobs.watched import WatchedStep, prefix_of_rank, unpack_modules
 from distcheck.records import CaseReport
 from distcheck.records.layers import IN_FLOAT32
-from distcheck.records.run_facts import ByModule
+from distcheck.records.run_facts import ModuleComparison
 
 # Only failures of these checks that have no explanation are worth a rerun.
 _ABOUT = ("gradients", "clipped gradients", "loss")
 
 
-def by_module(job: JobRecording, reference: Reference) -> ByModule | None:
+def by_module(job: JobRecording, reference: Reference) -> ModuleComparison | None:
     """Return the first module whose inputs match the reference and whose outputs do not, or None if
     modules were not recorded.
     """
@@ -52,13 +52,13 @@ def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, 
             if own is None or other is None:
                 continue
             moved = _pair_with_spread(other, found.get(f"{prefix_of_rank(rank)}spread"), shares)
-            unit = unit_of([job.records[rank, step]])
+            unit = unit_roundoff_of_step([job.records[rank, step]])
             yield step, rank, StepInBothRuns(own, other, moved, unit, fits=True)
 
 
 def _reference_modules(reference: Reference, step: int, rank: int) -> WatchedStep | None:
     try:
-        return unpacked(reference.tensors(step), prefix_of_rank(rank))
+        return unpack_modules(reference.tensors(step), prefix_of_rank(rank))
     except (ValueError, msgspec.MsgspecError) as error:
         raise UsageError(
             f"{reference.folder} is damaged: {error}; run distcheck job again"
@@ -99,7 +99,7 @@ def _pair_with_spread(
     return _Moved(seen, spread, shares)
 
 
-def with_module_evidence(case: CaseReport, modules: ByModule | None) -> CaseReport:
+def with_module_evidence(case: CaseReport, modules: ModuleComparison | None) -> CaseReport:
     """Return the case with the first wrong module as evidence, or as the only cause."""
     if modules is None:
         return case
@@ -143,7 +143,7 @@ def diagnose_modules(
 def _rerun_with_modules(
     job: JobRecording, asked: JobOptions, settings: JobSettings, copy: ProjectCopy, folder: Path
 ) -> JobRecording:
-    found = reading.read(
+    found = reading.read_recording(
         record_again(
             msgspec.structs.replace(settings, modules=True),
             running.command_of(asked.words, asked.nproc), copy, folder, deadline_s=asked.deadline_s,

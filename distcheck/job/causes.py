@@ -35,12 +35,12 @@ from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.measurements import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
-from distcheck.judge.diagnosis.wording import some_of
+from distcheck.judge.diagnosis.wording import first_names_text
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Iteration
+from distcheck.recordings.jobs.records import LoaderIteration
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis, FindingKind
-from distcheck.records.causes import name_cause, suggested
+from distcheck.records.causes import joined_suggestions, name_cause
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 
 # Heuristic: a factor is named if its residual is below 1e-3 of the gradient and, for factors close
@@ -145,7 +145,7 @@ def _sampling(job: JobRecording) -> tuple[str, str]:
     if not any(record.batches for record in job.records.values()):
         return "job-draws", ""
     used = {p[:2] for record in job.records.values() for one in record.trained for p in one.batches}
-    by_pass: dict[tuple[int, int], dict[int, Iteration]] = {}
+    by_pass: dict[tuple[int, int], dict[int, LoaderIteration]] = {}
     for (rank, _), record in job.records.items():
         for one in record.iterations:
             by_pass.setdefault((one.loader, one.epoch), {})[rank] = one
@@ -235,7 +235,7 @@ def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
         yield name_cause(
             "ema-differs",
             f"before step {job.steps[-1]} ranks hold different averages of the model, which "
-            f"neither gradients nor an optimizer update ({some_of(within, 2)})",
+            f"neither gradients nor an optimizer update ({first_names_text(within, 2)})",
         )
         return
     for name in last[0].averages:
@@ -370,11 +370,13 @@ def _near(job: JobRecording, step: int) -> list[int]:
 def _for_job(found: Diagnosis, view: JobStep) -> Diagnosis:
     of_ddp = any(one.exchanges is not None for one in view.job.records[0, view.step].passes)
     if found.cause == "missing-sync" and view.job.ranks[0].bypassed:
-        return msgspec.structs.replace(found, suggestion=suggested(found.cause, "bypassed"))
+        return msgspec.structs.replace(
+            found, suggestion=joined_suggestions(found.cause, "bypassed")
+        )
     if found.cause not in (_IN_JOBS | _WITH_DDP if of_ddp else _IN_JOBS):
         return found
     return msgspec.structs.replace(
-        found, suggestion=suggested(found.cause, "job", world=len(view.ranks))
+        found, suggestion=joined_suggestions(found.cause, "job", world=len(view.ranks))
     )
 
 

@@ -30,7 +30,7 @@ from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings
 from distcheck.judge.diagnosis import outcomes
 from distcheck.judge.divergence.noise_floor import NoiseFloor
-from distcheck.judge.divergence.noise_floor import write as write_noise_floor
+from distcheck.judge.divergence.noise_floor import write_noise_floor as write_noise_floor
 from distcheck.machine.resources import keep_freed_memory
 from distcheck.plan.provenance import Provenance
 from distcheck.recordings.jobs import reading
@@ -42,7 +42,7 @@ from distcheck.reports.json_report import render_json
 from distcheck.reports.live import LiveProgress
 from distcheck.reports.terminal import summarize
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import Store
+from distcheck.store.run_folder import RunStore
 
 _NOT_SHOWN = (
     "steps before and after the recorded ones",
@@ -83,7 +83,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         report = _store_report(report)
         if asked.save is not None:
             try:
-                reading.keep(job, Path(asked.save))
+                reading.save_recording(job, Path(asked.save))
                 write_noise_floor(noise_floor, Path(asked.save))
                 private.write(Path(asked.save, REPORT), render_json(report))
             except (CannotRunError, OSError) as error:  # the verdict is unaffected
@@ -141,7 +141,7 @@ def _report(made: Origin | None, case: CaseReport) -> Report:
 
 def _store_report(report: Report) -> Report:
     """Store the report (without the recording) among the saved runs, if possible."""
-    store = Store.by_default()
+    store = RunStore.default_or_none()
     if store is not None:
         with contextlib.suppress(OSError):
             store.write_case(report.cases[0].case, Provenance(environment={}))

@@ -21,7 +21,7 @@ def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float]
         there = tuple(part for part in several if part is not None)
         if len(there) == len(several) and len({part.numel() for part in there}) == 1:
             rows.append(there)
-    found = fitting.fit(rows)
+    found = fitting.fit_least_squares(rows)
     return (found.factors, found.share) if found is not None and found.size else None
 
 

@@ -17,11 +17,11 @@ from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
 from distcheck.job.running import CommandResult
-from distcheck.judge.diagnosis.source_lines import site_at
+from distcheck.judge.diagnosis.source_lines import parse_call_site
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LINES, StepRecord
 from distcheck.records import (
-    Allowance,
+    AcceptedChanges,
     CallSite,
     Case,
     CaseReport,
@@ -37,7 +37,7 @@ from distcheck.records.causes import name_cause
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
 from distcheck.records.odd_ranks import ranks_in_words
-from distcheck.verification.process_state import with_code
+from distcheck.verification.process_state import with_source_text
 from distcheck.worlds.callers import is_installed
 
 _COLLECTIVE = "collective"
@@ -62,7 +62,7 @@ def only_source_line(
     lines = {line for one in job.records.values() for line in _lines(one, kind)}
     if len(lines) != 1:
         return None
-    return _relative_site(with_code(site_at(*lines), str(Path(script).absolute())))
+    return _relative_site(with_source_text(parse_call_site(*lines), str(Path(script).absolute())))
 
 
 def _kinds_of_lines(cause: str, exchange: str) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _apply_accepted(
     results: list[CheckResult],
     diagnosis: list[Diagnosis],
     agreed: frozenset[int],
-) -> tuple[list[CheckResult], list[Diagnosis], list[Diagnosis], Allowance | None]:
+) -> tuple[list[CheckResult], list[Diagnosis], list[Diagnosis], AcceptedChanges | None]:
     """Return results and causes without accepted deviations, the warnings, and the accepted
     deviations. With --strict warnings are failures.
     """

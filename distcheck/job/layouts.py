@@ -9,10 +9,10 @@ from distcheck.judge.diagnosis import layouts
 from distcheck.judge.diagnosis.layout_measuring import GradientVersions
 from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
 from distcheck.judge.divergence.noise_floor import norm_of
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
-from distcheck.recordings.jobs.records import Axis
-from distcheck.recordings.jobs.unsharded import mesh_of, whole_of
+from distcheck.recordings.jobs.records import MeshAxis
+from distcheck.recordings.jobs.unsharded import mesh_of, unsharded_tensor
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
@@ -124,7 +124,7 @@ def _measure(
     for name in job.parameters(step):
         plain = name.rpartition(": ")[2]
         key = f"{stem}/{plain}"
-        held = [whole_of(apart, rank, step, key, times) for rank in range(apart.world)]
+        held = [unsharded_tensor(apart, rank, step, key, times) for rank in range(apart.world)]
         without = [r for r in range(apart.world) if not apart.holds(r, step, plain)]
         expected = found.get(f"{stem}/{name}")
         if expected is None or any(h is not None and h.shape != expected.shape for h in held):
@@ -155,7 +155,7 @@ def _undo_clipping(
             begins = part.at if part is not None else (0,) * held.dim()
             pairs = zip(begins, held.shape, strict=True)
             expected = expected[tuple(slice(a, a + size) for a, size in pairs)]
-            fitted = fit([(held, expected)]) if held.shape == expected.shape else None
+            fitted = fit_least_squares([(held, expected)]) if held.shape == expected.shape else None
             if fitted is not None:
                 is_multiple = fitted.share <= _SAME_NORM
                 factors.append(fitted.factors[0] if is_multiple else math.nan)
@@ -170,9 +170,9 @@ def _undo_clipping(
     return times if others else {}
 
 
-def _rename_axis(axis: Axis) -> Axis:
+def _rename_axis(axis: MeshAxis) -> MeshAxis:
     name = "data" if axis.kind == "data" else axis.name
-    return Axis(name=name, kind=axis.kind, size=axis.size)
+    return MeshAxis(name=name, kind=axis.kind, size=axis.size)
 
 
 def _losses_differ(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:

@@ -23,7 +23,7 @@ from distcheck import private
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
 from distcheck.job.running import CommandResult, noted_exceptions
 from distcheck.recordings.jobs.reading import MOST_BYTES
-from distcheck.recordings.jobs.records import RankRecord, for_others, read_own
+from distcheck.recordings.jobs.records import RankRecord, read_record, with_masked_command
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.handshake import Handshakes
 
@@ -73,7 +73,7 @@ def gather_recording(
     """Complete the recording if ranks are on other machines. Raises JudgedThereError on all
     machines but one, and CannotRunError if a machine does not connect.
     """
-    own = [read_own(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
+    own = [read_record(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
     if not own or len(own) >= own[0].world or not _run_on_other_machines(own[0], ran):
         yield GatheredMachines(ran)
         return
@@ -266,7 +266,7 @@ def _send(
         if not (_OF_A_RANK.fullmatch(name) or _NOTE.fullmatch(name)) or file.is_symlink():
             continue
         if file.name == "rank.json":
-            data = msgspec.json.encode(for_others(read_own(file, RankRecord)))
+            data = msgspec.json.encode(with_masked_command(read_record(file, RankRecord)))
             line.send(FileChunk(name=name, data=data))
             continue
         with file.open("rb") as opened:

@@ -14,27 +14,27 @@ from distcheck.job import running, settings
 from distcheck.job.copying import ProjectCopy
 from distcheck.job.inside.moved_gradients import with_moved_gradients
 from distcheck.job.settings import JobSettings
-from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, NoiseFloor, measure
+from distcheck.judge.divergence.noise_floor import PERTURBED_RUNS, NoiseFloor, measure_noise_floor
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Axis
-from distcheck.recordings.jobs.unsharded import unsharded
-from distcheck.records.mesh import mesh_from_text
+from distcheck.recordings.jobs.records import MeshAxis
+from distcheck.recordings.jobs.unsharded import unshard_recording
+from distcheck.records.mesh import parse_mesh
 
 
 def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
     """Read a recording; unshard model-parallel ranks into a new folder. Raises UsageError for axes
     that do not fit the ranks.
     """
-    job = reading.read(recorded)
-    axes: tuple[Axis, ...] = ()
+    job = reading.read_recording(recorded)
+    axes: tuple[MeshAxis, ...] = ()
     if asked:
         try:
-            mesh = mesh_from_text(asked, job.world)
+            mesh = parse_mesh(asked, job.world)
         except ValueError as error:
             raise UsageError(f"--mesh {asked}: {error}") from error
-        axes = tuple(Axis(name=n, kind=n, size=size) for n, size in mesh.axes if size > 1)
-    return with_moved_gradients(unsharded(job, folder, axes))
+        axes = tuple(MeshAxis(name=n, kind=n, size=size) for n, size in mesh.axes if size > 1)
+    return with_moved_gradients(unshard_recording(job, folder, axes))
 
 
 def record_again(
@@ -88,4 +88,4 @@ def measured(
                 why=f"the command could not run again in a copy of the folder: {error}"
             )
         perturbed.append(dataclasses.replace(found, steps=found.steps[: len(job.steps)]))
-    return measure(job, perturbed)
+    return measure_noise_floor(job, perturbed)

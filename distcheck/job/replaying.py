@@ -15,7 +15,7 @@ from distcheck.job.copying import ProjectCopy
 from distcheck.job.settings import JobSettings, ReplayedStep, ReplayResult, Retry
 from distcheck.machine.resources import KEEPS_FREED_MEMORY
 from distcheck.recordings.jobs.reading import JobRecording, TensorCache, read_tensors
-from distcheck.recordings.jobs.records import read_own
+from distcheck.recordings.jobs.records import read_record
 
 _MOST_PARENTS = 8
 # Options with numbers of ranks, machines or GPUs.
@@ -173,7 +173,7 @@ def _read(folder: Path, ran: running.CommandResult) -> ReplayResult:
             f"the script {why} before its first step in a single process; pass the command that "
             "trains in a single process, --reference COMMAND"
         )
-    replayed = read_own(file, ReplayResult)
+    replayed = read_record(file, ReplayResult)
     if not replayed.steps:
         failure = replayed.failure or "the script makes no step in a single process"
         raise NoReferenceError(failure, replayed.retry)

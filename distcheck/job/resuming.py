@@ -25,7 +25,7 @@ from distcheck.judge.divergence.job_recordings import (
     why_not_comparable,
 )
 from distcheck.judge.divergence.noise_floor import NoiseFloor, distance_between, norm_of
-from distcheck.recordings.jobs.reading import JobRecording, read_kept
+from distcheck.recordings.jobs.reading import JobRecording, read_saved_recording
 from distcheck.recordings.jobs.records import digest
 from distcheck.recordings.recording import Kind
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, merge_verdicts
@@ -104,7 +104,7 @@ class Earlier:
 
 def read(folder: Path) -> Earlier:
     """Read a kept recording. Raises UsageError if it is not the complete recording of a job."""
-    return Earlier(folder, read_kept(folder), noise_floor.read(folder))
+    return Earlier(folder, read_saved_recording(folder), noise_floor.read_noise_floor(folder))
 
 
 def judged(case: CaseReport, earlier: Earlier, job: JobRecording) -> CaseReport:

@@ -324,10 +324,10 @@ def _end_command(process: "subprocess.Popen[bytes]") -> None:
 def _remove_logs(folder: Path) -> None:
     """Remove torchrun's folder for the errors of recorded ranks, which it does not delete."""
     for file in folder.glob("rank-*/rank.json"):
-        from distcheck.recordings.jobs.records import RankRecord, read_own  # imports torch
+        from distcheck.recordings.jobs.records import RankRecord, read_record  # imports torch
 
         with contextlib.suppress(UsageError, OSError, LookupError):
-            errors = read_own(file, RankRecord).variables["TORCHELASTIC_ERROR_FILE"]
+            errors = read_record(file, RankRecord).variables["TORCHELASTIC_ERROR_FILE"]
             made = Path(errors).parents[3]
             if errors == os.environ.get("TORCHELASTIC_ERROR_FILE"):  # of a job around this one
                 continue

@@ -26,7 +26,7 @@ from distcheck.job.checks.exchange import factors_of_sum_losses, gradients_at_st
 from distcheck.job.step_view import JobStep
 from distcheck.judge.diagnosis.measurements import SAME_FACTOR
 from distcheck.judge.diagnosis.wording import number_text
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.machine.numerics import NotBoundedError, as_float64
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.recording import Kind
@@ -62,7 +62,7 @@ class ChangedGradients:
     @cached_property
     def factor(self) -> float | None:
         """The one factor by which all gradients are multiples of the mean, or None."""
-        fitted = fit([(given, mean) for given, mean, _ in self.rows])
+        fitted = fit_least_squares([(given, mean) for given, mean, _ in self.rows])
         if fitted is None:
             return None
         (factor,) = fitted.factors
@@ -201,7 +201,7 @@ def _decays(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
     if any(p.shape != row[0].shape for row, p in pairs):
         return ""
     moved = [(given - mean, p) for (given, mean, _), p in pairs if not _is_near(given, mean, p)]
-    fitted = fit(moved) if moved else None
+    fitted = fit_least_squares(moved) if moved else None
     if fitted is None:
         return ""
     (decay,) = fitted.factors

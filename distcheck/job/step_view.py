@@ -76,7 +76,7 @@ class JobStep(StepView):
 
     def _maybe_sketch(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         as_it_is = all(self._whole) or not self._whole[rank]
-        return tensor if as_it_is else sketches.sketch(tensor)
+        return tensor if as_it_is else sketches.project(tensor)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -174,4 +174,4 @@ def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.
     local = job.gradient(Kind.LOCAL_GRADIENT, rank, step, name)
     if local is None:
         return torch.zeros(sketches.SLOTS)
-    return sketches.magnitudes(_magnitudes(job, rank, step, name, local))
+    return sketches.project_magnitudes(_magnitudes(job, rank, step, name, local))

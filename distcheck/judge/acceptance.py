@@ -24,7 +24,7 @@ import msgspec
 from distcheck.contract import Contract, Wire
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import unit_roundoff
-from distcheck.records import Allowance, Case, FindingKind
+from distcheck.records import AcceptedChanges, Case, FindingKind
 
 _WIRES: dict[str, Wire] = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
@@ -60,7 +60,7 @@ class AcceptedDeviation(msgspec.Struct, frozen=True, kw_only=True):
 DTYPES = ("float32", "float64")  # dtypes in which accepted deviations have a bound
 
 
-def read(text: str | None) -> AcceptedDeviation | None:
+def parse_deviation(text: str | None) -> AcceptedDeviation | None:
     """Parse a kind of deviation. Raises UsageError for a kind without a bound."""
     if text is None:
         return None
@@ -80,15 +80,15 @@ def read(text: str | None) -> AcceptedDeviation | None:
     raise UsageError(f"--accept {text} is not supported; choose from {', '.join(KINDS)}")
 
 
-def spelled(text: str | None) -> str | None:
-    return None if text is None else str(read(text))
+def canonical_spelling(text: str | None) -> str | None:
+    return None if text is None else str(parse_deviation(text))
 
 
-def check_asked(
+def check_acceptance(
     text: str | None, *, dtype: str | None, steps: int, workloads: Sequence[str]
 ) -> None:
     """Raise UsageError for conflicts that can be found before anything is loaded."""
-    accepted = read(text)
+    accepted = parse_deviation(text)
     if accepted is None:
         return
     if dtype not in (None, *DTYPES):
@@ -108,10 +108,8 @@ def check_asked(
 
 
 def check_promise(case: Case, contract: Contract) -> None:
-    """Raise UsageError if the strategy already promises the accepted deviation, or promises the
-    opposite.
-    """
-    accepted = read(case.accept)
+    """Raise UsageError if the strategy promises the accepted deviation, or its opposite."""
+    accepted = parse_deviation(case.accept)
     if accepted is None:
         return
     if contract.order is not None or contract.wire is not None:
@@ -130,40 +128,34 @@ def check_promise(case: Case, contract: Contract) -> None:
 
 
 def contract_for_case(case: Case, contract: Contract) -> Contract:
-    """Return the contract that a case is judged by. An accepted dtype has the effect of a promised
-    one.
-    """
-    accepted = read(case.accept)
+    """Return the contract to judge a case by; an accepted dtype acts like a promised one."""
+    accepted = parse_deviation(case.accept)
     if accepted is None or accepted.wire is None:
         return contract
     return msgspec.structs.replace(contract, wire=accepted.wire)
 
 
 def requires_full_batch(text: str | None) -> bool:
-    """Return True if gradients must be those of the full batch, within some bound (full batch
-    float32 and float64).
-    """
-    accepted = read(text)
+    """Return True if gradients must be the full batch's, within a bound of that layer."""
+    accepted = parse_deviation(text)
     return accepted is None or accepted.requires_mean
 
 
 def keeps_scalars(text: str | None) -> bool:
     """Return True if the deviation supports scalar (0-d) parameters: torch's PowerSGD does not."""
-    accepted = read(text)
+    accepted = parse_deviation(text)
     return accepted is None or accepted.family != "low-rank"
 
 
 def keeps_exact_sums(text: str | None) -> bool:
     """Return True if workload `exact` still applies, because sums are exact or rounded."""
-    accepted = read(text)
+    accepted = parse_deviation(text)
     return accepted is None or accepted.family == "low-precision"
 
 
 def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
-    """Return a reason if a run under low-rank compressed nothing, according to the findings of the
-    gradient check, or else "".
-    """
-    accepted = read(case.accept)
+    """Return the reason that a low-rank run compressed nothing, by its findings, or ""."""
+    accepted = parse_deviation(case.accept)
     if accepted is None or accepted.family != "low-rank" or FindingKind.COMPRESSED in kinds:
         return ""
     return (
@@ -172,8 +164,8 @@ def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
     )
 
 
-def describe(case: Case) -> Allowance | None:
-    accepted = read(case.accept)
+def describe_acceptance(case: Case) -> AcceptedChanges | None:
+    accepted = parse_deviation(case.accept)
     if accepted is None:
         return None
     widened, not_owed = {
@@ -182,7 +174,7 @@ def describe(case: Case) -> Allowance | None:
         "low-rank": _low_rank,
         "local-sgd": _local_sgd,
     }[accepted.family](accepted, case.world)
-    return Allowance(kind=str(accepted), widened=widened, not_owed=not_owed)
+    return AcceptedChanges(kind=str(accepted), widened=widened, not_owed=not_owed)
 
 
 def _low_precision(accepted: AcceptedDeviation, world: int) -> tuple[str, tuple[str, ...]]:

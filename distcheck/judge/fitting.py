@@ -33,7 +33,7 @@ class LeastSquaresFit(NamedTuple):
         return self.left / self.size if self.size else 0.0
 
 
-def fit(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
+def fit_least_squares(rows: Iterable[tuple[torch.Tensor, ...]]) -> LeastSquaresFit | None:
     """Fit the first tensor of each row by the remaining ones, with the same factors in all rows.
     Return None if a base is zero everywhere, or if an element is not finite. [bases, actual] = Q R
     is computed block by block: factors and residual follow from the last R.

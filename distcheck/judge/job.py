@@ -14,8 +14,8 @@ from distcheck.judge.checks import sensitivity
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.jobs import JUDGE, JudgeRequest
-from distcheck.judge.oracles import expect
-from distcheck.judge.oracles.forms import AfterBatch, GradientForms
+from distcheck.judge.oracles import compute_expectation
+from distcheck.judge.oracles.forms import FullBatchBuffers, GradientForms
 from distcheck.judge.oracles.integers import HeadroomError
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -23,7 +23,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.numerics import NotBoundedError
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import CheckResult
-from distcheck.records.mistakes import Shown
+from distcheck.records.mistakes import RevealedMistakes
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.worlds.jobs import Descriptors, Reporter
@@ -36,7 +36,7 @@ Pair = tuple[str, str]  # a check and its layer
 def judge(job: JudgeRequest, fds: Descriptors, reporter: Reporter) -> list[CheckResult]:
     os.nice(5)  # the ranks of the rerun take priority
     seeds.pin_determinism()
-    device = devices.enter(job.case.judged_on, 0)
+    device = devices.enter(job.case.judging_device, 0)
     trace = TraceReader(fds["trace"], job.layout, device=device)
     rerun = None
     if "rerun" in fds:
@@ -57,8 +57,7 @@ def judge_trace(
     reporter: Reporter | None = None,
 ) -> list[CheckResult]:
     """Run every planned check over the job's steps. A check that crashes is unknown, never a pass.
-    At each step, the expectations for the checks' layers are computed first, then compared, and
-    freed before the next step.
+    Each step's expectations are computed first, then compared, and freed before the next step.
     """
     references = References(ingredients, job.contract, trace)
     evidence = evidence_of(job, references, rerun)
@@ -99,7 +98,9 @@ def expect_step(
     found: dict[Pair, Expectation | Exception] = {}
     for pair in planned:
         try:
-            found[pair] = Expectation(step=step, headers=headers, what=expect(*pair, at))
+            found[pair] = Expectation(
+                step=step, headers=headers, what=compute_expectation(*pair, at)
+            )
         except Exception as error:
             found[pair] = error
     known = {pair: one for pair, one in found.items() if isinstance(one, Expectation)}
@@ -108,7 +109,7 @@ def expect_step(
         shown = _revealed_mistakes(
             at,
             {layer: one.what for (_, layer), one in of_gradients.items()},
-            [one.what for one in known.values() if isinstance(one.what, AfterBatch)],
+            [one.what for one in known.values() if isinstance(one.what, FullBatchBuffers)],
         )
         return found | {p: replace(one, shown=shown[p[1]]) for p, one in of_gradients.items()}
     except Exception as error:
@@ -116,12 +117,12 @@ def expect_step(
 
 
 def _revealed_mistakes(
-    at: AtStep, gradients: Mapping[str, GradientForms], after: Sequence[AfterBatch]
-) -> Mapping[str, tuple[Shown | None, ...]]:
+    at: AtStep, gradients: Mapping[str, GradientForms], after: Sequence[FullBatchBuffers]
+) -> Mapping[str, tuple[RevealedMistakes | None, ...]]:
     if at.references.mesh is None:
         return sensitivity.mistakes_shown_at_step(at.trace, at.step, gradients)
     nothing = (None,) * len(at.specs)
-    if not at.exchanges_itself:  # a gradient there is no mean of separate local ones
+    if not at.communicating_form:  # a gradient there is no mean of separate local ones
         return dict.fromkeys(gradients, nothing)
     moves = any(
         one.counts for forms in after for one in sensitivity.mistakes_shown_by_buffers(forms)
@@ -177,11 +178,11 @@ class CheckRun:
 
     @property
     def _is_over_steps(self) -> bool:
-        return bool(getattr(checks.load(self.pair[0]), "OVER_STEPS", False))
+        return bool(getattr(checks.load_check(self.pair[0]), "OVER_STEPS", False))
 
     def _compare(self, evidence: Evidence, expectations: Sequence[Expectation]) -> None:
         with_these = replace(evidence, expectations=tuple(expectations))
-        checks.load(self.pair[0]).compare(with_these, self._tally)
+        checks.load_check(self.pair[0]).compare(with_these, self._tally)
 
     def _result_of_error(self, error: Exception) -> CheckResult:
         if isinstance(error, HeadroomError | NotBoundedError | NotRecordedError):

@@ -20,7 +20,7 @@ _CONFIRMED = 2
 Differs = bool  # True if a world differed from the first, in bits or exit status
 
 
-class Separation(msgspec.Struct, frozen=True, kw_only=True):
+class BisectionResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of further worlds about a rerun in separate interpreters that differed.
 
     depends   True if the difference depends on process state and is not a race: on each of
@@ -38,14 +38,12 @@ class Separation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerunBisection:
-    """Requests worlds until there is a `conclusion`. `next` is the world to run, or None at the
-    end; pass its result to `note`.
-    """
+    """Requests worlds (`next`) until there is a `conclusion`; `note` takes each result."""
 
     def __init__(self, separate: Surroundings) -> None:
         self._count = 0
         self._plan = _plan(separate)
-        self.conclusion: Separation | None = None
+        self.conclusion: BisectionResult | None = None
         self.next: Surroundings | None = next(self._plan)
 
     def note(self, differs: Differs) -> None:
@@ -56,7 +54,7 @@ class RerunBisection:
         except StopIteration as end:
             depends, factors = end.value
             self.next = None
-            self.conclusion = Separation(depends=depends, factors=factors, worlds=self._count)
+            self.conclusion = BisectionResult(depends=depends, factors=factors, worlds=self._count)
 
 
 def _plan(separate: Surroundings) -> Generator[Surroundings, Differs, tuple[bool, tuple[str, ...]]]:

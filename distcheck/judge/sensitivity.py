@@ -13,11 +13,11 @@ from distcheck.records import Case, CheckResult, Compared, FindingKind, VerdictN
 from distcheck.records.mistakes import (
     MISTAKES,
     SENSITIVITY,
-    Shown,
-    describe,
+    RevealedMistakes,
+    describe_revealed_mistakes,
     joined_list,
-    merge_two_shown,
-    scales,
+    merge_two_revealed_mistakes,
+    smallest_revealed_scale_errors,
 )
 
 _NOTHING_COUNTS = (
@@ -29,10 +29,8 @@ _ALONE = (
 )
 
 
-def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
-    """Check that each of the simplest mistakes would have been revealed. `if_none` is the reason if
-    nothing was compared.
-    """
+def judge_sensitivity(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckResult:
+    """Check that each simple mistake would be revealed; `if_none`: nothing was compared."""
     if case.world == 1:
         return CheckResult(check=SENSITIVITY, layer="-", verdict="unknown", reason=_ALONE)
     found = [result for result in results if result.shown]
@@ -57,7 +55,7 @@ def judge(case: Case, results: Sequence[CheckResult], *, if_none: str) -> CheckR
     )
 
 
-def of_check(result: CheckResult) -> CheckResult:
+def unknown_if_insensitive(result: CheckResult) -> CheckResult:
     """Change a pass to unknown if no mistake could have failed the check."""
     if result.verdict != "pass" or not result.shown or result.compared.tensors:
         return result
@@ -71,7 +69,7 @@ def of_check(result: CheckResult) -> CheckResult:
     )
 
 
-def why_alone_unknown(results: Sequence[CheckResult]) -> str:
+def only_unrevealed_mistakes(results: Sequence[CheckResult]) -> str:
     """Return the unrevealed mistakes if they are the only reason that a case does not pass. Return
     "" if a check failed, or is unknown for a different reason.
     """
@@ -83,9 +81,9 @@ def why_alone_unknown(results: Sequence[CheckResult]) -> str:
     return next((result.reason for result in lacking if result.check == SENSITIVITY), "")
 
 
-def _merge_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
+def _merge_layers(results: Sequence[CheckResult]) -> dict[str, RevealedMistakes]:
     """Merge the sensitivity of layers, which judge the same steps (numbers do not add)."""
-    merged: dict[str, Shown] = {}
+    merged: dict[str, RevealedMistakes] = {}
     for result in results:
         for name, one in result.shown.items():
             before = merged.get(name)
@@ -93,11 +91,13 @@ def _merge_layers(results: Sequence[CheckResult]) -> dict[str, Shown]:
                 merged[name] = one
             else:
                 most = max(before.steps, one.steps)
-                merged[name] = msgspec.structs.replace(merge_two_shown(before, one), steps=most)
+                merged[name] = msgspec.structs.replace(
+                    merge_two_revealed_mistakes(before, one), steps=most
+                )
     return merged
 
 
-def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
+def _missing(case: Case, shown: Mapping[str, RevealedMistakes]) -> Iterator[str]:
     """Yield the mistakes that no tensor would have revealed, one sentence per reason."""
     tensors, by_reason = list(shown.values()), defaultdict[str, list[str]](list)
     for name, mistake in MISTAKES.items():
@@ -116,7 +116,7 @@ def _missing(case: Case, shown: Mapping[str, Shown]) -> Iterator[str]:
         yield f"no tensor would have revealed {joined_list(mistakes, 'or')}: {why}"
 
 
-def _why_insensitive(tensors: Sequence[Shown]) -> str:
+def _why_insensitive(tensors: Sequence[RevealedMistakes]) -> str:
     if all(one.zero for one in tensors):
         return "gradients are zero on every rank"
     if all(one.alike for one in tensors):
@@ -129,15 +129,15 @@ def _why_insensitive(tensors: Sequence[Shown]) -> str:
     return "the bound is larger than the effect of the mistake"
 
 
-def _describe(case: Case, shown: Mapping[str, Shown]) -> str:
+def _describe(case: Case, shown: Mapping[str, RevealedMistakes]) -> str:
     """Describe the mistakes that would have been revealed, and in how many tensors."""
-    text = describe(shown, ranks=len(case.with_data))
+    text = describe_revealed_mistakes(shown, ranks=len(case.with_data))
     return text if case.accept is None else f"{text}; {_within_what_is_accepted(case, shown)}"
 
 
-def _within_what_is_accepted(case: Case, shown: Mapping[str, Shown]) -> str:
+def _within_what_is_accepted(case: Case, shown: Mapping[str, RevealedMistakes]) -> str:
     """Describe the wrong factors that an accepted deviation hides."""
-    found = scales(shown)
+    found = smallest_revealed_scale_errors(shown)
     if found is None or found[0] == float("inf"):
         return f"--accept {case.accept}: the smallest detectable scale error was not measured"
     least, most = found

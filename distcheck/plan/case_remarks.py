@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 from distcheck.contract import Contract, Training
-from distcheck.judge.acceptance import read
+from distcheck.judge.acceptance import parse_deviation
 from distcheck.judge.oracles import integers
 from distcheck.machine.numerics import unit_roundoff
 from distcheck.plan.declined import why_words_declined
 from distcheck.records import EXACT_DTYPES, Case
-from distcheck.records.expected_events import least_ranks
+from distcheck.records.expected_events import ranks_required
 from distcheck.records.generated_words import PREFIX
 from distcheck.records.layers import FULL_BATCH_LAYERS, IN_FLOAT32, IN_FLOAT64
 from distcheck.records.mesh import MESH, Mesh
 from distcheck.training.jobs import CaseFacts
-from distcheck.workloads import about
+from distcheck.workloads import facts_about
 from distcheck.workloads.cells import CELLS, why_declined
 
 BUFFERS = (
@@ -118,7 +118,7 @@ ONE_RANK = (
 )
 
 
-def notes_on(
+def notes_on_case(
     case: Case,
     sizes: Sequence[Sequence[int]],
     contract: Contract | None = None,
@@ -165,7 +165,7 @@ def notes_on(
             "gradients are recorded from the rank whose optimizer updates them; the gradients of "
             "other ranks are not compared"
         )
-    if rounds_by_position(case, contract):
+    if rounding_depends_on_position(case, contract):
         notes.append(
             f"in {case.dtype} the rounding of an update depends on an element's position, and "
             "ranks update shards: the optimizer's step need not be bit-identical, so it is not "
@@ -215,16 +215,16 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
     if case.reference_device is not None and (why := why_no_full_batch(case, facts, sizes)):
         only = f"compared with the {case.reference_device}, only full batch float32 could judge it"
         return f"{only}. {why}"
-    accepted = read(case.accept)
+    accepted = parse_deviation(case.accept)
     if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
         return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"
     if "exact" not in case.layers:
         return ""
-    return integers.why_not_carried(contract, shard_sizes=sizes)
+    return integers.why_wire_overflows(contract, shard_sizes=sizes)
 
 
 def _why_too_few_samples(case: Case, sizes: Sequence[Sequence[int]]) -> str:
-    least = about(case.workload).least
+    least = facts_about(case.workload).least
     if min(map(min, sizes)) >= least:
         return ""
     batch = least * len(case.with_data)
@@ -251,7 +251,7 @@ def _why_uneven(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> str:
 
 def _why_too_few_ranks(case: Case, facts: CaseFacts) -> str:
     """Return the reason that the tested event cannot occur in this world; empty if it can."""
-    ranks, least = len(case.with_data), least_ranks(facts.must_happen)
+    ranks, least = len(case.with_data), ranks_required(facts.must_happen)
     if ranks >= least:
         return ""
     return f"it needs at least {least} ranks with data to serve its purpose; this world has {ranks}"
@@ -264,7 +264,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     bound of 1/2 per term the rounding errors can reach the sum itself, and a gradient of zero would
     pass.
     """
-    accepted = read(case.accept)
+    accepted = parse_deviation(case.accept)
     lossy = accepted is not None and accepted.family in ("quantized", "low-rank")
     if lossy and case.workload == "loss_scaling":
         return (
@@ -286,7 +286,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     return ""
 
 
-def rounds_by_position(case: Case, contract: Contract) -> bool:
+def rounding_depends_on_position(case: Case, contract: Contract) -> bool:
     """Return True if updating a tensor in pieces may give different bits than updating it at once.
 
     torch's CPU kernels round a short dtype once or twice, depending on whether an element is in a
@@ -329,7 +329,7 @@ def _hardly_normalized(facts: CaseFacts, sizes: Sequence[Sequence[int]]) -> bool
     return min(map(min, sizes)) // passes < _LEAST_NORMALIZED
 
 
-def not_judged_after_failure(failed: Case) -> str:
+def why_not_judged_after_failure(failed: Case) -> str:
     """Return the reason for not judging a case after the first failure of a run."""
     return (
         f"not judged because of --fail-fast: {failed.workload} {failed.dtype} of "
@@ -338,7 +338,7 @@ def not_judged_after_failure(failed: Case) -> str:
     )
 
 
-def not_run_after_hang(case: Case, hung: Case) -> str:
+def why_not_run_after_hang(case: Case, hung: Case) -> str:
     """Return the reason for not running a case of a strategy that hung in case `hung`."""
     return (
         f"not run: the strategy hung in {hung.workload} {hung.dtype}; --after-hang runs every "

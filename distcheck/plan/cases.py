@@ -17,8 +17,13 @@ from distcheck.judge import acceptance
 from distcheck.judge.oracles import integers
 from distcheck.machine import devices
 from distcheck.plan import scheduled
-from distcheck.plan.case_remarks import rounds_by_position, why_no_full_batch
-from distcheck.plan.cells_to_run import ALWAYS, cells_to_run, promised_to_run, with_own_workload
+from distcheck.plan.case_remarks import rounding_depends_on_position, why_no_full_batch
+from distcheck.plan.cells_to_run import (
+    ALWAYS,
+    cells_to_run,
+    with_declared_workload,
+    workloads_testing_promises,
+)
 from distcheck.plan.coverage import Coverage
 from distcheck.plan.settings import DTYPES, Request
 from distcheck.records import EXACT_DTYPES, MOST_DEADLINE_S, Case, Delay, LossName, PlannedCheck
@@ -30,7 +35,7 @@ from distcheck.training import loading
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.adapters.options import check_adaptation, check_workloads
 from distcheck.training.jobs import CaseFacts
-from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, about, cells, datasets
+from distcheck.workloads import DEFAULT_RUN, STEPS_IN_FLOAT64, cells, datasets, facts_about
 from distcheck.workloads.cells import CELLS
 
 _MOST_DELAY = 10_000  # milliseconds
@@ -83,7 +88,7 @@ def _check_without_data(request: Request) -> None:
         )
 
 
-def exchanges_nothing(case: Case, contract: Contract) -> bool:
+def has_nothing_to_synchronize(case: Case, contract: Contract) -> bool:
     """Return True if the world has only one rank, so that a missing all-reduce would not show.
 
     Return False if that rank drives several GPUs. Also return False in a search, which may shrink a
@@ -115,7 +120,7 @@ def check_request(request: Request) -> None:
     for spec in request.workloads:
         check_workload(spec)
     asked_for = request.workloads or ALWAYS
-    acceptance.check_asked(
+    acceptance.check_acceptance(
         request.accept,
         dtype=request.dtype,
         steps=min(steps_of(request, workload) for workload in asked_for),
@@ -135,7 +140,7 @@ def check_request(request: Request) -> None:
             "different --workload"
         )
     backends.check_name(request.backend)
-    scheduled.check_request(request)
+    scheduled.check_schedule_options(request)
     if request.device not in devices.DEVICES:
         meant = did_you_mean(request.device, devices.DEVICES)
         raise UsageError(
@@ -163,7 +168,7 @@ def steps_of(request: Request, workload: str) -> int:
     if workload in CELLS:
         return CELLS[workload].steps
     fewer = DEFAULT_RUN[workload].steps if workload in DEFAULT_RUN else None
-    return about(workload).steps if request.workloads or fewer is None else fewer
+    return facts_about(workload).steps if request.workloads or fewer is None else fewer
 
 
 def _check_numbers(request: Request) -> None:
@@ -229,7 +234,7 @@ def plan_cases(request: Request) -> list[Case]:
     cases = [
         case
         for strategy in dict.fromkeys(request.strategies)
-        for case in _cases_of(with_own_workload(request, strategy), strategy)
+        for case in _cases_of(with_declared_workload(request, strategy), strategy)
     ]
     cases += [
         _against_cpu(case) for case in cases if case.device != "cpu" and IN_FLOAT32 in case.layers
@@ -253,7 +258,7 @@ def _cases_of(request: Request, strategy: str) -> Iterator[Case]:
         yield from scheduled.schedule_search_cases(
             request, partial(_case, request, strategy, world)
         )
-        for workload in (*workloads, *promised_to_run(request, strategy, world)):
+        for workload in (*workloads, *workloads_testing_promises(request, strategy, world)):
             for dtype in _dtypes(request, workload):
                 yield _case(request, strategy, world, workload, dtype)
         for name, own, said in cells_to_run(request, world, besides=workloads):
@@ -276,7 +281,7 @@ def _against_cpu(case: Case) -> Case:
 def _dtypes(request: Request, workload: str) -> list[str]:
     if request.dtype is not None:
         return [request.dtype]
-    quick = about(workload).in_float64 and acceptance.requires_full_batch(request.accept)
+    quick = facts_about(workload).in_float64 and acceptance.requires_full_batch(request.accept)
     quick = quick and (bool(request.workloads) or DEFAULT_RUN[workload].in_float64)
     return ["float32", "float64"] if quick else ["float32"]
 
@@ -287,7 +292,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
     layers = known_layers.layers_of(dtype)
     if not acceptance.requires_full_batch(request.accept):
         layers = tuple(layer for layer in layers if layer not in FULL_BATCH_LAYERS)
-    cell, known = CELLS.get(workload), about(workload)
+    cell, known = CELLS.get(workload), facts_about(workload)
     without = known.without if cell is None else cell.without
     layers = tuple(layer for layer in layers if layer not in without)
     data = known.data if cell is None else datasets.SYNTHETIC
@@ -311,7 +316,7 @@ def _case(request: Request, strategy: str, world: int, workload: str, dtype: str
         layers=("exact",) if is_exact else (IN_FLOAT64,) if companion else layers,
         rerun=reruns and not companion,
         loss=cast("LossName", request.loss),
-        accept=acceptance.spelled(request.accept),
+        accept=acceptance.canonical_spelling(request.accept),
         **{name: getattr(request, name) for name in _AS_ASKED},
     )
 
@@ -326,11 +331,11 @@ def plan_checks(
     case: Case, facts: CaseFacts, *, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> list[PlannedCheck]:
     """Return the checks of a case in the order of the report; `sizes` are [steps][world]."""
-    model, accepted = facts.model, acceptance.read(case.accept)
+    model, accepted = facts.model, acceptance.parse_deviation(case.accept)
     needs = Coverage(case, facts.contract, model, sizes, facts.output)
     exact, bounded, semantic = _layers(case, facts, sizes, calibration_failure)
     own = "exact" if exact == "exact" else BITWISE
-    further = known_layers.further_layers(case.layers)
+    further = known_layers.layers_for_any_case(case.layers)
     gradient_layers = [layer for layer in (exact, bounded, *semantic, *further) if layer]
     planned = [
         PlannedCheck(check="outcome", layer="-", scope="front", required=needs.outcome()),
@@ -350,7 +355,9 @@ def plan_checks(
     planned += [needs.loss(layer) for layer in semantic]
     updated = () if own == "exact" else model.optimizer
     # Bits of an update depend on the kind of device, and for some dtypes on an element's position.
-    same_update = case.reference_device is None and not rounds_by_position(case, facts.contract)
+    same_update = case.reference_device is None and not rounding_depends_on_position(
+        case, facts.contract
+    )
     if local_sgd:
         planned += needs.averaged(local_sgd)
     elif facts.updates_again and same_update:
@@ -365,10 +372,10 @@ def plan_checks(
     # Ranks may add what they exchange in orders of their own, so each result is compared by itself.
     if not local_sgd and case.adaptation.form != "metric":
         planned.append(needs.check("agreement", "-", compared))
-    planned += needs.in_every_case()
+    planned += needs.basic_checks()
     one_mean = facts.contract.parallel == ()  # each rank has its own part of the mean
     exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
-    if exchanges or (itself and case.world > 1) or exchanges_nothing(case, facts.contract):
+    if exchanges or (itself and case.world > 1) or has_nothing_to_synchronize(case, facts.contract):
         planned.append(needs.sensitivity())
     if facts.must_happen:
         planned.append(needs.purpose())
@@ -386,9 +393,7 @@ def plan_checks(
 def _layers(
     case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]], calibration_failure: str
 ) -> tuple[str, str, list[str]]:
-    """Return (exact layer or "", "rounding" or "", semantic layers), the layers that judge
-    gradients.
-    """
+    """Return the layers that judge gradients: exact or "", rounding or "", semantic layers."""
     if facts.contract.parallel:  # sums are split over ranks: no rank's own part is known
         return "", "", [layer for layer in FULL_BATCH_LAYERS if layer in case.layers]
     ordered = facts.contract.order is not None and not calibration_failure

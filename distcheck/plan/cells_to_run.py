@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from distcheck.plan.settings import Request
-from distcheck.plan.source_files import promises_of
+from distcheck.plan.source_files import declared_promises
 from distcheck.records import Case
 from distcheck.training.adapters.forms import trained_with
 from distcheck.workloads import DEFAULT_RUN
@@ -27,9 +27,8 @@ _DEADLINE_S = 3.0  # of a case that does not count if it hangs
 def cells_to_run(
     request: Request, world: int, *, besides: Collection[str]
 ) -> Iterator[tuple[str, Request, dict[str, Any]]]:
-    """Yield the cells to run in this world. Each comes with its request and with fields to set in
-    its case. The requested number of steps is ignored: a cell needs its own number to test its
-    feature.
+    """Yield the cells to run in this world, each with its request and with fields to set in its
+    case. The requested number of steps is ignored: a cell needs its number to test its feature.
     """
     if not request.thorough and request.workloads:
         return
@@ -53,25 +52,25 @@ def cells_to_run(
             yield name, of_cell, {"rerun": False}
 
 
-def promised_to_run(request: Request, strategy: str, world: int) -> Iterator[str]:
+def workloads_testing_promises(request: Request, strategy: str, world: int) -> Iterator[str]:
     """Yield the workloads of the default run that test the strategy's promises. The promises are
     read from its decorator, without an import.
     """
     if request.workloads or world < 2 or request.accept or request.adaptation.without_data:
         return
-    promised = promises_of(strategy).items()
+    promised = declared_promises(strategy).items()
     for name, how in DEFAULT_RUN.items():
         if how.promised and how.promised.items() <= promised:
             yield name
 
 
-def with_own_workload(request: Request, strategy: str) -> Request:
+def with_declared_workload(request: Request, strategy: str) -> Request:
     """Return the request with the strategy's workload in place of the default run, if it declares
     one (`@strategy(workload="mlp")`) or is itself the model to train.
     """
     if trained := trained_with(request.adaptation.form):
         return msgspec.structs.replace(request, workloads=(trained,))
-    own = None if request.workloads else promises_of(strategy).get("workload")
+    own = None if request.workloads else declared_promises(strategy).get("workload")
     return msgspec.structs.replace(request, workloads=(own,)) if isinstance(own, str) else request
 
 
@@ -84,7 +83,7 @@ def _has_cells(request: Request, world: int) -> bool:
     return world > 1 and not special and (request.backend, request.device) == ("gloo", "cpu")
 
 
-def counts_if_finished(case: Case) -> bool:
+def counts_only_if_finished(case: Case) -> bool:
     """Return True for a cell of the default run: it counts only if its ranks finish. Requested
     cells are recognized by their rerun, which cells of the default run do not have.
     """

@@ -74,17 +74,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         return _join_key(self.section, name)
 
     def of(self, strategy: str) -> dict[str, Any]:
-        """Return the keys from a strategy's table. The path to its file may be spelled in any
-        way.
-        """
+        """Return the keys from a strategy's table, however the path to its file is spelled."""
         wanted = _normal(strategy)
         return next((keys for name, keys in self.own.items() if _normal(name) == wanted), {})
 
 
 def read_configuration(given: str | None) -> Configuration:
-    """Return the contents of the `given` file. Without one, read the nearest pyproject.toml, from
-    the current folder upward, that has a section for distcheck. Raises UsageError that names the
-    key of an invalid value.
+    """Return the contents of the `given` file, or of the nearest pyproject.toml upward with a
+    section for distcheck. Raises UsageError, with the key, for an invalid value.
     """
     if given is not None:
         path = Path(given)

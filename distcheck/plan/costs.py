@@ -22,7 +22,7 @@ _UNKNOWN_SAMPLE_S = 2e-4  # user's workload: Heuristic: as a cnn
 _REFERENCES = 3.0  # batches that judges compute in addition to the ranks
 
 
-def rough_s(case: Case) -> float:
+def estimated_s(case: Case) -> float:
     """Return seconds by the rough model, which depends only on the case, not on the machine."""
     sample_s = _SAMPLE_S.get(case.workload, _UNKNOWN_SAMPLE_S)
     sample_s *= 2.0 if case.dtype == "float64" else 1.0
@@ -31,10 +31,9 @@ def rough_s(case: Case) -> float:
     return worlds * (_WORLD_S + _RANK_S * case.world + batches_s) + _REFERENCES * batches_s
 
 
-def recorded_s(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Return measured seconds by cell, from the reports stored under `folder`. Newer reports take
-    precedence. Judges run concurrently with the worlds, so their time is divided by the number of
-    judges.
+def measured_s(folder: Path) -> dict[tuple[Any, ...], float]:
+    """Return measured seconds by cell from the reports under `folder`, newest first. Judges run
+    concurrently with the worlds, so their time is divided by their number.
     """
     found: dict[tuple[Any, ...], float] = {}
     for file in sorted(folder.glob("runs/*/report.json")):

@@ -42,9 +42,7 @@ class Coverage:
         *,
         state: Sequence[TensorSpec] = (),
     ) -> PlannedCheck:
-        """Return a check of `tensors` on ranks with data, and of `state` on the ranks that hold
-        it.
-        """
+        """Return a check of `tensors` on ranks with data, and of `state` on its holders."""
         holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
         elements = sum(t.elements for t in tensors) * self._with_data
         elements += sum(t.elements for t in state) * holders
@@ -57,7 +55,7 @@ class Coverage:
             ),
         )
 
-    def in_every_case(self) -> list[PlannedCheck]:
+    def basic_checks(self) -> list[PlannedCheck]:
         """Return the checks whose tensors are listed in `ORDER`."""
         return [
             self.check(name.replace("_", " "), "-", getattr(self._model, tensors))
@@ -67,8 +65,8 @@ class Coverage:
 
     def averaged(self, period: int) -> list[PlannedCheck]:
         """Return the checks of local SGD: each rank's parameters between averages, and their mean
-        after each average. The step of the first average is unknown, so the minimum over all
-        possible steps is required.
+        after each. The step of the first average is unknown, so the minimum over all steps is
+        required.
         """
         steps, world = self._case.steps, self._case.world
         fewest, most = steps // period, -(-steps // period)
@@ -100,9 +98,7 @@ class Coverage:
         return PlannedCheck(check="loss", layer=layer, scope="step", required=required)
 
     def outputs(self, layer: str) -> PlannedCheck:
-        """Return the check of the outputs for every sample; in a mesh, on one rank of each data
-        coordinate.
-        """
+        """Return the check of the outputs for every sample, on one rank of each data coordinate."""
         readers = () if self._mesh is None else self._mesh.readers
         elements, steps = self._samples_of(readers) * self.numbers, self._case.steps
         required = Compared(tensors=1, elements=elements, ranks=len(readers), steps=steps)
@@ -122,9 +118,7 @@ class Coverage:
         return Compared(tensors=len(tensors), elements=elements, ranks=self._case.world, steps=1)
 
     def sensitivity(self) -> PlannedCheck:
-        """Return the check that the comparisons would have revealed mistakes. It compares no
-        tensors itself.
-        """
+        """Return the check that mistakes would have been revealed. It compares no tensors."""
         required = Compared(ranks=self._with_data)
         return PlannedCheck(check=SENSITIVITY, layer="-", scope="front", required=required)
 
@@ -143,9 +137,7 @@ class Coverage:
         return sum(sizes[rank] for sizes in self._sizes for rank in readers)
 
     def rerun(self) -> PlannedCheck:
-        """Return the check of the rerun: all recorded values of every rank are compared in a second
-        world.
-        """
+        """Return the check of the rerun: all values of every rank agree with a second world."""
         model, case = self._model, self._case
         state = (*model.parameters, *model.buffers, *model.optimizer)
         seen = self._contract.sync != "out-of-sight"

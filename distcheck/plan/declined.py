@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from distcheck.contract import Contract, Training
 from distcheck.records import Case
-from distcheck.records.generated_words import PREFIX, SCHEDULE, parse
+from distcheck.records.generated_words import PREFIX, SCHEDULE, parse_model_words
 from distcheck.workloads.cells import CELLS, why_declined
 
 ACCUMULATE, ABSENT = "accumulate", "absent"
@@ -38,11 +38,11 @@ def declined_words(contract: Contract, *, own_backward: bool, own_update: bool) 
     return found | ({ACCUMULATE: accumulation} if accumulation else {})
 
 
-def words_in(workload: str) -> set[str]:
+def declinable_words(workload: str) -> set[str]:
     """Return the words of `CELLS_OF`, and `accumulate`, in a generated workload."""
     if not workload.startswith(PREFIX):
         return set()
-    model = parse(workload.removeprefix(PREFIX))
+    model = parse_model_words(workload.removeprefix(PREFIX))
     marks = {mark for layer in model.layers for mark in layer.marks}
     loop = {ACCUMULATE: model.accumulate > 1, SCHEDULE: model.schedule}
     return (marks & {*CELLS_OF}) | {word for word, there in loop.items() if there}
@@ -53,18 +53,18 @@ def words_of_cells(cells: Collection[str]) -> Iterator[tuple[str, str]]:
         yield from ((word, name) for name in cells if name in names)
 
 
-def notes_on(case: Case) -> list[str]:
+def notes_on_words(case: Case) -> list[str]:
     """Return notes on words of a case that the next search may have to exclude."""
     if not case.workload.startswith(PREFIX):
         return []
     notes = []
-    passes = parse(case.workload.removeprefix(PREFIX)).accumulate
+    passes = parse_model_words(case.workload.removeprefix(PREFIX)).accumulate
     if passes > 1:
         notes.append(
             f"every step has {passes} backward passes; if your code never has more than one, "
             "search with --without accumulate"
         )
-    if ABSENT in words_in(case.workload):
+    if ABSENT in declinable_words(case.workload):
         notes.append(
             "in some steps a parameter has no gradient (None) on some ranks; if that never happens "
             "in your models, search with --without absent"
@@ -76,7 +76,7 @@ def why_words_declined(
     workload: str, contract: Contract, *, own_backward: bool, own_update: bool
 ) -> str:
     """Return the reason that a strategy cannot train a generated workload; empty if it can."""
-    words = words_in(workload)
+    words = declinable_words(workload)
     if not words:
         return ""
     declined = declined_words(contract, own_backward=own_backward, own_update=own_update)

@@ -18,18 +18,18 @@ from distcheck.errors import DistcheckError, UsageError
 from distcheck.plan import thorough
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
-from distcheck.plan.costs import rough_s
+from distcheck.plan.costs import estimated_s
 from distcheck.plan.provenance import file_digest
 from distcheck.plan.settings import SETTINGS, Request, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, RunPlan
-from distcheck.records.case import digest_of_all, with_unique_ids
+from distcheck.records.case import cases_digest, with_unique_ids
 from distcheck.records.run_facts import PlannedSearch
 from distcheck.workloads.datasets import FILE_DATASETS
 from distcheck.worlds.launchers import Launch
 
 
-def identity_of(cases: Sequence[Case]) -> dict[str, str]:
+def run_identity(cases: Sequence[Case]) -> dict[str, str]:
     """Return the values that must be equal in every process. Keys are their names in messages."""
     found = {
         "the version of distcheck": __version__,
@@ -41,7 +41,7 @@ def identity_of(cases: Sequence[Case]) -> dict[str, str]:
     ):
         for spec in dict.fromkeys(specs):
             found[f"the file of {what} {spec}"] = file_digest(what, spec)
-    return {**found, "the request": digest_of_all(cases)}
+    return {**found, "the request": cases_digest(cases)}
 
 
 # Settings of which a request has one value and a matrix may have several.
@@ -50,12 +50,9 @@ _SEVERAL = tuple(name for name, one in SETTINGS.items() if one.key == f"{name}s"
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned run.
-
-    cases      cases that this process runs, in addition to the searches in `extras`
-    every      all cases of `whole`, the complete plan, of which this shard may be a part
-    file       path of the matrix
-    from_file  text: values that the file adds to strategies named on the command line
+    """A planned run: `cases` run here, in addition to the searches in `extras`. `every` has all
+    cases of `whole`, the complete plan, of which this shard may be a part. `file` is the matrix;
+    `from_file` describes the values that it adds to strategies named on the command line.
     """
 
     cases: list[Case]
@@ -88,9 +85,9 @@ def plan_run(
     extras = thorough.thorough_extras(requests, launched=launch is not None)
     cases = [case for request in requests for case in _cases(request, matrix)]
     # Siblings are shown together, so they are made adjacent.
-    first = {case.siblings: n for n, case in reversed(list(enumerate(cases)))}
-    every = with_unique_ids(sorted(cases, key=lambda case: first[case.siblings]))
-    assigned = split(every, parts)
+    first = {case.sibling_key: n for n, case in reversed(list(enumerate(cases)))}
+    every = with_unique_ids(sorted(cases, key=lambda case: first[case.sibling_key]))
+    assigned = assign_shards(every, parts)
     if part > len(set(assigned.values())):
         most = len(set(assigned.values()))
         raise UsageError(
@@ -101,7 +98,7 @@ def plan_run(
     part_of_strategy = {case.strategy: assigned[case.id] for case in reversed(every)}
     searches = thorough.planned_searches(extras.searches, part_of_strategy)
     whole = RunPlan(
-        digest=digest_of(every, searches),
+        digest=digest_of_run(every, searches),
         shard=part if parts > 1 else 0,
         shards=parts,
         cases=tuple(every),
@@ -155,7 +152,7 @@ def parse_shard(shard: str | None) -> tuple[int, int]:
     return part, parts
 
 
-def split(cases: list[Case], parts: int) -> dict[str, int]:
+def assign_shards(cases: list[Case], parts: int) -> dict[str, int]:
     """Return the number of the shard, from 1, of each case by ID.
 
     Siblings stay together. The costliest group is assigned first, always to the shard with the
@@ -164,8 +161,8 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
     """
     groups: dict[tuple[str, int, str, int], list[Case]] = {}
     for case in cases:
-        groups.setdefault(case.siblings, []).append(case)
-    costs = {key: sum(sorted(map(rough_s, group))) for key, group in groups.items()}
+        groups.setdefault(case.sibling_key, []).append(case)
+    costs = {key: sum(sorted(map(estimated_s, group))) for key, group in groups.items()}
     loads = [0.0] * parts
     assigned: dict[str, int] = {}
     for key in sorted(groups, key=lambda key: (-costs[key], key)):
@@ -175,9 +172,9 @@ def split(cases: list[Case], parts: int) -> dict[str, int]:
     return assigned
 
 
-def digest_of(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
+def digest_of_run(cases: list[Case], searches: Sequence[PlannedSearch] = ()) -> str:
     """Return a digest of cases in any order, of their files, the versions, and the searches."""
-    found = [*sorted(identity_of(cases).items()), *([searches] if searches else [])]
+    found = [*sorted(run_identity(cases).items()), *([searches] if searches else [])]
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(found))
 
 

@@ -1,6 +1,4 @@
-"""Records the code, software and hardware that the bits of a run may depend on. Does not import
-torch.
-"""
+"""Records the code, software and hardware that bits may depend on. Does not import torch."""
 
 import hmac
 import importlib.util
@@ -15,7 +13,7 @@ from distcheck.plan.source_files import (
     NO_DIGEST,
     SourceFile,
     digest_of_sources,
-    files_of,
+    project_files_of,
 )
 from distcheck.records import Case, Change, ChangeKind
 from distcheck.records.decoding import read_source
@@ -39,11 +37,8 @@ _MISSING = NO_DIGEST
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Origin of a result.
-
-    environment  versions and hardware, as in a report
-    digests      digests of all code that the case names (`named_code`)
-    seal         HMAC of the case (`seal_of`), if this user ran it
+    """Origin of a result: the `environment` of its report, `digests` of all code that the case
+    names (`named_code`), and the `seal` (`case_hmac`), if this user ran the case.
     """
 
     environment: dict[str, Any]
@@ -61,14 +56,14 @@ def provenance_of(case: Case, environment: Mapping[str, Any]) -> Provenance:
     return Provenance(environment=dict(environment), digests=digests)
 
 
-def seal_of(case: Case, digests: Mapping[str, str]) -> str:
+def case_hmac(case: Case, digests: Mapping[str, str]) -> str:
     """Return the HMAC of a case and of the digests of its code, with this user's secret. Return ""
     if no secret can be stored.
     """
-    return seal_of_content("case", msgspec.json.encode([case, sorted(digests.items())]))
+    return content_hmac("case", msgspec.json.encode([case, sorted(digests.items())]))
 
 
-def seal_of_content(kind: str, content: bytes) -> str:
+def content_hmac(kind: str, content: bytes) -> str:
     """Return the HMAC of `content`, with this user's secret, or "" if no secret can be stored.
     Seals of different kinds are different.
     """
@@ -79,19 +74,15 @@ def seal_of_content(kind: str, content: bytes) -> str:
     return hmac.new(secret, kind.encode() + b"\0" + content, "sha256").hexdigest()
 
 
-def is_sealed(case: Case, made: Provenance | None) -> bool:
-    """Return True if this user ran the case, and neither the case nor its digests were changed
-    since.
-    """
+def is_sealed_by_user(case: Case, made: Provenance | None) -> bool:
+    """Return True if this user ran the case, and case and digests are unchanged since."""
     if made is None or not made.seal:
         return False
-    return is_same_seal(made.seal, seal_of(case, made.digests))
+    return hmacs_match(made.seal, case_hmac(case, made.digests))
 
 
-def is_same_seal(seal: str, wanted: str) -> bool:
-    """Return True if `seal` equals `wanted`, compared in constant time; `wanted` must not be
-    empty.
-    """
+def hmacs_match(seal: str, wanted: str) -> bool:
+    """Compare in constant time, and return True if `seal` equals a nonempty `wanted`."""
     return bool(wanted) and hmac.compare_digest(seal.encode(), wanted.encode())
 
 
@@ -121,20 +112,20 @@ def file_and_sources(
     (`files_of`, with `others`). A built-in strategy or an installed module has only one: its folder
     is the whole library. Raises OSError.
     """
-    file = file_behind(what, spec)
+    file = source_file_of_name(what, spec)
     if file is None or not file.is_file():
         return None, {}
     is_strategy = what == "strategy" and ":" not in spec and not loading.is_path(spec)
     if is_strategy or (what == "workload" and loading.is_built_in(class_of_cell(spec))):
         return file, {file.name: SourceFile(file, read_source(file))}
-    return file, files_of(file, others)
+    return file, project_files_of(file, others)
 
 
 def file_digest(what: str, spec: str) -> str:
     """Return a digest of the file behind a name, or "none" if it is not found. Nothing is imported.
     The digest is equal on two machines that load the same bytes.
     """
-    file = file_behind(what, spec)
+    file = source_file_of_name(what, spec)
     try:
         return digest_of_sources({} if file is None else {file.name: read_source(file)})
     except OSError:
@@ -142,16 +133,14 @@ def file_digest(what: str, spec: str) -> str:
 
 
 def code_files(what: str, spec: str) -> set[Path]:
-    """Return the file behind a strategy or workload, and the files that it imports from its
-    project.
-    """
+    """Return the file behind a strategy or workload, and the project files that it imports."""
     try:
         return {one.path for one in file_and_sources(what, spec)[1].values()}
     except OSError:
-        return {file} if (file := file_behind(what, spec)) is not None else set()
+        return {file} if (file := source_file_of_name(what, spec)) is not None else set()
 
 
-def file_behind(what: str, spec: str) -> Path | None:
+def source_file_of_name(what: str, spec: str) -> Path | None:
     """Return the source file behind a name. Nothing is imported."""
     place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     registered = loading.strategy_names() if what == "strategy" else {}
@@ -159,10 +148,10 @@ def file_behind(what: str, spec: str) -> Path | None:
         place = registered[place].module
     elif what == "workload" and place in loading.workload_names():
         place = loading.workload_names()[place]
-    return Path(place) if loading.is_path(place) else file_of(place)
+    return Path(place) if loading.is_path(place) else source_file_of_module(place)
 
 
-def file_of(module: str) -> Path | None:
+def source_file_of_module(module: str) -> Path | None:
     """Return a module's source file. Nothing is imported."""
     top, *rest = module.split(".")
     try:
@@ -182,7 +171,7 @@ def file_of(module: str) -> Path | None:
     return None
 
 
-def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
+def provenance_changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
     """Return the differences between two origins, code first. An entry in only one of them counts
     as changed, except code that `then` lacks.
     """
@@ -202,11 +191,9 @@ def changes(then: Provenance, now: Provenance, case: Case) -> list[Change]:
     return sorted(found, key=lambda change: order.index(change.kind))
 
 
-def changes_for_bits(then: Provenance, now: Provenance, case: Case) -> list[Change]:
-    """Return the `changes` that can affect bits, without the location of Python and the names of
-    hosts.
-    """
-    return [change for change in changes(then, now, case) if change.kind != "other"]
+def changes_affecting_bits(then: Provenance, now: Provenance, case: Case) -> list[Change]:
+    """Return the `changes` that can affect bits, without host names and Python's location."""
+    return [change for change in provenance_changes(then, now, case) if change.kind != "other"]
 
 
 def _flatten(environment: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

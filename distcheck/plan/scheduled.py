@@ -8,7 +8,7 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.plan.settings import Request
 from distcheck.records import Case
-from distcheck.records.schedules import read_schedule
+from distcheck.records.schedules import parse_schedule
 
 _WORKLOAD = "mlp:small"  # the default: a schedule costs least there
 _STEPS = 2  # the second begins with the calls that the first left in flight
@@ -26,14 +26,14 @@ def check_schedules(
             f"--preemptions {preemptions} is out of range; it takes 0 to {_MOST_PREEMPTIONS}"
         )
     if schedule is not None:
-        read_schedule(schedule)
+        parse_schedule(schedule)
     given = {"--schedules": schedules, "--preemptions": preemptions, "--schedule": schedule}
     asked = next((name for name, value in given.items() if value), "")
     if asked and backends.name_of(backend) != "simulated":
         raise UsageError(f"{asked} needs ranks that distcheck schedules; add --backend simulated")
 
 
-def check_request(asked: Request) -> None:
+def check_schedule_options(asked: Request) -> None:
     check_schedules(asked.schedules, asked.schedule, asked.backend, preemptions=asked.preemptions)
 
 

@@ -513,7 +513,7 @@ def with_adaptation(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "adaptation": adaptation_of(**said)}
 
 
-def with_settings(function: F) -> F:
+def with_settings_in_signature(function: F) -> F:
     """Decorate a function to list the settings that it takes by `**asked` in its signature."""
     own = inspect.signature(function).parameters
     shown = [one for one in own.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]

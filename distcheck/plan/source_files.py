@@ -1,6 +1,4 @@
-"""Finds the source files of a piece of code: its file, and files that it imports from its
-project.
-"""
+"""Finds the source files of a piece of code: its file, and imports from its project."""
 
 import ast
 import functools
@@ -38,12 +36,14 @@ class SourceFile(NamedTuple):
     data: bytes
 
 
-def sources_of(path: Path) -> dict[str, SourceFile]:
+def python_sources_of(path: Path) -> dict[str, SourceFile]:
     """Return the Python sources among the `files_of` a path. Raises OSError."""
-    return {name: file for name, file in files_of(path).items() if file.path.suffix == ".py"}
+    return {
+        name: file for name, file in project_files_of(path).items() if file.path.suffix == ".py"
+    }
 
 
-def files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
+def project_files_of(path: Path, others: Iterable[Path] = ()) -> dict[str, SourceFile]:
     """Return a file, and all files of its project that Python imports for it.
 
     These are modules of its folder, of its package, of the parent packages (with their `__init__`)
@@ -171,16 +171,16 @@ def _is_installed(top: str) -> bool:
 def digest_of_sources(files: Mapping[str, bytes]) -> str:
     """Return one digest of the contents and names of files; "none" if there are none."""
     digests = {name: hashlib.sha256(data).digest() for name, data in files.items()}
-    return digest_of(digests) if files else NO_DIGEST
+    return combined_digest(digests) if files else NO_DIGEST
 
 
-def digest_of(digests: Mapping[str, bytes]) -> str:
+def combined_digest(digests: Mapping[str, bytes]) -> str:
     """Return one digest for the digests of several files by name."""
     lines = (f"{digest.hex()} {name}" for name, digest in sorted(digests.items()))
     return hashlib.sha256("\n".join(lines).encode(errors="replace")).hexdigest()[:_DIGITS]
 
 
-def is_in_sources(pattern: str, spec: str) -> bool:
+def matches_in_sources(pattern: str, spec: str) -> bool:
     """Return True if a regular expression matches in the source of a strategy (name, file or
     module), or of a project module that the strategy imports. Nothing is imported.
     """
@@ -188,16 +188,14 @@ def is_in_sources(pattern: str, spec: str) -> bool:
     if path is None:
         return False
     try:
-        texts = [file.data for file in sources_of(path).values()]
+        texts = [file.data for file in python_sources_of(path).values()]
     except OSError:
         return False
     return any(re.search(pattern.encode(), text) for text in texts)
 
 
-def promises_of(spec: str) -> dict[str, object]:
-    """Return the constant arguments of a decorator, for example of `@strategy(loss="tokens")`.
-    Nothing is imported.
-    """
+def declared_promises(spec: str) -> dict[str, object]:
+    """Return the constant arguments of a `@strategy(...)`. Nothing is imported."""
     path, point = _file_of(spec), strategy_names().get(spec)
     name = (spec if point is None else point.value).partition(":")[2]
     try:

@@ -40,11 +40,9 @@ class ThoroughSearch(msgspec.Struct, frozen=True, kw_only=True):
 class ThoroughExtras(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of a run in addition to its cases, and rules for cases that do not run.
 
-    searches    searches for a failure
-    spare       world sizes that may be skipped, because they were not requested
-    after_hang  True: after a hang, run the remaining cases of the strategy as well
-    fail_fast   True: after the first failure, judge no further case
-    required    True: a case that is left out makes the run unknown
+    `spare` world sizes may be skipped, because they were not requested. `after_hang`: run a
+    strategy's remaining cases after a hang. `fail_fast`: judge no case after the first failure.
+    `required`: a case that is left out makes the run unknown.
     """
 
     searches: tuple[ThoroughSearch, ...] = ()
@@ -72,9 +70,7 @@ def with_thorough_worlds(request: Request, *, world_given: bool) -> Request:
 
 
 def thorough_extras(requests: Sequence[Request], *, launched: bool = False) -> ThoroughExtras:
-    """Return the extras of a run, with one search per strategy and calling form. Raises
-    DistcheckError.
-    """
+    """Return a run's extras, with a search per strategy and form. Raises DistcheckError."""
     found: dict[tuple[str, Adaptation], ThoroughSearch] = {}
     for request in requests:
         _check_budget(request.explore_s)

@@ -58,7 +58,7 @@ class Pair:
         return self.one == self.two or not_numbers
 
 
-def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
+def pairs_of_step(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
     """Yield all pairs of a step. Pairs of the initial state precede those of the first step."""
     ranks = range(one.world)
     if step == 0:
@@ -78,7 +78,7 @@ def pairs(one: Recording, two: Recording, step: int) -> Iterator[Pair]:
         yield from _pairs_of_kind(one, two, NAMES[kind], kind, slot, step)
 
 
-def pair_of(
+def entry_pair(
     one: Recording, two: Recording, kind: Kind, *, slot: int, rank: int, index: int
 ) -> Pair:
     step = slot if kind in OF_A_STEP else max(0, slot - 1)

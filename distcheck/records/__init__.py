@@ -30,10 +30,10 @@ from distcheck.records.decoding import Count, Int, Steps
 from distcheck.records.exit_status import Collective as Collective
 from distcheck.records.exit_status import Outcome as Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.mistakes import Sensitivity, Shown
-from distcheck.records.run_facts import ByModule, PlannedSearch
-from distcheck.records.run_facts import Contents as Contents
-from distcheck.records.run_facts import Explored as Explored
+from distcheck.records.mistakes import RevealedMistakes, Sensitivity
+from distcheck.records.run_facts import CaseContents as CaseContents
+from distcheck.records.run_facts import ExploredSearch as ExploredSearch
+from distcheck.records.run_facts import ModuleComparison, PlannedSearch
 from distcheck.records.run_facts import Origin as Origin
 
 VerdictName = Literal["pass", "unknown", "fail"]
@@ -83,9 +83,7 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Coverage of a check: numbers of distinct tensors, ranks and steps, and of elements in
-    total.
-    """
+    """Coverage of a check: distinct tensors, ranks and steps, and the number of elements."""
 
     tensors: Count = 0
     elements: Count = 0
@@ -196,7 +194,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     in_bits: bool = True
     map: ErrorMap | None = None
     sensitivity: Sensitivity | None = None
-    shown: dict[str, Shown] = {}
+    shown: dict[str, RevealedMistakes] = {}
     insensitive: Compared = Compared()
     excuse: str = ""  # why something passed; meaningless next to a failure
     defect: str = ""  # the traceback if distcheck itself failed in this check
@@ -207,7 +205,6 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def first_kind(self) -> FindingKind:
-        """Return the kind of the first sentence of the reason."""
         return self.kinds[0] if self.kinds else FindingKind.OTHER
 
 
@@ -229,7 +226,7 @@ class CallSite(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
-class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+class AcceptedChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Effect of `--accept`: `widened` describes the new expectation and its bound, and `not_owed`
     lists properties that a pass no longer shows.
     """
@@ -258,17 +255,15 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     replay: str = ""
     notes: tuple[str, ...] = ()
     remarks: tuple[Diagnosis, ...] = ()
-    accepted: Allowance | None = None
-    contents: Contents | None = None
-    modules: ByModule | None = None
+    accepted: AcceptedChanges | None = None
+    contents: CaseContents | None = None
+    modules: ModuleComparison | None = None
     unfinished: bool = False  # interrupted before it was judged
     rounded_to: str = ""  # the low-precision dtype that represents all wrong gradients, if any
 
     @property
     def ranks_failed(self) -> bool:
-        """Return True if a rank crashed, hung or was lost, and not because of a defect of
-        distcheck.
-        """
+        """Return True if a rank crashed, hung or was lost, unless distcheck has a defect."""
         own = any(check.check == "outcome" and check.defect for check in self.checks)
         return not own and any(one.outcome != RankEnd.FINISHED for one in self.outcomes)
 
@@ -310,7 +305,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} was {shlex.quote(self.then)} and is {shlex.quote(self.now)}"
 
 
-class SinceGreen(msgspec.Struct, frozen=True, kw_only=True):
+class ChangesSinceLastPass(msgspec.Struct, frozen=True, kw_only=True):
     """The most recent saved run of the same strategies that passed, and the changes since."""
 
     run: str
@@ -330,8 +325,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     plan: RunPlan | None = None
     left_out: dict[str, str] = {}
     not_shown: tuple[str, ...] = ()
-    explored: tuple[Explored, ...] = ()
-    since_green: SinceGreen | None = None
+    explored: tuple[ExploredSearch, ...] = ()
+    since_green: ChangesSinceLastPass | None = None
     saved_to: str | None = None
     save_error: str = ""
     interrupted: bool = False
@@ -369,16 +364,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return page
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain dictionaries, lists, strings and numbers, as `--json` writes
-        it.
-        """
+        """Return the report as plain dictionaries and lists, as `--json` writes it."""
         document: dict[str, Any] = _shown["document"](self)
         return document
 
     def to_pandas(self) -> Any:
-        """Return a DataFrame with a row for each check of each case. Raises CannotRunError if
-        pandas is not installed.
-        """
+        """Return a DataFrame with a row per check. Raises CannotRunError without pandas."""
         try:
             import pandas
         except ImportError:

@@ -43,9 +43,8 @@ class Adaptation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delay(msgspec.Struct, frozen=True, kw_only=True):
-    """A delay of one rank by `ms` milliseconds in every step of a case's first world. With
-    `collective` 0 the rank sleeps before backward, otherwise before its n-th collective of the
-    step, from 1.
+    """A delay of one rank by `ms` milliseconds in every step of a case's first world: before
+    backward (`collective` 0), or before its n-th collective of the step, from 1.
     """
 
     rank: Count
@@ -90,7 +89,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(getattr(self, name) for name in CELL)
 
     @property
-    def siblings(self) -> tuple[str, int, str, int]:
+    def sibling_key(self) -> tuple[str, int, str, int]:
         """Return the key of cases that are shown together and run in the same part of a plan."""
         return self.strategy, self.world, self.backend, self.seed
 
@@ -101,14 +100,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(rank for rank in range(self.world) if rank not in without)
 
     @property
-    def judged_on(self) -> str:
-        """Return the device of references and comparisons: the device of the ranks, except in a
-        case that compares devices.
-        """
+    def judging_device(self) -> str:
+        """Return the device of references: that of the ranks, unless devices are compared."""
         return self.reference_device or self.device
 
     @property
-    def adapter_words(self) -> list[str]:
+    def adapter_options(self) -> list[str]:
         """Return the options that reproduce how the code is called, and the accepted deviation."""
         said = self.adaptation
         words = ["--as", said.form] if said.form else []
@@ -137,7 +134,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         words += ["--schedules", str(self.schedules)] if self.schedules else []
         words += ["--preemptions", str(self.preemptions)] if self.preemptions else []
         words += ["--schedule", self.schedule] if self.schedule else []
-        return shlex.join([*words, *self.adapter_words])
+        return shlex.join([*words, *self.adapter_options])
 
 
 _LONGEST_BYTES = 150  # of a file name, 255 at most, to which others may append
@@ -178,18 +175,16 @@ def _distinguish(same: Sequence[Case]) -> dict[Case, str]:
         names = {case: f"{name}-seed{case.seed}" for case, name in names.items()}
     taken = list(names.values())
     return {
-        case: name if taken.count(name) == 1 else f"{name}-{digest_of(case)[:8]}"
+        case: name if taken.count(name) == 1 else f"{name}-{case_digest(case)[:8]}"
         for case, name in names.items()
     }
 
 
-def digest_of(case: Case) -> str:
+def case_digest(case: Case) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(case))
 
 
-def digest_of_all(cases: Sequence[Case]) -> str:
-    """Return a digest of cases in any order. Data folders and deadlines are ignored, since they may
-    differ by machine.
-    """
+def cases_digest(cases: Sequence[Case]) -> str:
+    """Return a digest of cases in any order, without data folders and deadlines."""
     said = [msgspec.structs.replace(case, data_dir=None, deadline_s=1.0) for case in cases]
     return xxhash.xxh3_64_hexdigest(b"\n".join(sorted(map(msgspec.json.encode, said))))

@@ -1,6 +1,4 @@
-"""Reads JSON files and Python sources of any origin, with limits on resources. The code in them is
-never run.
-"""
+"""Reads JSON files and Python sources of any origin, with limits; never runs their code."""
 
 import ast
 import errno
@@ -41,7 +39,7 @@ def read_bounded(path: Path, most: int | None = None) -> bytes:
     return data
 
 
-def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | None:
+def read_or_none(path: Path, kind: type[T], most: int | None = None) -> T | None:
     """Return the parsed content of a file, or None if it cannot be read or parsed."""
     try:
         return decode_json(read_bounded(path, most), kind)
@@ -49,7 +47,7 @@ def read_if_whole(path: Path, kind: type[T], most: int | None = None) -> T | Non
         return None
 
 
-def read_written(
+def read_distcheck_document(
     path: Path, kind: type[T], *, schema: str, name: str, why: str, most: int | None = None
 ) -> T:
     """Read a document that distcheck wrote, and check its `schema`. The file may have any origin.
@@ -98,9 +96,7 @@ MOST_SOURCE_BYTES = 16 << 20  # of one file. Heuristic: generated modules of lib
 
 
 def read_source(path: Path) -> bytes:
-    """Return the content of a file. Raises OSError, also for a device and for a file that is too
-    large.
-    """
+    """Return the content of a file. Raises OSError, also for devices and too large files."""
     try:
         return read_bounded(path, MOST_SOURCE_BYTES)
     except (msgspec.DecodeError, ValueError) as error:  # ValueError: an invalid file name

@@ -1,6 +1,4 @@
-"""Exit status of a rank, as data and text, and the precedence of failures. Does not import
-torch.
-"""
+"""Exit status of a rank, as data and text; precedence of failures. Does not import torch."""
 
 from enum import StrEnum
 from typing import Literal
@@ -44,9 +42,7 @@ class RankEnd(StrEnum):
 
     @property
     def place(self) -> int:
-        """Precedence among the failures of a run: the failure with the smallest value is the
-        cause.
-        """
+        """Precedence among the failures of a run: the smallest value is the cause."""
         return _PLACES[self.value]
 
     def in_words(self, at: str = "", *, several: bool = False) -> str:
@@ -81,9 +77,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} of [{shapes}]" if shapes else self.name
 
     def in_words(self, *, unfinished: bool = True, place: bool = True) -> str:
-        """Return a sentence: the call, the word `unfinished` unless it completed, and its source
-        line.
-        """
+        """Return the call as text, "not finished" unless it completed, and its source line."""
         open_ = ", not finished" if unfinished and not self.finished else ""
         return f"{self.call}{open_}{f' at {self.place}' if place and self.place else ''}"
 
@@ -152,13 +146,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def reason(self) -> str:
-        """Return the reason in one line: the proof about the rank's world, or the rank's exit
-        status.
-        """
+        """Return the reason in one line: the proof about the world, or the exit status."""
         return f"{PROVEN[self.proven]}: {self.why}" if self.proven else self.ended_by
 
     @property
-    def story(self) -> str:
+    def circumstances(self) -> str:
         """Return all circumstances except the position."""
         why = f"{PROVEN[self.proven]}: {self.why}" if self.proven else ""
         known = [self.last_call, self.text.strip("\n"), self.output]
@@ -168,5 +160,5 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def detail(self) -> str:
-        known = "\n".join(filter(None, [self._format_step, self.story]))
+        known = "\n".join(filter(None, [self._format_step, self.circumstances]))
         return ": ".join(filter(None, [self.run, known]))

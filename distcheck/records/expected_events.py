@@ -42,10 +42,8 @@ class ShortBatch(_Event, frozen=True, kw_only=True):
     expected = "a step with fewer samples than the batch size"
 
 
-class OtherOrder(_Event, frozen=True, kw_only=True):
-    """After the start of a second epoch, a rank reads different samples, or in a different
-    order.
-    """
+class SampleOrderChanged(_Event, frozen=True, kw_only=True):
+    """In a second epoch, a rank reads different samples, or in a different order."""
 
     expected = "a second epoch in a different order"
 
@@ -54,58 +52,54 @@ class Resumed(_Event, frozen=True, kw_only=True):
     expected = "a step after the run is resumed from a checkpoint"
 
 
-class RateChanged(_Event, frozen=True, kw_only=True):
+class LearningRateChanged(_Event, frozen=True, kw_only=True):
     expected = "steps with different learning rates"
 
 
-class Accumulated(_Event, frozen=True, kw_only=True):
+class AccumulatedPasses(_Event, frozen=True, kw_only=True):
     expected = "several backward passes in a step, on every rank"
 
 
-class GradientsKept(_Event, frozen=True, kw_only=True):
+class GradientsZeroedInPlace(_Event, frozen=True, kw_only=True):
     expected = "a step after zero_grad(set_to_none=False)"
 
 
-class Evaluated(_Event, frozen=True, kw_only=True):
+class EvaluatedBeforeStep(_Event, frozen=True, kw_only=True):
     expected = "a step after a forward pass in eval mode"
 
 
-class Clipped(_Event, frozen=True, kw_only=True):
+class GradientsClipped(_Event, frozen=True, kw_only=True):
     """The norm of the reduced gradients is above the limit."""
 
     expected = "synchronized gradients with a norm above the limit for clipping"
 
 
-class ScalerSkips(_Event, frozen=True, kw_only=True):
+class ScalerSkippedStep(_Event, frozen=True, kw_only=True):
     """A GradScaler skips a step with a nonfinite gradient, and does not skip a step without one."""
 
     expected = "a step that the GradScaler skips, and one that it does not skip"
 
 
-class CalledTwice(_Event, frozen=True, kw_only=True):
+class ModelCalledTwice(_Event, frozen=True, kw_only=True):
     """The model is called more than once in a forward pass."""
 
     expected = "a model that is called at least twice before backward"
 
 
-class OwnRandomNumbers(_Event, frozen=True, kw_only=True):
-    """Each rank draws random numbers in the forward pass that differ from those of all other
-    ranks.
-    """
+class RankRandomNumbersDiffer(_Event, frozen=True, kw_only=True):
+    """Each rank draws different random numbers in the forward pass."""
 
     expected = "random numbers in the forward pass that differ on every rank"
     ranks = 2
 
 
-class StartsApart(_Event, frozen=True, kw_only=True):
+class InitialParametersDiffer(_Event, frozen=True, kw_only=True):
     expected = "parameters that differ between ranks before the strategy receives the model"
     ranks = 2
 
 
 class NoGradient(_Event, frozen=True, kw_only=True):
-    """A parameter has no gradient (None) at a step. With `after_one`, every rank had a gradient at
-    an earlier step.
-    """
+    """A parameter has no gradient (None); with `after_one`, every rank had one before."""
 
     expected = "no gradient (None) of {parameter} on {on}"
     parameter: str
@@ -123,10 +117,8 @@ class ZeroGradient(_Event, frozen=True, kw_only=True):
     on: On = "every rank"
 
 
-class Frozen(_Event, frozen=True, kw_only=True):
-    """A parameter does not train at a step. With `after_training`, it trained at an earlier
-    step.
-    """
+class ParameterFrozen(_Event, frozen=True, kw_only=True):
+    """A parameter does not train at a step; with `after_training`, it trained before."""
 
     expected = "{parameter} frozen"
     parameter: str
@@ -137,22 +129,20 @@ class Frozen(_Event, frozen=True, kw_only=True):
         return super().says + ", after a step in which it trains" * self.after_training
 
 
-class Unfrozen(_Event, frozen=True, kw_only=True):
+class ParameterUnfrozen(_Event, frozen=True, kw_only=True):
     expected = "{parameter} trained after a step in which it is frozen"
     parameter: str
 
 
-class NotFinite(_Event, frozen=True, kw_only=True):
+class NonfiniteGradient(_Event, frozen=True, kw_only=True):
     """A parameter's gradient has inf or NaN on a rank, without a GradScaler."""
 
     expected = "a gradient of {parameter} that is not finite, without a GradScaler"
     parameter: str
 
 
-class Magnitude(_Event, frozen=True, kw_only=True):
-    """At one step, all nonzero elements of a parameter's gradient have magnitudes within [least,
-    most], on every rank.
-    """
+class GradientMagnitude(_Event, frozen=True, kw_only=True):
+    """A parameter's nonzero gradient elements are within [least, most], on every rank."""
 
     expected = "gradients of {parameter} with magnitudes from {least:.3g} to {most:.3g}"
     parameter: str
@@ -160,7 +150,7 @@ class Magnitude(_Event, frozen=True, kw_only=True):
     most: float
 
 
-class RowsApart(_Event, frozen=True, kw_only=True):
+class NonzeroRowsDiffer(_Event, frozen=True, kw_only=True):
     """A parameter's gradient has rows that are zero on one rank and nonzero on a different rank."""
 
     expected = "gradients of {parameter} with different nonzero rows on different ranks"
@@ -168,24 +158,22 @@ class RowsApart(_Event, frozen=True, kw_only=True):
     parameter: str
 
 
-class TokensApart(_Event, frozen=True, kw_only=True):
-    """At some step, ranks have different numbers of tokens per sample. A single rank with data
-    always satisfies this.
-    """
+class TokensPerSampleDiffer(_Event, frozen=True, kw_only=True):
+    """Ranks have different numbers of tokens per sample, unless one rank has all data."""
 
     expected = "ranks with different numbers of tokens per sample"
 
 
-class Padding(_Event, frozen=True, kw_only=True):
+class PaddedPositions(_Event, frozen=True, kw_only=True):
     expected = "padded positions"
 
 
-class BufferReplaced(_Event, frozen=True, kw_only=True):
+class BufferChanged(_Event, frozen=True, kw_only=True):
     expected = "the buffer {buffer} changed by a step"
     buffer: str
 
 
-class IntegersChanged(_Event, frozen=True, kw_only=True):
+class IntegerBufferChanged(_Event, frozen=True, kw_only=True):
     """An integer buffer changes in a step, to a magnitude of at least `least`."""
 
     expected = "the integer buffer {buffer} changed by a step, to at least {least:,}"
@@ -193,77 +181,78 @@ class IntegersChanged(_Event, frozen=True, kw_only=True):
     least: int = 0
 
 
-class EvalMode(_Event, frozen=True, kw_only=True):
+class StepInEvalMode(_Event, frozen=True, kw_only=True):
     """One step runs in eval mode, without a change of `buffer`, and one step in training mode."""
 
     expected = "a step in eval mode, which does not change {buffer}, and one in training mode"
     buffer: str
 
 
-class Shapes(_Event, frozen=True, kw_only=True):
+class GradientShapes(_Event, frozen=True, kw_only=True):
     expected = "gradients of shapes {shapes} on every rank"
     shapes: tuple[tuple[int, ...], ...]
 
 
-class MoreElements(_Event, frozen=True, kw_only=True):
+class GradientWithMoreElements(_Event, frozen=True, kw_only=True):
     expected = "a gradient of more than {elements:,} elements on every rank"
     elements: int
 
 
-class MoreBytes(_Event, frozen=True, kw_only=True):
+class GradientWithMoreBytes(_Event, frozen=True, kw_only=True):
     expected = "a gradient of more than {nbytes:,} bytes on every rank"
     nbytes: int
 
 
-class Remainder(_Event, frozen=True, kw_only=True):
+class IndivisibleParameter(_Event, frozen=True, kw_only=True):
     expected = "a parameter whose number of elements is not divisible by the world size"
     ranks = 2
 
 
-class Dtypes(_Event, frozen=True, kw_only=True):
+class GradientDtypes(_Event, frozen=True, kw_only=True):
     """Gradients of all these dtypes are nonzero; if complex, in both parts."""
 
     expected = "nonzero gradients of dtypes {dtypes}"
     dtypes: tuple[str, ...]
 
 
-class Permuted(_Event, frozen=True, kw_only=True):
+class PermutedMemoryLayout(_Event, frozen=True, kw_only=True):
     """The order of a parameter's dimensions in memory differs from the order of its indices."""
 
     expected = "a parameter whose memory layout is not in index order"
 
 
-class Tied(_Event, frozen=True, kw_only=True):
+class TiedParameter(_Event, frozen=True, kw_only=True):
     expected = "a gradient of a parameter that has two names"
 
 
-class OneStorage(_Event, frozen=True, kw_only=True):
+class SharedStorage(_Event, frozen=True, kw_only=True):
     expected = "gradients of parameters that are views of the same storage"
 
 
-class Twins(_Event, frozen=True, kw_only=True):
+class SameShapeParameters(_Event, frozen=True, kw_only=True):
     expected = "at least {least} parameters of the same shape and dtype, with different gradients"
     least: int
 
 
-class Kinds(_Event, frozen=True, kw_only=True):
-    """The model has modules or parameters of these classes, and every parameter has a gradient on
-    some rank.
-    """
+class ModuleClasses(_Event, frozen=True, kw_only=True):
+    """The model has modules or parameters of these classes, and all have a gradient."""
 
     expected = "{kinds} in the model, and a gradient of every parameter"
     kinds: tuple[str, ...]
 
 
 Happening = (
-    ShortBatch | OtherOrder | Resumed | RateChanged | Accumulated | GradientsKept | Evaluated
-    | Clipped | ScalerSkips | CalledTwice | OwnRandomNumbers | StartsApart | NoGradient
-    | ZeroGradient | Frozen | Unfrozen | NotFinite | Magnitude | RowsApart | TokensApart
-    | Padding | BufferReplaced | IntegersChanged | EvalMode | Shapes | MoreElements | MoreBytes
-    | Remainder | Dtypes | Permuted | Tied | OneStorage | Twins | Kinds
+    ShortBatch | SampleOrderChanged | Resumed | LearningRateChanged | AccumulatedPasses
+    | GradientsZeroedInPlace | EvaluatedBeforeStep | GradientsClipped | ScalerSkippedStep
+    | ModelCalledTwice | RankRandomNumbersDiffer | InitialParametersDiffer | NoGradient
+    | ZeroGradient | ParameterFrozen | ParameterUnfrozen | NonfiniteGradient | GradientMagnitude
+    | NonzeroRowsDiffer | TokensPerSampleDiffer | PaddedPositions | BufferChanged
+    | IntegerBufferChanged | StepInEvalMode | GradientShapes | GradientWithMoreElements
+    | GradientWithMoreBytes | IndivisibleParameter | GradientDtypes | PermutedMemoryLayout
+    | TiedParameter | SharedStorage | SameShapeParameters | ModuleClasses
 )  # fmt: skip
 
 
-def least_ranks(happenings: tuple[Happening, ...]) -> int:
+def ranks_required(happenings: tuple[Happening, ...]) -> int:
     """Return the number of ranks with data that the events of a workload require."""
     return max((one.least_ranks for one in happenings), default=1)

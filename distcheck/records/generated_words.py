@@ -54,7 +54,7 @@ _NESTED = {f"{NESTED}{depth}": depth for depth in range(1, MOST_NESTED + 1)}
 _LAYER = re.compile(r"([a-z]+)(\d*)((?:\.[a-z]+\d*)*)", re.ASCII)
 
 
-class ModelLayer(msgspec.Struct, frozen=True):
+class GeneratedLayer(msgspec.Struct, frozen=True):
     """One layer; `size` is 0 for a kind without a size. `nested` modules enclose the layer."""
 
     kind: str
@@ -68,12 +68,12 @@ class ModelLayer(msgspec.Struct, frozen=True):
         return "".join([self.kind, str(self.size or ""), *(f".{mark}" for mark in marks)])
 
 
-class ModelWords(msgspec.Struct, frozen=True):
+class GeneratedModelSpec(msgspec.Struct, frozen=True):
     """A generated model, its optimizer, its number of samples, its backward passes per step, its
     number of param groups (one or two), and whether its learning rates change.
     """
 
-    layers: tuple[ModelLayer, ...]
+    layers: tuple[GeneratedLayer, ...]
     optimizer: str = "sgd"
     samples: int = SAMPLES
     accumulate: int = 1
@@ -96,7 +96,7 @@ class ModelWords(msgspec.Struct, frozen=True):
         return PREFIX + self.words
 
 
-def parse(words: str) -> ModelWords:
+def parse_model_words(words: str) -> GeneratedModelSpec:
     """Parse `words` (without the prefix). Raises UsageError."""
     first, *options = words.split(";")
     layers = tuple(_layer(part, words) for part in first.split("-"))
@@ -118,12 +118,12 @@ def parse(words: str) -> ModelWords:
                 f"{option!r} is not one of {', '.join(OPTIMIZERS)}, {GROUPS}, {SCHEDULE}, "
                 f"samples=N, and accumulate=N with N from 2 to {MOST_ACCUMULATE}",
             )
-    return ModelWords(
+    return GeneratedModelSpec(
         layers, optimizer, samples, accumulate, GROUPS in options, SCHEDULE in options
     )
 
 
-def _layer(part: str, words: str) -> ModelLayer:
+def _layer(part: str, words: str) -> GeneratedLayer:
     found = _LAYER.fullmatch(part)
     if found is None or found[1] not in KINDS:
         raise _refusal(words, f"{part!r} is not a layer; kinds are {', '.join(KINDS)}")
@@ -136,10 +136,10 @@ def _layer(part: str, words: str) -> ModelLayer:
         known = ", ".join((*MARKS_OF[kind], f"{NESTED}1 to {NESTED}{MOST_NESTED}"))
         raise _refusal(words, f"{part!r}: {kind} does not take {strange[0]!r}; it takes {known}")
     nested = max((_NESTED[mark] for mark in marks if mark in _NESTED), default=0)
-    return ModelLayer(kind, size, tuple(mark for mark in MARKS if mark in marks), nested)
+    return GeneratedLayer(kind, size, tuple(mark for mark in MARKS if mark in marks), nested)
 
 
-def _check_order(layers: tuple[ModelLayer, ...], words: str) -> None:
+def _check_order(layers: tuple[GeneratedLayer, ...], words: str) -> None:
     convs = [n for n, layer in enumerate(layers) if layer.kind == "conv"]
     linears = [n for n, layer in enumerate(layers) if layer.kind == "linear"]
     if convs and linears and max(convs) > min(linears):
@@ -158,7 +158,7 @@ def _check_order(layers: tuple[ModelLayer, ...], words: str) -> None:
         )
 
 
-def is_trainable_layer(layer: ModelLayer) -> bool:
+def is_trainable_layer(layer: GeneratedLayer) -> bool:
     return layer.kind != "running" and "frozen" not in layer.marks
 
 

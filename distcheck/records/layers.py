@@ -53,14 +53,12 @@ def layers_of(dtype: str) -> tuple[str, ...]:
     return tuple(name for name, layer in LAYERS.items() if dtype in layer.dtypes)
 
 
-def further_layers(names: Iterable[str]) -> list[str]:
-    """Return the layers that require nothing but the case's dtype. Each of them judges the
-    gradients.
-    """
+def layers_for_any_case(names: Iterable[str]) -> list[str]:
+    """Return the layers that need only the case's dtype; each judges the gradients."""
     return [name for name in names if name not in _PLANNED_APART]
 
 
-def shown_layer(layer: str) -> str:
+def layer_label(layer: str) -> str:
     """Return the name of a layer, or "" for a check without a layer."""
     return "" if layer == NO_LAYER else layer
 
@@ -70,10 +68,8 @@ def check_with_layer(check: str, layer: str) -> str:
     return check if layer == NO_LAYER else f"{check} ({layer})"
 
 
-def oracle_of(layer: str) -> str:
-    """Return the file in `judge/oracles/` with the expected values of a layer, or of a check
-    without one.
-    """
+def oracle_file(layer: str) -> str:
+    """Return the file in `judge/oracles/` for a layer, or for checks without a layer."""
     return "unlayered" if layer == NO_LAYER else LAYERS[layer].oracle
 
 

@@ -78,7 +78,7 @@ class Mesh(msgspec.Struct, frozen=True):
         return [shards[self.coordinate(rank, "data")] for rank in range(self.world)]
 
 
-def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
+def promised_axes(parallel: Mapping[Any, Any] | None) -> Axes:
     """Return the axes that a promise declares. Raises ValueError for an invalid declaration."""
     if parallel is None:
         return ()
@@ -100,13 +100,13 @@ def axes_of(parallel: Mapping[Any, Any] | None) -> Axes:
     return tuple((name, int(size)) for name, size in parallel.items())
 
 
-def mesh_in(axes: Axes, world: int) -> Mesh | None:
+def promised_mesh(axes: Axes, world: int) -> Mesh | None:
     """Return the mesh of a promise in a world, or None without a promise. Raises ValueError if the
     product of its sizes is not the world size.
     """
     if not axes:
         return None
-    if axes_of(dict(axes)) != axes:
+    if promised_axes(dict(axes)) != axes:
         raise ValueError("an axis of the mesh is named twice")
     given = prod(size for _, size in axes if size != REST)
     open_ended = any(size == REST for _, size in axes)
@@ -118,7 +118,7 @@ def mesh_in(axes: Axes, world: int) -> Mesh | None:
     return found
 
 
-def mesh_from_text(text: str, world: int) -> Mesh:
+def parse_mesh(text: str, world: int) -> Mesh:
     """Parse `data=2,tensor=2` as a mesh of a world. Raises ValueError for other text."""
     given = dict[str, int]()
     for word in text.split(","):
@@ -130,6 +130,6 @@ def mesh_from_text(text: str, world: int) -> Mesh:
         if name in given:
             raise ValueError("an axis of the mesh is named twice")
         given[name] = int(size)
-    found = mesh_in(axes_of(given), world)
+    found = promised_mesh(promised_axes(given), world)
     assert found is not None
     return found

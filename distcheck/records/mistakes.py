@@ -41,7 +41,7 @@ MISTAKES: Mapping[str, Mistake] = {
 }
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
+class RevealedMistakes(msgspec.Struct, frozen=True, kw_only=True):
     """Mistakes that the comparison of one tensor would have revealed, over some steps.
 
     shown    ranks for which each mistake is revealed, `(0,)` if it concerns no single rank;
@@ -89,7 +89,7 @@ class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
     no_mistake_shows_in: tuple[str, ...]
 
 
-NOTHING = Shown(
+NOTHING = RevealedMistakes(
     shown={name: () for name, mistake in MISTAKES.items() if mistake.of_exchange},
     scale="inf",
     zero=True,
@@ -99,24 +99,28 @@ NOTHING = Shown(
 )
 
 
-def range_of(sizes: Sequence[float]) -> tuple[float, ...]:
+def range_of_sizes(sizes: Sequence[float]) -> tuple[float, ...]:
     """Return the smallest and the largest of the sizes, or an empty tuple."""
     return (min(sizes), max(sizes)) if sizes else ()
 
 
-def merge_shown(parts: Sequence[Mapping[str, Shown]]) -> dict[str, Shown]:
+def merge_revealed_mistakes(
+    parts: Sequence[Mapping[str, RevealedMistakes]],
+) -> dict[str, RevealedMistakes]:
     """Merge results for disjoint sets of steps; keys are tensors."""
-    merged: dict[str, Shown] = {}
+    merged: dict[str, RevealedMistakes] = {}
     for part in parts:
         for name, found in part.items():
-            merged[name] = merge_two_shown(merged[name], found) if name in merged else found
+            merged[name] = (
+                merge_two_revealed_mistakes(merged[name], found) if name in merged else found
+            )
     return merged
 
 
-def merge_two_shown(one: Shown, two: Shown) -> Shown:
+def merge_two_revealed_mistakes(one: RevealedMistakes, two: RevealedMistakes) -> RevealedMistakes:
     """Merge a tensor's results over two disjoint sets of steps."""
     names = dict.fromkeys([*one.shown, *two.shown])
-    return Shown(
+    return RevealedMistakes(
         shown={
             name: tuple(sorted({*one.shown.get(name, ()), *two.shown.get(name, ())}))
             for name in names
@@ -128,20 +132,23 @@ def merge_two_shown(one: Shown, two: Shown) -> Shown:
         absent=one.absent or two.absent,
         absent_on_some=one.absent_on_some or two.absent_on_some,
         zero_on_some=one.zero_on_some or two.zero_on_some,
-        sizes=range_of([*one.sizes, *two.sizes]),
+        sizes=range_of_sizes([*one.sizes, *two.sizes]),
     )
 
 
-def scales(shown: Mapping[str, Shown]) -> tuple[float, float] | None:
-    """Return the smallest relative error of a factor that would have been revealed: first in the
-    most sensitive tensor, then in every tensor that could reveal a mistake. None if no tensor
-    could.
+def smallest_revealed_scale_errors(
+    shown: Mapping[str, RevealedMistakes],
+) -> tuple[float, float] | None:
+    """Return the smallest relative error of a factor that would have been revealed: in the most
+    sensitive tensor, and in every tensor that could reveal a mistake. None if no tensor could.
     """
     found = sorted(float(one.scale) for one in shown.values() if one.counts)
     return (found[0], found[-1]) if found else None
 
 
-def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int]]:
+def count_revealing_tensors(
+    tensors: Sequence[RevealedMistakes], ranks: int
+) -> Iterator[tuple[str, int, int]]:
     """Yield (mistake, number of tensors that would have revealed it on all `ranks` with data,
     number of tensors in which it was possible). Impossible mistakes are omitted.
     """
@@ -152,10 +159,10 @@ def shares(tensors: Sequence[Shown], ranks: int) -> Iterator[tuple[str, int, int
             yield name, sum(len(one.shown[name]) >= needed for one in possible), len(possible)
 
 
-def describe(shown: Mapping[str, Shown], *, ranks: int) -> str:
+def describe_revealed_mistakes(shown: Mapping[str, RevealedMistakes], *, ranks: int) -> str:
     """Describe the number of tensors that would have revealed each mistake on all `ranks`."""
     by_share: dict[str, list[str]] = {}
-    for name, number, possible in shares([*shown.values()], ranks):
+    for name, number, possible in count_revealing_tensors([*shown.values()], ranks):
         share = f"{number:,}" if number else "none"
         if number == possible == len(shown):
             share = "all"

@@ -17,7 +17,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
 
 
-def outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
+def ranks_outside_the_majority(groups: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the ranks outside the largest group, in order; empty if two groups are the largest."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
@@ -52,17 +52,14 @@ class CallMismatch:
 
 
 def majority_call(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> str:
-    """Return the call of the majority, or "" if there is a tie or if `unknown` ranks may create
-    one.
-    """
+    """Return the majority's call, or "" in a tie, even one that `unknown` ranks may create."""
     sizes = sorted(map(len, groups.values()), reverse=True)
     if len(sizes) > 1 and sizes[0] <= sizes[1] + unknown:
         return ""
     return max(groups, key=lambda name: len(groups[name]), default="")
 
 
-def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
-    """Group ranks by their call at one place."""
+def group_ranks_by_call(calls: Calls, key: Key) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank in sorted(calls):
         if key in calls[rank]:
@@ -70,13 +67,11 @@ def groups_of(calls: Calls, key: Key) -> dict[str, list[int]]:
     return found
 
 
-def call_mismatch(calls: Calls) -> CallMismatch | None:
-    """Return the first call that differs across ranks. Sends and receives are ignored, since they
-    always differ.
-    """
+def first_call_mismatch(calls: Calls) -> CallMismatch | None:
+    """Return the first call that differs across ranks, other than sends and receives."""
     keys = sorted({key for own in calls.values() for key in own if not key[1]}, key=lambda k: k[2])
     for key in keys:
-        groups = groups_of(calls, key)
+        groups = group_ranks_by_call(calls, key)
         if len(groups) > 1:
             unknown = sorted(rank for rank, own in calls.items() if not own)
             most = majority_call(groups, unknown=len(unknown))
@@ -85,7 +80,9 @@ def call_mismatch(calls: Calls) -> CallMismatch | None:
     return None
 
 
-def first_not_called(calls: Calls, *, besides: Iterable[int] = ()) -> tuple[int, list[int]] | None:
+def first_unreached_call(
+    calls: Calls, *, besides: Iterable[int] = ()
+) -> tuple[int, list[int]] | None:
     """Return the number of the first call that some ranks did not reach, and these ranks without
     secondary failures (`besides`). Return None if all ranks made the same number of calls.
     """

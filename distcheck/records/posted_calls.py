@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from distcheck.records.odd_ranks import majority_call, outside_the_majority, ranks_in_words
+from distcheck.records.odd_ranks import majority_call, ranks_in_words, ranks_outside_the_majority
 
 _MOST_SITES = 4  # of one kind of call, in a sentence
 _REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
@@ -83,7 +83,7 @@ class PostedCall:
         return f"{self.name}{asked}{sized}"
 
 
-def reduces(kind: str) -> bool:
+def is_reduction(kind: str) -> bool:
     return kind in _REDUCES
 
 
@@ -91,13 +91,13 @@ def has_root(kind: str) -> bool:
     return kind in _HAVE_ROOT
 
 
-def own_limit_s(options: Any) -> float:
+def call_timeout_s(options: Any) -> float:
     """Return the timeout of a call in seconds, from torch's options for the call, or 0 for none."""
     limit = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
     return max(0.0, limit.total_seconds()) if isinstance(limit, timedelta) else 0.0
 
 
-def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
+def counts_that_must_match(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
     """Return the numbers of elements that must be the same on all ranks: of each rank's input, or
     of its output if a root sends. The chunks of a reduce_scatter may be a list or one tensor.
     """
@@ -107,7 +107,7 @@ def counts_of(kind: str, given: Sizes, got: Sizes) -> tuple[int, ...]:
     return (sum(found),) if kind == "reduce_scatter" else found
 
 
-def splits_of(
+def all_to_all_splits(
     name: str, rows: Sequence[Sequence[int]], given: Sizes, got: Sizes, world: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the numbers of elements that an all_to_all sends to and receives from each rank; empty
@@ -125,16 +125,12 @@ def splits_of(
 
 
 def calls_differ(one: PostedCall, other: PostedCall) -> bool:
-    """Return True if two calls that must be the same differ in a property that is known for
-    both.
-    """
+    """Return True if calls that must be the same differ in a property known for both."""
     return bool(_differing_keys(one.signature(), other.signature()))
 
 
 def splits_disagree(calls: Mapping[int, PostedCall], ranks: Sequence[int]) -> bool:
-    """Return True if two ranks disagree on the number of elements that an all_to_all sends between
-    them.
-    """
+    """Return True if two ranks disagree on what an all_to_all sends between them."""
     whole = {
         rank: call
         for rank, call in calls.items()
@@ -148,36 +144,35 @@ def splits_disagree(calls: Mapping[int, PostedCall], ranks: Sequence[int]) -> bo
     )
 
 
-def meeting_in_words(
+def call_mismatch_in_words(
     number: int, calls: Sequence[PostedCall], missing: Sequence[int], unknown: Sequence[int] = ()
 ) -> str:
-    """Describe inconsistent calls with one number: calls, ranks, source lines, the differing
-    properties, and the odd rank. `missing` ranks did not reach the call; calls of `unknown` ranks
+    """Describe inconsistent calls with one number: calls, ranks, source lines, differing
+    properties, and the odd rank. `missing` ranks did not reach the call; those of `unknown` ranks
     are not known.
     """
     groups = _group_by_text(sorted(calls, key=lambda call: call.rank))
-    said = called_in_words(calls)
+    said = calls_in_words(calls)
     absent = f"; {ranks_in_words(missing)} did not make it" if missing else ""
     absent += f"; {ranks_in_words(unknown)} reported no data" if unknown else ""
     odd = _describe_odd_ranks(groups, unknown=len(unknown))
-    return f"at call {number}, {said}: {difference(calls)}{absent}; {odd}"
+    return f"at call {number}, {said}: {differing_properties(calls)}{absent}; {odd}"
 
 
-def called_in_words(calls: Sequence[PostedCall]) -> str:
+def calls_in_words(calls: Sequence[PostedCall]) -> str:
     """Format calls by ranks: "ranks 0, 1 called ... and rank 2 called ..."."""
     return " and ".join(_describe_groups(_group_by_text(sorted(calls, key=lambda call: call.rank))))
 
 
-def message_in_words(sent: PostedCall, received: PostedCall) -> str:
+def message_mismatch_in_words(sent: PostedCall, received: PostedCall) -> str:
     """Describe a send and a receive that match but are inconsistent."""
     return (
         f"rank {sent.rank} called {sent.in_words()}{sent.where}, and rank {received.rank} "
-        f"called {received.in_words()}{received.where}: {difference([sent, received])}"
+        f"called {received.in_words()}{received.where}: {differing_properties([sent, received])}"
     )
 
 
-def difference(calls: Sequence[PostedCall]) -> str:
-    """Describe the differing properties of calls."""
+def differing_properties(calls: Sequence[PostedCall]) -> str:
     found = [call.signature() for call in calls]
     names = list(
         dict.fromkeys(n for one in found for other in found for n in _differing_keys(one, other))
@@ -232,7 +227,7 @@ def _describe_odd_ranks(groups: Mapping[str, Sequence[PostedCall]], *, unknown: 
     ranks = {words: [call.rank for call in calls] for words, calls in groups.items()}
     if unknown and not majority_call(ranks, unknown=unknown):
         return "so it is unknown which is wrong"
-    odd = outside_the_majority(ranks)
+    odd = ranks_outside_the_majority(ranks)
     if not odd:
         return "the groups are equally large, so it is unknown which is wrong"
     return f"most ranks agree, and {ranks_in_words(odd)} made a different call"
@@ -245,9 +240,7 @@ Why = Literal["mismatch", "unmatched", "deadlock"]
 
 @dataclass(frozen=True)
 class Wait:
-    """The reason that a rank is blocked (a call of a `group` of ranks, or a text), and the ranks
-    that it waits for.
-    """
+    """The call of a `group`, or text, that blocks a rank, and the ranks that it waits for."""
 
     call: PostedCall | None
     missing: Sequence[int] = field(default=())
@@ -276,7 +269,7 @@ def why_stuck(waits: Mapping[int, Wait], over: Sequence[int]) -> tuple[Why, str]
 
 def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
     """Describe all waits, ranks of a cycle first, and the ranks that finished (`over`)."""
-    cycle = cycle_of({rank: wait.missing for rank, wait in waits.items()})
+    cycle = find_wait_cycle({rank: wait.missing for rank, wait in waits.items()})
     several = len({wait.call.group for wait in waits.values() if wait.call}) > 1
     alike: dict[str, list[int]] = {}
     for rank in [*cycle, *sorted(waits.keys() - set(cycle))]:
@@ -292,7 +285,7 @@ def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
     return "; ".join(said + ([f"{ranks_in_words(over)} finished"] if over else []))
 
 
-def cycle_of(missing: Mapping[int, Sequence[int]]) -> list[int]:
+def find_wait_cycle(missing: Mapping[int, Sequence[int]]) -> list[int]:
     """Return a cycle of ranks: each waits for the next, and the last waits for the first. Return an
     empty list if there is no cycle. `missing` are the ranks that each rank waits for.
     """
@@ -341,5 +334,5 @@ def _describe_tag_mismatch(waits: Mapping[int, Wait]) -> str:
             and received.group == sent.group
             and received.tag != sent.tag
         ):
-            return message_in_words(sent, received)
+            return message_mismatch_in_words(sent, received)
     return ""

@@ -11,7 +11,7 @@ import msgspec
 ModuleState = Literal["same", "near", "wrong", "follows", "unseen"]
 
 
-class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedModule(msgspec.Struct, frozen=True, kw_only=True):
     """A module over its calls in one step of one rank.
 
     `error` is the largest distance of an output, or of its gradient, relative to its norm; `bound`
@@ -26,7 +26,7 @@ class ModuleSeen(msgspec.Struct, frozen=True, kw_only=True):
     bound: float = 0.0
 
 
-class ByModule(msgspec.Struct, frozen=True, kw_only=True):
+class ModuleComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All modules at one step: the first step with a wrong module, or else the last step.
 
     first      the sentence on the first wrong module
@@ -45,7 +45,7 @@ class ByModule(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 0
     left_out: int = 0
     compiled: tuple[str, ...] = ()
-    modules: tuple[ModuleSeen, ...] = ()
+    modules: tuple[ComparedModule, ...] = ()
 
 
 # Text of a rerun in separate interpreters, and of other bits there that are also right.
@@ -64,7 +64,7 @@ class UsedFeature(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
 
 
-class Contents(msgspec.Struct, frozen=True, kw_only=True):
+class CaseContents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a case that limit the coverage of a pass.
 
     worlds    number of worlds that ran: 2 with a rerun
@@ -115,7 +115,7 @@ class PlannedSearch(msgspec.Struct, frozen=True, kw_only=True):
     shard: int = 1
 
 
-class Explored(msgspec.Struct, frozen=True, kw_only=True):
+class ExploredSearch(msgspec.Struct, frozen=True, kw_only=True):
     """Coverage of a search for the smallest failure of a strategy (`verify --thorough`). A case
     that the search finds is one of the report's cases. A search that did not run does not affect
     the verdict.

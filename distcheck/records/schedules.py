@@ -40,7 +40,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return ",".join([*words, *(f"{choice}:{rank}" for choice, rank in self.preemptions)])
 
 
-def read_schedule(text: str) -> Schedule:
+def parse_schedule(text: str) -> Schedule:
     """Parse a schedule. Raises UsageError. Half of the seeds also buffer sends."""
     if text.isascii() and text.isdecimal():
         if not 1 <= int(text) <= _MOST_SEED:
@@ -63,7 +63,7 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdecimal() and len(word) < 9
 
 
-class Turn(msgspec.Struct, frozen=True):
+class PostedTurn(msgspec.Struct, frozen=True):
     """A call posted by a rank, in global order.
 
     `switched` is True if the schedule preempted a different rank for this call. `took` is the
@@ -77,7 +77,7 @@ class Turn(msgspec.Struct, frozen=True):
     took: str = ""
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True):
+class ScheduleChoice(msgspec.Struct, frozen=True, array_like=True):
     """A choice of a run: the rank that runs next in the usual order, and the other ready ranks."""
 
     usual: int
@@ -98,9 +98,9 @@ class ScheduleRun(msgspec.Struct, frozen=True):
     what: str = ""
     results: tuple[bytes, ...] = ()
     preemptions: tuple[tuple[int, int], ...] = ()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[PostedTurn, ...] = ()
     imported: tuple[str, ...] = ()  # modules needed by all runs, none of the code under test
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ScheduleChoice, ...] = ()
     cut: bool = False
 
     @property
@@ -112,10 +112,8 @@ class ScheduleRun(msgspec.Struct, frozen=True):
 class SearchCoverage(msgspec.Struct, frozen=True, kw_only=True):
     """Coverage of a search over all schedules with at most `most` preemptions, fewest first.
 
-    preemptions  all schedules with up to this number ran; -1: not even those with none
-    further      number of schedules with one more preemption that ran
-    all          True if no schedule has more preemptions
-    buffered     True if each schedule ran with both kinds of sends
+    All schedules with up to `preemptions` ran (-1: none), and `further` with one more. `all`: no
+    schedule has more. `buffered`: each ran with both kinds of sends.
     """
 
     most: int
@@ -126,12 +124,9 @@ class SearchCoverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduleSearchResult(msgspec.Struct, frozen=True):
-    """Result of a search over schedules.
-
-    usual, again  the usual schedule, and its repetition
-    ran           number of schedules run
-    other         schedule with a different result and the fewest preemptions
-    buffered      the usual order with buffered sends, if run
+    """Result of a search over schedules: the `usual` schedule, its repetition (`again`), the number
+    of schedules run, a differing one with the fewest preemptions (`other`), and the usual order
+    with `buffered` sends, if run.
     """
 
     usual: ScheduleRun

@@ -87,9 +87,7 @@ _MOST_ROWS = 3
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A symptom, the commands that examine it, in order, and causes that these commands can
-    name.
-    """
+    """A symptom, the commands that examine it, in order, and causes that they can name."""
 
     text: str
     also: str
@@ -150,7 +148,7 @@ def _rarity() -> Mapping[str, float]:
     return found
 
 
-def search(words: str) -> tuple[list[Symptom], list[str]]:
+def search_symptoms(words: str) -> tuple[list[Symptom], list[str]]:
     """Return the matching symptoms and causes, best first; empty lists if nothing matches."""
     scores, rarity, table = _scores(words), _rarity(), symptoms()
     unknown = statistics.fmean(rarity.values())
@@ -161,7 +159,7 @@ def search(words: str) -> tuple[list[Symptom], list[str]]:
     return found[:_MOST_ROWS], [name for name in close if name not in table][:_MOST_ROWS]
 
 
-def closest(words: str) -> list[str]:
+def closest_symptoms(words: str) -> list[str]:
     """Return the five closest symptoms, compared by letters if no word matches."""
     scores = _scores(words)
     alike = {

@@ -25,7 +25,13 @@ from distcheck.records import (
 from distcheck.records.causes import NOT_EXERCISED
 from distcheck.records.layers import BITWISE, EXACT, FULL_BATCH_LAYERS, NO_LAYER, ROUNDING
 from distcheck.records.mesh import MESH
-from distcheck.records.mistakes import SENSITIVITY, Shown, joined_list, scales, shares
+from distcheck.records.mistakes import (
+    SENSITIVITY,
+    RevealedMistakes,
+    count_revealing_tensors,
+    joined_list,
+    smallest_revealed_scale_errors,
+)
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, LIMIT, SEPARATELY, TAKEN_AS
 from distcheck.reports.failures import (
     PrintedCauses,
@@ -137,7 +143,7 @@ def _words_of(case: Case) -> list[str]:
             shown = f"{value:g}" if name == "deadline_s" else str(value)
             words += [f"--{name.replace('_', '-')}", shown]
     words += [] if case.separate else ["--no-separate"]
-    return words + case.adapter_words
+    return words + case.adapter_options
 
 
 _FLAGS = ("--thorough", *_ONLY_THEN)  # omitted options without a value
@@ -330,18 +336,24 @@ def _ok(checks: Sequence[str]) -> str:
     return ", ".join("ranks agree" if name == "agreement" else name for name in checks)
 
 
-def would_have_caught(shown: Iterable[dict[str, Shown]], *, ranks: int) -> str:
+def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: int) -> str:
     """Return the simplest mistakes that comparisons would have revealed, with the number of tensors
     unless that is all.
     """
     several = list(shown)
     by_share: dict[str, list[str]] = {}
-    for name, number, possible in shares([one for part in several for one in part.values()], ranks):
+    for name, number, possible in count_revealing_tensors(
+        [one for part in several for one in part.values()], ranks
+    ):
         if number:
             share = "" if number == possible else f" (in {number} of {possible} tensors)"
             by_share.setdefault(share, []).append(_SHORT[name])
     found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
-    factors = [limits[1] for part in several if (limits := scales(part)) is not None]
+    factors = [
+        limits[1]
+        for part in several
+        if (limits := smallest_revealed_scale_errors(part)) is not None
+    ]
     if factors:
         found.append(f"scale errors of {max(factors):.0e} or more")
     return "; ".join(found) or "none of the simplest mistakes"

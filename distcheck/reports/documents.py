@@ -31,7 +31,7 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import NO_LAYER
 from distcheck.records.mistakes import SENSITIVITY
-from distcheck.records.run_facts import Explored
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports.json_report import Document, check_shape, read_document, totals_of
 
 _OUTCOME, _DATA, _INITIAL = "outcome", "data", "initial state"
@@ -113,7 +113,7 @@ def _errors_in_totals(document: Document) -> Iterator[str]:
         yield f"its totals are {there}, but its cases give {here}"
 
 
-def _errors_in_search(one: Explored, plan: RunPlan | None) -> Iterator[str]:
+def _errors_in_search(one: ExploredSearch, plan: RunPlan | None) -> Iterator[str]:
     searches = () if plan is None else plan.searches
     if one.strategy not in {search.strategy for search in searches}:
         yield f"it searched for a failure of {one.strategy!r}, which is not in its plan"

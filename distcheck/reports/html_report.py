@@ -20,8 +20,8 @@ from distcheck.errors.shown_text import displayable
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.records import Case, CaseReport, CheckResult, Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import LAYERS, check_with_layer, shown_layer
-from distcheck.records.run_facts import ModuleSeen
+from distcheck.records.layers import LAYERS, check_with_layer, layer_label
+from distcheck.records.run_facts import ComparedModule
 from distcheck.reports import scale
 from distcheck.reports.findings import describe_origin, portable_command
 from distcheck.reports.json_report import decoded
@@ -241,7 +241,7 @@ def _check_view(check: CheckResult) -> View:
     return {
         "check": check.check,
         "verdict": check.verdict,
-        "layer_name": shown_layer(check.layer),
+        "layer_name": layer_label(check.layer),
         "compared_text": ", ".join(parts),
         "worst_text": text,
         "bar": bar,
@@ -321,7 +321,7 @@ def _elements(checks: Sequence[CheckResult]) -> list[View]:
         {
             **msgspec.structs.asdict(element),
             "check": check.check,
-            "layer": shown_layer(check.layer),
+            "layer": layer_label(check.layer),
             "actual_text": _digits(element.actual, element.actual_bits),
             "expected_text": _digits(element.expected, element.actual_bits),
         }
@@ -368,13 +368,13 @@ class Node(NamedTuple):
     within: "list[Node]"
 
 
-def tree(modules: Sequence[ModuleSeen]) -> list[Node]:
+def tree(modules: Sequence[ComparedModule]) -> list[Node]:
     """Return the module tree, by dotted names."""
     return _nodes("", {one.name: one for one in modules}, [one.name for one in modules])
 
 
 def _nodes(
-    above: str, by_name: Mapping[str, ModuleSeen], names: Sequence[str], depth: int = 0
+    above: str, by_name: Mapping[str, ComparedModule], names: Sequence[str], depth: int = 0
 ) -> list[Node]:
     """Return the nodes directly below a name, given all `names` below it."""
     start = f"{above}." if above else ""
@@ -403,7 +403,7 @@ def _nodes(
     return nodes
 
 
-def _describe(one: ModuleSeen) -> str:
+def _describe(one: ComparedModule) -> str:
     times = f", {one.calls} calls" if one.calls > 1 else ""
     far = f", error {one.error:.1e}, bound {one.bound:.1e}" if one.error else ""
     return f"{_STATES[one.state]}{far}{times}"

@@ -17,17 +17,17 @@ from distcheck.errors import UsageError
 from distcheck.errors.shown_text import encodable, without_secrets
 from distcheck.records import (
     CaseReport,
+    ChangesSinceLastPass,
     CheckResult,
     ErrorMap,
     Origin,
     Report,
     RunPlan,
-    SinceGreen,
     VerdictName,
 )
 from distcheck.records.decoding import Count, decode_json, read_bounded
 from distcheck.records.mistakes import MISTAKES, MistakeCount, Sensitivity
-from distcheck.records.run_facts import Explored
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports.scale import ScaleEntry, as_rows
 from distcheck.reports.wording import describe_place
 
@@ -58,12 +58,12 @@ class Document(msgspec.Struct, kw_only=True):
     totals: dict[str, Count] | None = None
     made: Origin | None = None
     environment: dict[str, Any]
-    since_green: SinceGreen | None = None
+    since_green: ChangesSinceLastPass | None = None
     cases: tuple[CaseReport, ...]
     plan: RunPlan | None = None
     left_out: dict[str, str] = {}
     not_shown: list[str] = []
-    explored: list[Explored] = []
+    explored: list[ExploredSearch] = []
     scale: list[ScaleEntry] | UnsetType = UNSET
     parts: list[PartEntry] | UnsetType = UNSET
 

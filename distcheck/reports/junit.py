@@ -16,7 +16,7 @@ import msgspec
 from distcheck.errors.shown_text import displayable
 from distcheck.records import Case, CaseReport, Origin
 from distcheck.records.layers import check_with_layer
-from distcheck.records.run_facts import Explored
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports.findings import finding_of, names_of
 from distcheck.reports.json_report import Document, decoded
 
@@ -59,7 +59,7 @@ def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
             ElementTree.SubElement(properties, "property", name=name, value=_valid(shown))
 
 
-def _search(explored: Explored) -> ElementTree.Element:
+def _search(explored: ExploredSearch) -> ElementTree.Element:
     """Return a search in addition to the cases. Cases that it found are test cases, too."""
     about = {"classname": _valid(explored.strategy), "name": "explore"}
     element = ElementTree.Element("testcase", about)

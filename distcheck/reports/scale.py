@@ -12,7 +12,7 @@ import msgspec
 
 from distcheck.records import CaseReport, Difference, Number, VerdictName
 from distcheck.records.decoding import World
-from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, shown_layer
+from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64, ROUNDING, layer_label
 
 _LAYERS = (ROUNDING, IN_FLOAT32, IN_FLOAT64)
 _BACKEND = "simulated"
@@ -168,4 +168,4 @@ def _json_number(value: float | None) -> float | str | None:
 
 
 def described(layer: str) -> str:
-    return f"gradients ({shown_layer(layer)})" if layer else "gradients"
+    return f"gradients ({layer_label(layer)})" if layer else "gradients"

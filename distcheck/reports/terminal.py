@@ -19,7 +19,7 @@ from distcheck.errors.shown_text import FilteredStream, displayable, without_wor
 from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.layers import LAYERS, check_with_layer, shown_layer
+from distcheck.records.layers import LAYERS, check_with_layer, layer_label
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief, json_report
 from distcheck.reports.failures import PrintedCauses, print_failure
@@ -90,7 +90,7 @@ def render(report: Report, console: Console, *, verbose: bool = False, quiet: bo
     """
     report = displayable(report)
     judged = [case for case in report.cases if not case.unfinished]
-    groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.siblings)]
+    groups = [list(group) for _, group in groupby(judged, key=lambda case: case.case.sibling_key)]
     if verbose and report.environment and judged:
         print_trimmed(Text(_environment_line(report), style="dim"), console)
     said = PrintedCauses()
@@ -183,7 +183,7 @@ def _table(cases: Sequence[CaseReport], shown: Sequence[str]) -> Table:
     for result in _rows(cases):
         table.add_row(
             result.check if result.check != last else "",
-            shown_layer(result.layer),
+            layer_label(result.layer),
             Text("ok" if result.verdict == "pass" else result.verdict, STYLE[result.verdict]),
             *_format_counts(result.compared, shown),
             *describe_worst(result),

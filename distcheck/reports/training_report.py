@@ -13,7 +13,7 @@ from rich.text import Text
 
 from distcheck.errors.shown_text import displayable, one_line
 from distcheck.records import Case, Outcome
-from distcheck.records.decoding import read_written
+from distcheck.records.decoding import read_distcheck_document
 from distcheck.reports.failures import ends_of_ranks
 from distcheck.reports.html_report import page
 from distcheck.reports.pictures import curves
@@ -55,7 +55,7 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_training(path: Path) -> TrainedRun:
     """Read a document of `train --json`. Raises UsageError."""
-    return read_written(
+    return read_distcheck_document(
         path, TrainedRun, schema=SCHEMA, name=f"--overlay {path}",
         why="has no measurements of distcheck train: {error}; pass a file that distcheck train "
             "--json wrote",
@@ -103,7 +103,7 @@ def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> 
         lines.add(label, text, most=2 * _MOST_TRACEBACK)
     lines.print()
     if case.strategy:
-        words = ["distcheck", "verify", "--strategy", case.strategy, *case.adapter_words]
+        words = ["distcheck", "verify", "--strategy", case.strategy, *case.adapter_options]
         words += ["--world", str(case.world)]
         console.print(Text(f"next   {shlex.join(words)}    # reports the cause"), soft_wrap=True)
 

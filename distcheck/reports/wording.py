@@ -5,17 +5,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from distcheck.records import (
-    Allowance,
+    AcceptedChanges,
     CallSite,
     CaseReport,
     CheckResult,
     Difference,
-    Explored,
+    ExploredSearch,
     Number,
     VerdictName,
 )
-from distcheck.records.mistakes import SENSITIVITY, Shown, describe, scales
-from distcheck.records.run_facts import ByModule
+from distcheck.records.mistakes import (
+    SENSITIVITY,
+    RevealedMistakes,
+    describe_revealed_mistakes,
+    smallest_revealed_scale_errors,
+)
+from distcheck.records.run_facts import ModuleComparison
 
 STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow", "fail": "bold red"}
 
@@ -67,7 +72,7 @@ def advice_lines(suggestion: str) -> list[tuple[str, str]]:
     return [("try", first), *(("or", one) for one in others)] if first else []
 
 
-def sentence_on_modules(found: ByModule) -> str:
+def sentence_on_modules(found: ModuleComparison) -> str:
     """Return the sentence on the first wrong module, and on modules that were not recorded."""
     said = [found.first]
     if found.compiled:
@@ -81,7 +86,7 @@ def sentence_on_modules(found: ByModule) -> str:
     return "; ".join(said)
 
 
-def describe_accepted(allowance: Allowance) -> str:
+def describe_accepted(allowance: AcceptedChanges) -> str:
     """Format an accepted deviation, its new expectation, and the properties no longer checked."""
     lost = "; ".join(allowance.not_owed)
     return f"accepted: {allowance.kind} {allowance.widened}; not checked: {lost}"
@@ -91,7 +96,7 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
     """Yield the mistakes that passing cases would have revealed, over all tensors of all cases (the
     JSON has each case). Limits by an accepted deviation are given per case.
     """
-    together: dict[str, Shown] = {}
+    together: dict[str, RevealedMistakes] = {}
     ranks, factors = 0, dict[str, float]()
     for case in cases:
         for result in case.checks:
@@ -104,12 +109,12 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
             for name, one in result.shown.items():
                 taken = name in together
                 together[f"{name} ({case.case.id})" if taken else name] = one
-            found = scales(result.shown)
+            found = smallest_revealed_scale_errors(result.shown)
             if found is not None:
                 factors[dtype] = max(found[1], factors.get(dtype, 0.0))
     if not together:
         return
-    text = f"{SENSITIVITY}: {describe(together, ranks=ranks)}"
+    text = f"{SENSITIVITY}: {describe_revealed_mistakes(together, ranks=ranks)}"
     if factors:
         least = ", ".join(f"{factor:.1e} in {dtype}" for dtype, factor in factors.items())
         text += (
@@ -147,7 +152,7 @@ def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
     return sorted(cases, key=little)
 
 
-def describe_search(explored: Explored) -> str:
+def describe_search(explored: ExploredSearch) -> str:
     if not explored.cases:
         return f"explore: {explored.strategy}: {explored.reason}"
     found = "found a failure" if explored.verdict == "fail" else "found nothing"

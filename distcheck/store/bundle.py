@@ -26,11 +26,16 @@ from distcheck import __version__, private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.shown_text import without_secrets
 from distcheck.plan import provenance
-from distcheck.plan.provenance import Provenance, code_digest, is_sealed
-from distcheck.plan.source_files import NO_DIGEST, SourceFile, paths_in_common_folder, sources_of
+from distcheck.plan.provenance import Provenance, code_digest, is_sealed_by_user
+from distcheck.plan.source_files import (
+    NO_DIGEST,
+    SourceFile,
+    paths_in_common_folder,
+    python_sources_of,
+)
 from distcheck.records import Case, CaseReport
 from distcheck.records.case import is_file_name
-from distcheck.records.decoding import decode_json, read_bounded, read_if_whole, read_source
+from distcheck.records.decoding import decode_json, read_bounded, read_or_none, read_source
 from distcheck.reports.json_report import check_shape, read_document
 from distcheck.store import run_folder as store
 from distcheck.store import unpacking
@@ -60,9 +65,7 @@ machine (versions, settings, files).
 
 
 class BundledSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The file behind a strategy or workload: its name `file` in the zip, and `runs`, True if a
-    replay runs it.
-    """
+    """The file behind a strategy or workload, in the zip; `runs`: a replay runs it."""
 
     spec: str
     file: str
@@ -136,7 +139,7 @@ def _traces(run: Path) -> list[Path]:
     return found
 
 
-class Replay(msgspec.Struct, frozen=True, kw_only=True):
+class CasesToReplay(msgspec.Struct, frozen=True, kw_only=True):
     """Cases to replay.
 
     made      provenance of each case where it ran before
@@ -150,7 +153,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     unpacked: dict[str, str] = {}
 
 
-def read_replay(given: str) -> Replay:
+def read_cases_to_replay(given: str) -> CasesToReplay:
     """Return the cases of a case file, a run or a bundle. Raises UsageError."""
     path = Path(given)
     if path.is_file() and zipfile.is_zipfile(path):
@@ -165,7 +168,7 @@ def read_replay(given: str) -> Replay:
         raise UsageError(f"{path} has a whole job in addition to other cases; pass one case file")
     found = {case.id: store.read_provenance(file) for case, file in zip(cases, files, strict=True)}
     order = _order_of(path / "report.json")
-    return Replay(
+    return CasesToReplay(
         cases=sorted(cases, key=lambda case: order.get(case.id, len(order))),
         made={n: before for n, before in found.items() if before is not None},
     )
@@ -187,19 +190,19 @@ class _Order(msgspec.Struct):
 
 def _order_of(report: Path) -> dict[str, int]:
     """Return the position of each case in a run's report; empty if it cannot be read."""
-    found = read_if_whole(report, _Order)
+    found = read_or_none(report, _Order)
     return {} if found is None else {one.case.id: place for place, one in enumerate(found.cases)}
 
 
-def open_bundle(path: Path) -> Replay:
+def open_bundle(path: Path) -> CasesToReplay:
     """Unpack a zip to `.distcheck/bundles/`. Raises UsageError for a file that is not a bundle."""
-    folder = store.own_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
+    folder = store.private_folder("bundles") / f"{path.stem[:80]}-{_digest_of(path)}"
     made: dict[str, Provenance] = {}
-    with unpacking.opened(path) as archive:
+    with unpacking.open_archive(path) as archive:
         manifest = _manifest(path, archive)
         runs = [source for source in manifest.sources if source.runs]
         moved = {source.spec: str(folder / source.file) for source in runs}
-        with unpacking.unpacked(path, archive, folder) as draft:
+        with unpacking.unpack_archive(path, archive, folder) as draft:
             for name in manifest.cases:
                 file = draft / "cases" / f"{name}.json"
                 case, before = _relocate_case(_case(path, file), moved), store.read_provenance(file)
@@ -211,7 +214,7 @@ def open_bundle(path: Path) -> Replay:
         if case.id != name:
             raise UsageError(f"{path} is damaged: the file of case {name!r} holds case {case.id!r}")
     unpacked = {file: spec.rpartition(":")[0] for spec, file in moved.items()}
-    return Replay(cases=cases, made=made, folder=folder, unpacked=unpacked)
+    return CasesToReplay(cases=cases, made=made, folder=folder, unpacked=unpacked)
 
 
 def _case(path: Path, file: Path) -> Case:
@@ -284,7 +287,7 @@ def _sources(
     for case, file in zip(cases, files, strict=True):
         made = store.read_provenance(file)
         digests = {} if made is None else made.digests
-        has_run &= is_sealed(case, made)
+        has_run &= is_sealed_by_user(case, made)
         for what, spec in (("strategy", case.strategy), ("workload", case.workload)):
             asked.setdefault((what, spec), digests.get(what, ""))
     for (what, spec), digest in asked.items():
@@ -307,7 +310,11 @@ def _sources(
             )
         folder = f"sources/{re.sub(r'[^A-Za-z0-9_.-]', '_', place or spec)}"
         try:
-            code = sources_of(path) if runs else {path.name: SourceFile(path, read_source(path))}
+            code = (
+                python_sources_of(path)
+                if runs
+                else {path.name: SourceFile(path, read_source(path))}
+            )
         except OSError as error:
             how = f"{error.filename or path}: {error.strerror}"
             raise UsageError(f"the code of {what} {spec} cannot be read: {how}") from error
@@ -331,7 +338,7 @@ def _is_behind(spec: str, file: str) -> bool:
     """
     points = loading.strategy_names()
     place = spec.partition(":")[0]
-    found = provenance.file_of(points[place].module) if place in points else None
+    found = provenance.source_file_of_module(points[place].module) if place in points else None
     if found is None or not file.endswith(".py"):
         return False
     return Path(file).resolve().is_relative_to(found.resolve().parent)

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from distcheck.plan.provenance import Provenance, changes
-from distcheck.records import Case, SinceGreen
-from distcheck.records.decoding import read_if_whole
-from distcheck.store.run_folder import age
+from distcheck.plan.provenance import Provenance, provenance_changes
+from distcheck.records import Case, ChangesSinceLastPass
+from distcheck.records.decoding import read_or_none
+from distcheck.store.run_folder import age_key
 
 _MOST_RUNS = 50  # limits the cost of planning a run
 
@@ -38,7 +38,7 @@ def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
     """Return the ids of cases whose most recent verdict was a failure."""
     last: dict[tuple[object, ...], str] = {}
     for path in _reports_in(runs)[:_MOST_RUNS]:
-        earlier = read_if_whole(path, _EarlierReport)
+        earlier = read_or_none(path, _EarlierReport)
         for judged in earlier.cases if earlier is not None else ():
             if judged.verdict in ("pass", "fail"):
                 last.setdefault(judged.case.cell, judged.verdict)
@@ -46,19 +46,17 @@ def ids_of_failed_cases(runs: Path, cases: Sequence[Case]) -> set[str]:
 
 
 def with_failed_first(cases: Sequence[Case], failed: set[str]) -> list[Case]:
-    """Return the cases in a new order. Strategies and worlds with a failed case come first, and
-    within them the failed cases.
-    """
-    ahead = {case.siblings for case in cases if case.id in failed}
-    place = {case.siblings: number for number, case in reversed(list(enumerate(cases)))}
+    """Return the cases reordered: strategies and worlds with failed cases, failed ones first."""
+    ahead = {case.sibling_key for case in cases if case.id in failed}
+    place = {case.sibling_key: number for number, case in reversed(list(enumerate(cases)))}
 
     def key(case: Case) -> tuple[bool, int, bool]:
-        return case.siblings not in ahead, place[case.siblings], case.id not in failed
+        return case.sibling_key not in ahead, place[case.sibling_key], case.id not in failed
 
     return sorted(cases, key=key)
 
 
-def reasons_for_not_failed(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
+def reasons_to_skip_passed(cases: Sequence[Case], failed: set[str]) -> dict[str, str]:
     """Return the reason for leaving out each case that did not fail, by id."""
     why = "you passed --last-failed, and it did not fail in its last run"
     return {case.id: why for case in cases if case.id not in failed}
@@ -75,15 +73,13 @@ class _EarlierCase(msgspec.Struct):
     made: Provenance | None = None
 
 
-def since_last_green(
+def changes_since_last_pass(
     runs: Path, cases: Sequence[Case], made: Mapping[str, Provenance]
-) -> SinceGreen | None:
-    """Compare with the newest run in `runs` that passed; None if there is none. `made` has the
-    current provenance of each case by id.
-    """
+) -> ChangesSinceLastPass | None:
+    """Compare with the newest passing run, or return None; `made` has current provenances."""
     asked = {case.strategy for case in cases}
     for path in _reports_in(runs):
-        earlier = read_if_whole(path, _EarlierReport)
+        earlier = read_or_none(path, _EarlierReport)
         if earlier is None or earlier.verdict != "pass":
             continue
         if asked <= {report.case.strategy for report in earlier.cases}:
@@ -91,23 +87,23 @@ def since_last_green(
             found = [
                 change
                 for case in cases
-                for change in changes(
+                for change in provenance_changes(
                     _past_provenance(earlier.environment, code, case), made[case.id], case
                 )
             ]
             code_first = sorted(dict.fromkeys(found), key=lambda change: change.kind != "code")
-            return SinceGreen(run=path.parent.name, changes=tuple(code_first))
+            return ChangesSinceLastPass(run=path.parent.name, changes=tuple(code_first))
     return None
 
 
 def _reports_in(runs: Path) -> list[Path]:
-    return sorted(runs.glob("*/report.json"), key=lambda file: age(file.parent), reverse=True)
+    return sorted(runs.glob("*/report.json"), key=lambda file: age_key(file.parent), reverse=True)
 
 
 def _code_of(run: Path) -> _Code:
     found: _Code = {}
     for file in sorted(run.glob("cases/*.json")):
-        case = read_if_whole(file, _EarlierCase)
+        case = read_or_none(file, _EarlierCase)
         digests = {} if case is None or case.made is None else case.made.digests
         found |= {
             (what, spec): digests[what]

@@ -32,22 +32,22 @@ import psutil
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.errors.masking import masked_json
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.machine.resources import available_bytes
 from distcheck.plan.cases import check_case
 from distcheck.plan.provenance import (
     SOFTWARE,
     Provenance,
-    is_same_seal,
-    seal_of,
-    seal_of_content,
+    case_hmac,
+    content_hmac,
+    hmacs_match,
 )
 from distcheck.recordings.traces import seal
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.seal import LOAD, SAVE, TRACES, TraceFilesRequest
 from distcheck.records import Case, CaseReport, Outcome, PlannedCheck
 from distcheck.records.case import is_file_name
-from distcheck.records.decoding import decode_json, read_bounded, read_if_whole
+from distcheck.records.decoding import decode_json, read_bounded, read_or_none
 from distcheck.records.exit_status import RankEnd
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
@@ -73,7 +73,7 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     rerun_outcomes: tuple[Outcome, ...]
     rerun_in: str = ""
     surroundings: Surroundings = TOGETHER  # of the rerun
-    separation: Separation | None = None
+    separation: BisectionResult | None = None
     defect: tuple[str, str] = ("", "")  # of distcheck, if it ended a rank: kind, traceback
     notes: tuple[str, ...]
     environment: dict[str, Any]
@@ -97,10 +97,8 @@ class _Made(msgspec.Struct, frozen=True):
     made: Provenance | None = None
 
 
-class Store:
-    """Storage of one run. The folder must be empty. If it is unusable, the constructor raises
-    before anything runs.
-    """
+class RunStore:
+    """Storage of one run, in an empty folder. Raises before anything runs if unusable."""
 
     def __init__(
         self, folder: Path, *, keep_everything: bool, run: str = "", tensors: bool = True
@@ -111,7 +109,7 @@ class Store:
         self._made_folder = not folder.exists()
 
     @classmethod
-    def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "Store":
+    def at(cls, folder: Path, launch: Launch | None = None, *, tensors: bool = True) -> "RunStore":
         """Return the storage in a folder that the user named. It stores everything; with `tensors`
         False, digests in place of tensors. If `launch` restarts the run that created the folder,
         that run continues in it.
@@ -132,7 +130,7 @@ class Store:
         return store
 
     @classmethod
-    def by_default(cls) -> "Store | None":
+    def default_or_none(cls) -> "RunStore | None":
         """Return the storage for this run in `.distcheck/`; None if it is not writable."""
         try:
             return cls.of_own(keep_everything=False)
@@ -140,11 +138,11 @@ class Store:
             return None
 
     @classmethod
-    def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "Store":
+    def of_own(cls, *, keep_everything: bool, spare: Path | None = None) -> "RunStore":
         """Return the storage for this run in `.distcheck/`, and remove old runs except `spare`.
         Raises CannotRunError if the folder is not writable.
         """
-        runs, now = own_folder("runs"), time.time()
+        runs, now = private_folder("runs"), time.time()
         # A clock that was set back, or a container, can yield a name twice.
         moments = (time.localtime(now + later) for later in itertools.count())
         names = (f"{time.strftime('%Y%m%d-%H%M%S', one)}-{os.getpid()}" for one in moments)
@@ -162,23 +160,21 @@ class Store:
         return self.folder / "cases" / f"{case.id}.json"
 
     def write_case(self, case: Case, made: Provenance | None = None) -> None:
-        """Write a case: first before it runs, for a replay after a crash, then again with its
-        provenance.
-        """
+        """Write a case before it runs, for a replay after a crash, then with its provenance."""
         write_case(self.case_file(case), case, made)
 
     def finished(
         self, cases: Sequence[Case], made: Mapping[str, Provenance]
     ) -> dict[str, CaseReport]:
         """Return the reports, by case id, of cases that an earlier start of this run finished with
-        the same code and software (`made`). Reports without this user's seal are ignored: they came
-        with the folder.
+        the same code and software (`made`). Reports without this user's seal, which came with it,
+        are ignored.
         """
         found = {}
         for case in cases if self._run else ():
-            kept = read_if_whole(self.folder / "finished" / f"{case.id}.json", _Finished)
+            kept = read_or_none(self.folder / "finished" / f"{case.id}.json", _Finished)
             text = b"" if kept is None else bytes(kept.report)
-            if kept is None or not is_same_seal(kept.seal, self._seal(text, made.get(case.id))):
+            if kept is None or not hmacs_match(kept.seal, self._seal(text, made.get(case.id))):
                 continue
             with contextlib.suppress(msgspec.MsgspecError):  # of another version
                 report = decode_json(text, CaseReport)
@@ -189,14 +185,12 @@ class Store:
     def _seal(self, report: bytes, made: Provenance | None) -> str:
         digests = sorted(made.digests.items()) if made is not None else []
         software = [made.environment.get(name) for name in SOFTWARE] if made is not None else []
-        return seal_of_content(
+        return content_hmac(
             "finished", msgspec.json.encode([self._run, digests, software]) + report
         )
 
     def write_finished(self, report: CaseReport, made: Provenance | None) -> None:
-        """Store the report of a case, if this run may be restarted and the case need not run
-        again.
-        """
+        """Store a case's report if this run may be restarted and need not repeat the case."""
         if not self._run or any(o.outcome == RankEnd.LOST for o in report.outcomes):
             return
         path = self.folder / "finished" / f"{report.case.id}.json"
@@ -271,12 +265,12 @@ def write_case(path: Path, case: Case, made: Provenance | None = None) -> None:
     private.folder(path.parent)
     about = {}
     if made is not None:
-        about["made"] = msgspec.structs.replace(made, seal=seal_of(case, made.digests))
+        about["made"] = msgspec.structs.replace(made, seal=case_hmac(case, made.digests))
     text = msgspec.json.encode({**msgspec.structs.asdict(case), **about})
     private.write(path, msgspec.json.format(text) + b"\n")
 
 
-def own_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
+def private_folder(name: str, root: Path = DEFAULT_FOLDER) -> Path:
     """Create `.distcheck/NAME`; `root` is by default `.distcheck` in the current folder.
 
     Raises CannotRunError if the folder cannot be created or is not private. In a shared folder,
@@ -310,19 +304,19 @@ def _discard_own_folder() -> None:
 def _runs_in(folder: Path) -> list[Path]:
     """Return the folders that runs created, the latest last; only these are ever removed."""
     found = (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+-\d+", path.name))
-    return sorted((run for run in found if run.is_dir() and not run.is_symlink()), key=age)
+    return sorted((run for run in found if run.is_dir() and not run.is_symlink()), key=age_key)
 
 
-def age(run: Path) -> tuple[bool, str]:
+def age_key(run: Path) -> tuple[bool, str]:
     """Return a sort key: runs by date, after all runs that came with the folder, which do not have
     this user's seal.
     """
-    seal = read_if_whole(run / _SEAL, str) or ""
-    return is_same_seal(seal, _seal_of_run(run)), run.name
+    seal = read_or_none(run / _SEAL, str) or ""
+    return hmacs_match(seal, _seal_of_run(run)), run.name
 
 
 def _seal_of_run(run: Path) -> str:
-    return seal_of_content("run", run.name.encode())
+    return content_hmac("run", run.name.encode())
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:
@@ -330,7 +324,7 @@ def _takes_up(folder: Path, launch: Launch) -> bool:
 
     torchrun calls every unnamed run "none": for those only its restart count identifies a restart.
     """
-    made_by = read_if_whole(folder / "launch.json", dict[str, Any])
+    made_by = read_or_none(folder / "launch.json", dict[str, Any])
     same = bool(launch.run) and made_by == {"run": launch.run}
     return same and (launch.restarts > 0 or launch.run != "none")
 
@@ -355,17 +349,17 @@ KEPT_RUNS = f"run distcheck runs to list those in {DEFAULT_FOLDER} here"
 
 def latest_run(*, with_report: bool = False) -> Path:
     """Return the latest run in `.distcheck/`. Raises UsageError if there is none."""
-    runs = [run for run in kept_runs() if not with_report or (run / "report.json").is_file()]
+    runs = [run for run in stored_runs() if not with_report or (run / "report.json").is_file()]
     if not runs:
         which = " with a report" if with_report else ""
         raise UsageError(f"{DEFAULT_FOLDER} has no run{which}; pass the folder of a run")
     return runs[-1]
 
 
-def kept_runs() -> list[Path]:
+def stored_runs() -> list[Path]:
     """Return the runs in `.distcheck/`, oldest first."""
     runs = (path for path in DEFAULT_FOLDER.glob("runs/*") if (path / "cases").is_dir())
-    return sorted(runs, key=age)
+    return sorted(runs, key=age_key)
 
 
 def read_case(path: Path, *, jobs: bool = False) -> Case:
@@ -395,7 +389,7 @@ def _check_job(case: Case, *, allowed: bool) -> Case:
 
 def read_provenance(path: Path) -> Provenance | None:
     """Return the provenance in a case file; None if the case had not run when it was saved."""
-    found = read_if_whole(path, _Made, _MOST_CASE_BYTES)
+    found = read_or_none(path, _Made, _MOST_CASE_BYTES)
     return None if found is None else found.made
 
 
@@ -444,9 +438,7 @@ def _read_about(folder: Path) -> SavedTrace:
 
 
 def _check_memory(folder: Path) -> None:
-    """Raise CannotRunError if the files of a trace exceed memory. Sparse files can exceed it
-    without occupying disk space.
-    """
+    """Raise CannotRunError if a trace's files, which may be sparse, exceed memory."""
     try:
         needed = sum(file.stat().st_size for file in folder.glob("run-*/*"))
     except OSError as error:

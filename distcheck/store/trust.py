@@ -4,7 +4,7 @@ A case names code: strategy, workload, backend, and values that are objects (`--
 Code is trusted
 
 - under the name of a built-in or of an installed strategy;
-- in a case that this user has run (`provenance.is_sealed`), if its digest is the recorded one;
+- in a case of this user (`provenance.is_sealed_by_user`), if its digest is the recorded one;
 - in a file of this checkout (`Checkout`) that is not at or below the given folder or file. A file
   of a bundle is equivalent to a checkout file with the same bytes.
 
@@ -30,8 +30,13 @@ from distcheck import backends
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import MOST_CHARACTERS, displayable, escaped, one_line
 from distcheck.plan import provenance
-from distcheck.plan.provenance import Provenance, code_digest, is_sealed, named_code
-from distcheck.plan.source_files import NO_DIGEST, digest_of, files_of, paths_in_common_folder
+from distcheck.plan.provenance import Provenance, code_digest, is_sealed_by_user, named_code
+from distcheck.plan.source_files import (
+    NO_DIGEST,
+    combined_digest,
+    paths_in_common_folder,
+    project_files_of,
+)
 from distcheck.private import has_trusted_owner
 from distcheck.records import Case
 from distcheck.records.decoding import parse_source
@@ -108,9 +113,7 @@ class Checkout:
             self._not_ours.append(path if is_around else run)
 
     def holds(self, path: Path) -> bool:
-        """Return True if a file is in the checkout, belongs to this user, and was not handed
-        over.
-        """
+        """Return True if a file of this user is in the checkout, and was not handed over."""
         if not has_trusted_owner(path):
             return False
         path = path.resolve()
@@ -121,13 +124,11 @@ class Checkout:
         )
 
     def has(self, path: Path) -> bool:
-        """Return True if a file, and the files that it imports from its folder, belong to the
-        checkout.
-        """
+        """Return True if a file, and its imports from its folder, belong to the checkout."""
         if not self.holds(path):  # the folder of an installed file is the whole library
             return False
         try:
-            files = [*files_of(path, self.beside).values()]
+            files = [*project_files_of(path, self.beside).values()]
         except OSError:
             return False
         if not all(self._is_ours(file.path, file.data) for file in files):
@@ -166,22 +167,20 @@ class Checkout:
 
 
 @dataclass
-class Trusted:
-    """Trusted code: digests of its files by absolute path, and the folders outside the checkout
-    from which it is imported.
-    """
+class TrustedCode:
+    """Digests of trusted files by path, and folders outside the checkout they import from."""
 
     pins: dict[str, str] = field(default_factory=dict)
     roots: list[str] = field(default_factory=list)
 
 
-def unknown_code(
+def untrusted_code(
     cases: Iterable[Case],
     unpacked: Mapping[str, str] = NOTHING,
     *,
     given: str = "",
     made: Mapping[str, Provenance] = UNRECORDED,
-    trusted: "Trusted | None" = None,
+    trusted: "TrustedCode | None" = None,
 ) -> list[CodeOfCase]:
     """Return the code of cases that is not trusted.
 
@@ -190,12 +189,12 @@ def unknown_code(
     `trusted`.
     """
     checkout = Checkout(given)
-    trusted = Trusted() if trusted is None else trusted
+    trusted = TrustedCode() if trusted is None else trusted
     trusted.pins = checkout.pins
     found: dict[tuple[str, str], CodeOfCase] = {}
     for case in cases:
         digests = made[case.id].digests if case.id in made else {}
-        has_run = is_sealed(case, made.get(case.id))
+        has_run = is_sealed_by_user(case, made.get(case.id))
         places = [class_of_cell(spec).partition(":")[0] for _, spec in named_code(case)]
         files = [Path(one) for one in places if loading.is_path(one) and one not in unpacked]
         checkout.beside = tuple(filter(Path.is_file, files))
@@ -232,8 +231,8 @@ def require_trust(
     confirmed, and for a case that reads a file outside its run.
     """
     handed_over = given if folder is None else ""  # the files of a bundle are not below it
-    sources_only.begin(around=() if trusted else (handed_over,))
-    foreign = [case for case in cases if not is_sealed(case, made.get(case.id))]
+    sources_only.require_sources(around=() if trusted else (handed_over,))
+    foreign = [case for case in cases if not is_sealed_by_user(case, made.get(case.id))]
     for case in foreign:
         if case.initial:
             _check_within(case.initial, folder or Path(given))
@@ -241,16 +240,16 @@ def require_trust(
         return
     commands = [case.command_line for case in cases if case.job]
     texts = text_arguments_of(foreign)
-    known = Trusted()
+    known = TrustedCode()
     code = (
         []
         if commands
-        else unknown_code(cases, unpacked, given=handed_over, made=made, trusted=known)
+        else untrusted_code(cases, unpacked, given=handed_over, made=made, trusted=known)
     )
     listed = commands or [*map(str, code), *texts]
     if not listed:
         # Exactly the bytes that were found to be trusted run: their folder may be another user's.
-        sources_only.begin(known.pins, around=(handed_over, *known.roots))
+        sources_only.require_sources(known.pins, around=(handed_over, *known.roots))
         return
     what = "a command" if commands else "untrusted code"
     runs = f"{doing} {one_line(displayable(given))} runs {what}"
@@ -270,7 +269,9 @@ def require_trust(
     # Trusted files may be in the same folders as those that were listed.
     agreed = {**known.pins, **{name: one.files[name] for one in code for name in one.files}}
     around = (handed_over, os.getcwd(), *(one.root for one in code), *known.roots)
-    sources_only.begin(agreed, around=(*around, *map(sources_only.folder_of_top_package, agreed)))
+    sources_only.require_sources(
+        agreed, around=(*around, *map(sources_only.folder_of_top_package, agreed))
+    )
 
 
 def _run_of(given: Path) -> Path:
@@ -348,12 +349,12 @@ def _is_known(
         return True
     if what == "strategy" and not attribute and place in loading.strategy_names():
         return True
-    found = provenance.file_of(place)
+    found = provenance.source_file_of_module(place)
     if found is None:
         return False
     is_workload = what == "workload" and f"{place}.".startswith(_OWN_WORKLOADS)
     if _is_packaged(place) or is_workload:
-        return is_defined(found, attribute, lambda other: other.parent == found.parent)
+        return is_defined_in(found, attribute, lambda other: other.parent == found.parent)
     return _is_of(checkout, found, attribute, code_digest(what, spec), recorded)
 
 
@@ -367,7 +368,7 @@ def _is_of(checkout: Checkout, file: Path, attribute: str, digest: str, recorded
 
 def _defines(file: Path, attribute: str, checkout: Checkout) -> bool:
     """Return True if an object is defined in this file of the checkout or in another file of it."""
-    return is_defined(file, attribute, checkout.has)
+    return is_defined_in(file, attribute, checkout.has)
 
 
 def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
@@ -377,7 +378,7 @@ def _is_same(unpacked: Path, place: Path, checkout: Checkout) -> bool:
     try:
         root = import_root(unpacked)
         there: dict[str, bytes] = {}
-        for name, one in paths_in_common_folder(files_of(place)):
+        for name, one in paths_in_common_folder(project_files_of(place)):
             there.setdefault(name, hashlib.sha256(one.data).digest())
         here = digests_of_files(root)
     except OSError:
@@ -408,7 +409,7 @@ def _describe_code(
         file=str(file or ""),
         root=root,
         files={os.path.abspath(places[name]): one.hex() for name, one in digests.items()},
-        digest=digest_of(digests) if digests else NO_DIGEST,
+        digest=combined_digest(digests) if digests else NO_DIGEST,
     )
 
 
@@ -416,7 +417,7 @@ _MOST_IMPORTS = 8  # from one file or name to the next
 _SPECIAL = "__"
 
 
-def is_defined(
+def is_defined_in(
     file: Path, attribute: str, is_trusted: Callable[[Path], bool], most: int = _MOST_IMPORTS
 ) -> bool:
     """Return True if `file` defines `attribute` (a dotted name), or imports it, through at most
@@ -446,7 +447,7 @@ def is_defined(
             continue
         if isinstance(found, ast.Assign | ast.AnnAssign):
             maker = _maker(found.value)
-            return bool(maker) and not rest and is_defined(file, maker, is_trusted, left - 1)
+            return bool(maker) and not rest and is_defined_in(file, maker, is_trusted, left - 1)
         return _is_within(found, rest)
     return False
 
@@ -506,7 +507,7 @@ def _assigned_names(node: ast.stmt) -> set[str]:
 def _file_of(file: Path, module: str, level: int) -> Path | None:
     if level == 0:
         beside = file.parent.joinpath(*module.split("."))
-        return _source(beside) or provenance.file_of(module)
+        return _source(beside) or provenance.source_file_of_module(module)
     folder = file.parents[level - 1] if level <= len(file.parents) else None
     return None if folder is None else _source(folder.joinpath(*filter(None, module.split("."))))
 

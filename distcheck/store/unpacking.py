@@ -46,7 +46,7 @@ class _Bounded(io.BufferedReader):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open an archive and check every member. Raises UsageError."""
     try:
         with _Bounded(open(path, "rb", buffering=0)) as file, zipfile.ZipFile(file) as archive:
@@ -61,7 +61,7 @@ def opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 @contextmanager
-def unpacked(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Path]:
+def unpack_archive(path: Path, archive: zipfile.ZipFile, folder: Path) -> Iterator[Path]:
     """Yield a draft folder with every member of the archive. When the block ends, it becomes
     `folder`.
 
@@ -98,9 +98,7 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def digests_of_files(folder: Path) -> dict[str, bytes]:
-    """Return the SHA-256 of every file in a folder by relative path, without compiled Python
-    files.
-    """
+    """Return the SHA-256 of a folder's files by relative path, without compiled Python."""
     return {
         file.relative_to(folder).as_posix(): _digest(file)
         for file in sorted(folder.rglob("*"))

@@ -24,9 +24,7 @@ _counts: list[ctypes.c_int] = []
 
 
 def find_blas_libraries() -> None:
-    """Find the loaded libraries, in the pytest process. Search again after a new module is
-    imported.
-    """
+    """Find the loaded libraries, in the pytest process; repeat this after new imports."""
     loaded = [name for name in _LOADED_BY if name in sys.modules]
     if loaded == _looked_with:
         return

@@ -31,9 +31,7 @@ _NEVER = timedelta(days=1)
 
 
 class PassedToHypothesis(msgspec.Struct, frozen=True):
-    """Events and targets that a rank passed to Hypothesis. Keys are texts of events and labels of
-    targets.
-    """
+    """Events and targets that a rank passed to Hypothesis, by event text or target label."""
 
     events: dict[str, str] = {}
     targets: dict[str, float] = {}
@@ -45,8 +43,7 @@ class PassedToHypothesis(msgspec.Struct, frozen=True):
 @contextmanager
 def without_hypothesis_deadline(function: Callable[..., object]) -> Iterator[timedelta | None]:
     """Disable the deadline of Hypothesis for a test, because it would include the start of every
-    world and all imports of the first. Yield the deadline for `enforce_deadline`; None: Hypothesis'
-    default.
+    world and imports of the first. Yield it for `enforce_deadline`; None: Hypothesis' default.
     """
     import hypothesis
 
@@ -77,7 +74,7 @@ def enforce_deadline(deadline: timedelta | None, body_s: Iterable[float]) -> Non
             raise DeadlineExceeded(slowest, deadline)
 
 
-def refuse(values: Iterable[object]) -> None:
+def check_example_arguments(values: Iterable[object]) -> None:
     """Raise an error for arguments that do not work on ranks. If such an argument is nested in a
     value, only the rank that draws from it raises the error.
     """
@@ -88,7 +85,7 @@ def refuse(values: Iterable[object]) -> None:
             pytest.fail(why, pytrace=False)
 
 
-def reject(reason: str) -> NoReturn:
+def reject_example(reason: str) -> NoReturn:
     """Make Hypothesis try the next example, as after an `assume()` that failed on every rank."""
     from hypothesis.errors import UnsatisfiedAssumption
 
@@ -104,7 +101,7 @@ def example_arguments_text(arguments: Mapping[str, object]) -> str:
 
 def is_final() -> bool:
     """Return True if Hypothesis is running the example that it will show."""
-    context = hypothesis_compat.context()
+    context = hypothesis_compat.current_build_context()
     return context is not None and context.is_final
 
 
@@ -152,12 +149,12 @@ def is_rejection(error: BaseException | None) -> bool:
     return (
         errors is not None
         and isinstance(error, errors.UnsatisfiedAssumption)
-        and hypothesis_compat.context() is not None
+        and hypothesis_compat.current_build_context() is not None
     )
 
 
 def values_to_pass_on() -> PassedToHypothesis:
-    context = hypothesis_compat.context()
+    context = hypothesis_compat.current_build_context()
     if context is None:
         return PassedToHypothesis()
     return PassedToHypothesis(
@@ -168,10 +165,8 @@ def values_to_pass_on() -> PassedToHypothesis:
 
 @contextmanager
 def in_inherited_example() -> Iterator[None]:
-    """Run a test in a fresh rank, within the example that was running when the rank was forked, if
-    any.
-    """
-    context = hypothesis_compat.context()
+    """Run a test in a fresh rank within the example, if any, in which it was forked."""
+    context = hypothesis_compat.current_build_context()
     if context is not None:
         for name in dir(context.data):
             if name.startswith("draw") and callable(getattr(context.data, name)):
@@ -202,7 +197,7 @@ def _within(context: Any) -> Iterator[None]:
     if context is not None:
         context.data.events, context.data.target_observations = {}, {}
     # The collector of note() texts is a copy here, so they are printed, as this rank's output.
-    with hypothesis_compat.within(context), with_reporter(default):
+    with hypothesis_compat.running_example(context), with_reporter(default):
         yield
 
 

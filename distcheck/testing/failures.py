@@ -1,6 +1,4 @@
-"""Merges failures of ranks. Root causes come first, identical failures are shown once, and
-secondary failures in one line.
-"""
+"""Merges failures of ranks: root causes first, identical ones once, secondary in one line."""
 
 import re
 import sys
@@ -74,7 +72,7 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
         end, (first, _, rest) = verb.split()[-1], details.partition("\n")
         if first.startswith(f"{end} "):
             verb, details = verb + first.removeprefix(end), rest
-        entries.append(_line(f"{name_of(ranks, ended.size)} {verb}:"))
+        entries.append(_line(f"{ranks_phrase(ranks, ended.size)} {verb}:"))
         if report is not None and report.longrepr is not None:
             found, place = _entries_of(report.longrepr, config)
             entries += found
@@ -98,20 +96,18 @@ def why_ranks_disagree(ended: WorldEnd) -> str:
         if report.end in _LEFT_OUT:
             left_out.setdefault(report.end, []).append(rank)
     told = [
-        f"{name_of(ranks, ended.size)} {_LEFT_OUT[end][0]} ({ended.reports[ranks[0]].reason})"
+        f"{ranks_phrase(ranks, ended.size)} {_LEFT_OUT[end][0]} ({ended.reports[ranks[0]].reason})"
         for end, ranks in left_out.items()
     ]
     known = {rank for ranks in left_out.values() for rank in ranks}
     if others := [rank for rank in range(ended.size) if rank not in known]:
-        told.append(f"{name_of(others, ended.size)} did not")
+        told.append(f"{ranks_phrase(others, ended.size)} did not")
     what = " or ".join(_LEFT_OUT[end][1] for end in left_out)
     return f"{', '.join(told)}; {what} on every rank or on none"
 
 
-def resolve(name: str) -> type[BaseException] | None:
-    """Return the exception class with the name "module:qualified name", if it is loaded in this
-    process.
-    """
+def exception_class(name: str) -> type[BaseException] | None:
+    """Return the class with the name "module:qualified name", if it is loaded here."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -140,7 +136,11 @@ def _groups(ended: WorldEnd) -> list[tuple[list[int], Outcome]]:
 
 def _details_of(outcome: Outcome) -> str:
     """Return the details of a rank's end, without the training step, which a test does not have."""
-    return outcome.story if outcome.phase == "test" and outcome.story else outcome.detail
+    return (
+        outcome.circumstances
+        if outcome.phase == "test" and outcome.circumstances
+        else outcome.detail
+    )
 
 
 def _is_victim(outcome: Outcome) -> bool:
@@ -154,11 +154,13 @@ def _secondary(ended: WorldEnd) -> list[str]:
     for outcome in (o for o in ended.outcomes if _is_victim(o) and o.rank not in told):
         victims.setdefault(outcome.lost_at, []).append(outcome.rank)
     for where, ranks in victims.items():
-        lines.append(f"{name_of(ranks, ended.size)} lost a peer{where}: secondary failure")
+        lines.append(f"{ranks_phrase(ranks, ended.size)} lost a peer{where}: secondary failure")
     for outcome in ended.outcomes:
         if outcome.outcome == RankEnd.ENDED:
             where = f" ({outcome.last_call})" if outcome.call else ""
-            lines.append(f"{name_of([outcome.rank], ended.size)} was terminated with them{where}")
+            lines.append(
+                f"{ranks_phrase([outcome.rank], ended.size)} was terminated with them{where}"
+            )
     silent = any(
         outcome.outcome in (RankEnd.HUNG, RankEnd.KILLED, RankEnd.EXITED)
         for outcome in ended.outcomes
@@ -176,7 +178,7 @@ def _had_ended(ended: WorldEnd) -> list[str]:
             left_out = report.end in _LEFT_OUT
             how = f"{_LEFT_OUT[report.end][0]} ({report.reason})" if left_out else "finished"
             found.setdefault(how, []).append(outcome.rank)
-    return [f"{name_of(ranks, ended.size)} had {how}" for how, ranks in found.items()]
+    return [f"{ranks_phrase(ranks, ended.size)} had {how}" for how, ranks in found.items()]
 
 
 def _headline(ended: WorldEnd, groups: Sequence[tuple[list[int], Outcome]]) -> str:
@@ -187,7 +189,7 @@ def _headline(ended: WorldEnd, groups: Sequence[tuple[list[int], Outcome]]) -> s
     what = report.message if report is not None and report.message else outcome.outcome
     if report is None or not report.message:
         what += f" {_last_line(outcome)}" if _last_line(outcome) else ""
-    return f"{name_of(ranks, ended.size)}: {what}"
+    return f"{ranks_phrase(ranks, ended.size)}: {what}"
 
 
 def _last_line(outcome: Outcome) -> str:
@@ -195,7 +197,7 @@ def _last_line(outcome: Outcome) -> str:
     return f"({line})" if line else ""
 
 
-def name_of(ranks: Sequence[int], size: int) -> str:
+def ranks_phrase(ranks: Sequence[int], size: int) -> str:
     """Return a phrase such as "rank 1 of 4", "ranks 0, 2 of 4", "all 4 ranks"."""
     if len(ranks) == size and size > 1:
         return f"all {size} ranks"
@@ -243,7 +245,7 @@ def _type_for(reports: Sequence[RankReport | None]) -> type[WorldFailure]:
     kinds = tuple(report.exception if report is not None else "" for report in reports)
     key = (cause.where, *dict.fromkeys(kinds))
     if key not in _types:
-        bases = [resolve(kind) for kind in dict.fromkeys(kinds)]
+        bases = [exception_class(kind) for kind in dict.fromkeys(kinds)]
         name = cause.exception.rpartition(":")[2].rpartition(".")[2]
         _types[key] = _subclass(name, _common(bases))
     return _types[key]

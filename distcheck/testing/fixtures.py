@@ -48,9 +48,9 @@ class Deferred:
 
 
 def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
-    """Return the fixtures of a test that the ranks set up, in pytest's setup order: fixtures that
-    depend on `world`. A persistent world (`kept`) adds fixtures that change the process or cannot
-    be pickled.
+    """Return the fixtures of a test that the ranks set up, in pytest's setup order: those that
+    depend on `world`. A persistent world (`kept`) adds those that change the process or cannot be
+    pickled.
     """
     definitions = pytest_compat.definitions_of_fixtures(item)
     belongs = dict.fromkeys((WORLD, *(OF_THE_PROCESS if kept else ())), True)
@@ -65,7 +65,7 @@ def deferred_names(item: pytest.Function, *, kept: bool) -> list[str]:
     return [n for n in item.fixturenames if decide(n) or (kept and n in _NOT_SENT)]
 
 
-def defer(item: pytest.Function, names: list[str]) -> None:
+def defer_fixtures(item: pytest.Function, names: list[str]) -> None:
     """Make pytest skip these fixtures when it sets up the test.
 
     They are also registered as set up. Hypothesis checks the scope of every fixture of a test, and
@@ -83,11 +83,10 @@ def defer(item: pytest.Function, names: list[str]) -> None:
 
 
 def make_folders_base(item: pytest.Function, *, kept: bool) -> None:
-    """Create the base folder of ranks' temporary folders in the pytest process, before it forks.
-    Otherwise each rank would create a base folder, and with --basetemp delete those of other
-    ranks.
+    """Create the base of ranks' temporary folders in the pytest process, before it forks. Otherwise
+    each rank would create one, and with --basetemp delete those of other ranks.
     """
-    factory = pytest_compat.folders(item.config)
+    factory = pytest_compat.tmp_path_factory(item.config)
     if factory is not None and (kept or not _OF_FOLDERS.isdisjoint(item.fixturenames)):
         factory.getbasetemp()
 
@@ -205,7 +204,7 @@ def _describe_exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}{where}"
 
 
-def resolved(value: Any, values: dict[str, Any]) -> Any:
+def resolve_deferred(value: Any, values: dict[str, Any]) -> Any:
     """Return the value that a Deferred stands for; return any other value unchanged."""
     return values[value.name] if isinstance(value, Deferred) else value
 
@@ -215,7 +214,7 @@ def capture_per_rank(item: pytest.Function) -> Iterator[None]:
     """Make capsys and similar fixtures capture the streams of this rank."""
     captures: list[Any] = [item.funcargs[name] for name in _STREAMS if name in item.funcargs]
     captures = [capture for capture in captures if not isinstance(capture, Deferred)]
-    _inherited.extend(pytest_compat.capture_anew(capture) for capture in captures)
+    _inherited.extend(pytest_compat.recapture(capture) for capture in captures)
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ from distcheck.testing.failures import WorldEnd
 from distcheck.testing.leaks import LeakWarning
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, RankReport, RankWarning, Subtest
-from distcheck.testing.rank import Prepared
+from distcheck.testing.rank import PreparedTest
 from distcheck.testing.reused_rank import BODY
 from distcheck.testing.waiting import collect_rank_messages, ranks_of, wait
 from distcheck.worlds import turns
@@ -59,9 +59,7 @@ class _One:
 
 
 def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
-    """Report the subtests of all ranks. Return a phrase for each subtest that failed on some
-    ranks.
-    """
+    """Report the subtests of all ranks; return a phrase for each that failed on some."""
     captures: Any = item.config.pluginmanager.getplugin("capturemanager")
     failed = []
     for one in _group_by_subtest(ended):
@@ -70,7 +68,7 @@ def report_subtests(item: pytest.Function, ended: WorldEnd) -> list[str]:
         with quiet:
             item.ihook.pytest_runtest_logreport(report=report)
         if one.failed:
-            failed.append(f"{one.name} on {failures.name_of(one.failed, ended.size)}")
+            failed.append(f"{one.name} on {failures.ranks_phrase(one.failed, ended.size)}")
     return failed
 
 
@@ -142,25 +140,28 @@ def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
         if is_one(body):
             _refuse(f"{item.name} is a {kind} function; a test in a world must be a plain function")
     if handle is None:
-        run_in_world(Prepared(item=item, options=options, body=body, args=(), kwargs=args))
+        run_in_world(PreparedTest(item=item, options=options, body=body, args=(), kwargs=args))
         return
 
-    search = timeouts.ExampleSearch(item)
+    fail_under_other_schedules = timeouts.ExampleSearch(item)
 
     @functools.wraps(body)
     def in_world(*given: Any, **drawn: Any) -> None:
         __tracebackhide__ = True
-        examples.refuse([*given, *drawn.values()])
-        with search.example(drawn):
+        examples.check_example_arguments([*given, *drawn.values()])
+        with fail_under_other_schedules.example(drawn):
             reports = run_in_world(
-                Prepared(item=item, options=options, body=body, args=given, kwargs=drawn)
+                PreparedTest(item=item, options=options, body=body, args=given, kwargs=drawn)
             )
             examples.enforce_deadline(deadline, [report.body_s for report in reports.values()])
 
     setattr(in_world, BODY, body)
     handle.inner_test = in_world
     try:
-        with search.whole(), examples.without_hypothesis_deadline(function) as deadline:
+        with (
+            fail_under_other_schedules.whole(),
+            examples.without_hypothesis_deadline(function) as deadline,
+        ):
             function(**args)
     except BaseException as found:
         examples.leave_out_explanation(found)
@@ -169,7 +170,7 @@ def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
         handle.inner_test = body
 
 
-def run_in_world(prepared: Prepared) -> dict[int, RankReport]:
+def run_in_world(prepared: PreparedTest) -> dict[int, RankReport]:
     """Run one body, once, on all ranks. Return the ranks' reports if it passed; otherwise raise an
     exception of pytest or Hypothesis.
     """
@@ -236,15 +237,15 @@ def _make_ready_to_fork(options: WorldOptions) -> None:
         )
 
 
-def _run_in(pool: Pool, prepared: Prepared) -> WorldEnd:
+def _run_in(pool: Pool, prepared: PreparedTest) -> WorldEnd:
     world = start_world(pool, ranks_of(prepared.options, RUN))
     return wait(pool, world, collect_rank_messages(world, prepared.item))
 
 
-def _try_schedules(prepared: Prepared) -> None:
+def _try_schedules(prepared: PreparedTest) -> None:
     __tracebackhide__ = True
     with turns.turn(), _pool(prepared) as pool:
-        search(
+        fail_under_other_schedules(
             pool,
             prepared.item,
             prepared.options,
@@ -253,14 +254,14 @@ def _try_schedules(prepared: Prepared) -> None:
 
 
 @contextmanager
-def _pool(prepared: Prepared) -> Iterator[Pool]:
+def _pool(prepared: PreparedTest) -> Iterator[Pool]:
     """Yield a pool whose processes are forks of this one, with the test in memory."""
-    rank.prepare(prepared)
+    rank.set_test_for_ranks(prepared)
     pool = Pool(ForkedHelper())
     try:
         yield pool
     finally:
-        rank.prepare(None)
+        rank.set_test_for_ranks(None)
         pool.let_go()
         wait_for_helpers()
         _leaving.append(pool)
@@ -309,7 +310,7 @@ def _group_ranks_by_text(texts: dict[int, str]) -> list[tuple[str, str]]:
 
 
 def _warn_again(warning: RankWarning) -> None:
-    category = failures.resolve(warning.category)
+    category = failures.exception_class(warning.category)
     if category is None or not issubclass(category, Warning):
         category = UserWarning
     try:
@@ -335,7 +336,7 @@ def _decide(item: pytest.Function, ended: WorldEnd) -> None:
         if set(ends.values()) == {"skipped"}:
             _skip(reasons["skipped"])
         if set(ends.values()) == {"rejected"}:
-            examples.reject(reasons["rejected"])
+            examples.reject_example(reasons["rejected"])
         _refuse(failures.why_ranks_disagree(ended))
     if "xfailed" in reasons and not any(_failed_otherwise(o, ends) for o in ended.outcomes):
         pytest.xfail(reasons["xfailed"])
@@ -370,15 +371,13 @@ def _refuse(text: str) -> NoReturn:
 # -- schedules of a simulated world ----------------------------------------------------------------
 
 
-def search(
+def fail_under_other_schedules(
     pool: Pool,
     item: pytest.Function,
     options: WorldOptions,
     run_again: Callable[[WorldOptions], WorldEnd],
 ) -> None:
-    """Fail the test if it fails under a different schedule; `run_again` returns the report of one
-    run.
-    """
+    """Fail the test if it fails under another schedule; `run_again` returns its report."""
     __tracebackhide__ = True
     try:
         found = registry.load("simulated").search_schedules(

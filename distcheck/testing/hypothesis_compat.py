@@ -29,7 +29,7 @@ def is_observed() -> bool:
     return bool(observability.TESTCASE_CALLBACKS)  # older releases
 
 
-def context() -> Any:
+def current_build_context() -> Any:
     control = sys.modules.get("hypothesis.control")
     if control is None or not control.currently_in_test_context():
         return None
@@ -37,7 +37,7 @@ def context() -> Any:
 
 
 @contextmanager
-def within(example: Any) -> Iterator[None]:
+def running_example(example: Any) -> Iterator[None]:
     """Set the current example, or none, for the duration of the block."""
     from hypothesis.control import _current_build_context
 

@@ -25,9 +25,7 @@ _FOLDERS = {"site-packages", "dist-packages"}
 
 
 class LeakWarning(UserWarning):
-    """A test left resources open. They end with the rank here, but a training run would leak
-    them.
-    """
+    """A test left resources open. They end with the rank, but training would leak them."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ def open_resources_now() -> OpenResources:
 
 
 @dataclass(frozen=True)
-class StillOpen:
-    """Open resources, with a phrase for every kind. `stays` is True if they would affect a later
-    test in the same ranks: an incomplete collective or a running thread. A process group can be
+class LeakedResources:
+    """Open resources, with a phrase for every kind. `stays` is True if one would affect a later
+    test in the same ranks, as an incomplete collective or a running thread; a process group can be
     destroyed.
     """
 
@@ -60,7 +58,7 @@ class StillOpen:
     stays: bool = False
 
 
-def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen:
+def find_leaks(before: OpenResources, *, has_process: bool = True) -> LeakedResources:
     """Find process groups, unfinished collectives, and new threads and processes.
 
     `has_process` is False for a rank that is a thread. It has no process for itself, so resources
@@ -68,7 +66,7 @@ def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen
     itself.
     """
     if not has_process:
-        return StillOpen(tuple(_process_groups()))
+        return LeakedResources(tuple(_process_groups()))
     staying = _unfinished_work() or _unwaited_collectives(before.functional)
     stray = _stray_threads(before.threads)
     if stray:
@@ -79,7 +77,7 @@ def leaks_since(before: OpenResources, *, has_process: bool = True) -> StillOpen
     if running:
         names = ", ".join(sorted(running))
         staying.append(f"{_format_count(len(running), 'process')} running ({names})")
-    return StillOpen((*_process_groups(), *staying), stays=bool(staying))
+    return LeakedResources((*_process_groups(), *staying), stays=bool(staying))
 
 
 def _process_groups() -> list[str]:

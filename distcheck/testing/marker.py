@@ -42,9 +42,7 @@ class WorldOptions:
 
     @property
     def is_shared(self) -> bool:
-        """Return True if a process runs tests more than once: for several ranks, or one test after
-        another.
-        """
+        """Return True if a process runs several tests, or a test for several ranks."""
         return self.reuse or self.is_simulated
 
 
@@ -145,7 +143,7 @@ def _refuse(what: str) -> pytest.UsageError:
     return pytest.UsageError(f"the marker `world` {what}; for example {_FORM}")
 
 
-def with_size(options: WorldOptions, size: int | None) -> WorldOptions:
+def options_for_size(options: WorldOptions, size: int | None) -> WorldOptions:
     """Return the options with one of the sizes; None if the test was not parametrized.
 
     A list of sizes becomes several tests at collection. Raises pytest.UsageError if the marker

@@ -1,6 +1,4 @@
-"""Reports of a rank about its part of a test, encoded as msgpack and sent through its events
-pipe.
-"""
+"""Reports of a rank about its part of a test: msgpack, sent through its events pipe."""
 
 from typing import Any, Literal
 
@@ -57,9 +55,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Subtest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of a subtest on one rank, sent at its end: pytest's report of it, serialized.
-    `failure` is the rank's report as if the whole test had failed like the subtest, without
-    `longrepr`.
+    """The result of a subtest on one rank, sent at its end: pytest's report, serialized. `failure`
+    is the rank's report as if the whole test had failed like the subtest, without `longrepr`.
     """
 
     name: str
@@ -78,9 +75,7 @@ KEPT_ELSE = (
 
 
 class RequestedTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A test for a persistent rank: its node id, pickled arguments and marker. `final` is True if
-    Hypothesis will show this run.
-    """
+    """A test for a persistent rank; `final` is True if Hypothesis will show this run."""
 
     nodeid: str
     arguments: bytes
@@ -92,7 +87,7 @@ RUN = Job("distcheck.testing.rank:run", Rendezvous, type(None), (STORE,))
 SERVE = Job("distcheck.testing.reused_rank:serve", Rendezvous, type(None), (STORE, CHANNEL))
 
 
-def encoded(message: RankReport | Subtest) -> bytes:
+def encode_message(message: RankReport | Subtest) -> bytes:
     """Encode a message as msgpack, whatever its content. Text that is not UTF-8 is escaped. Values
     of other types and integers beyond 64 bits become text.
     """

@@ -85,12 +85,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def world() -> Any:
-    """Return this rank's view of its world, a `distcheck.testing.WorldView`. For tests marked
-    `world`.
-    """
+    """Return this rank's `distcheck.testing.WorldView`, in a test marked `world`."""
     from distcheck.testing import rank
 
-    view = rank.view()
+    view = rank.current_view()
     if view is None:
         pytest.fail(
             "the fixture `world` is there on ranks only: mark the test with @pytest.mark.world(4); "
@@ -108,7 +106,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if options is None:
         _wait_for_helpers()  # an ordinary test must find the process as if there had been no world
     elif isinstance(item, pytest.Function):
-        fixtures.defer(item, fixtures.deferred_names(item, kept=options.is_shared))
+        fixtures.defer_fixtures(item, fixtures.deferred_names(item, kept=options.is_shared))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -149,9 +147,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Send a report to the pytest process. In a rank, all other implementations of this hook are
-    removed.
-    """
+    """Send a report to the pytest process. In a rank, no other implementation is left."""
     session = sys.modules.get("distcheck.testing.session")
     if session is not None:
         session.send_subtest_report(report)
@@ -175,6 +171,6 @@ def _options(item: pytest.Item) -> marker.WorldOptions | None:
     try:
         mark = marker.effective_marker(item)
         assert mark is not None
-        return marker.with_size(marker.check_options(mark), size)
+        return marker.options_for_size(marker.check_options(mark), size)
     except pytest.UsageError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None

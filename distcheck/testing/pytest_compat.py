@@ -108,7 +108,7 @@ def reset_fixture_state(item: pytest.Function) -> None:
     item.stash[tmppath_result_key] = {}
 
 
-def own_state(item: pytest.Function) -> Iterator[tuple[Any, str, Callable[[], Any]]]:
+def per_rank_state(item: pytest.Function) -> Iterator[tuple[Any, str, Callable[[], Any]]]:
     """Yield the parts of pytest's state that each rank needs separately if ranks are threads: an
     object, an attribute name, and a function that creates the initial value for a rank.
     """
@@ -133,7 +133,7 @@ def drop_sections(item: pytest.Function, titles: tuple[str, ...]) -> None:
 # -- global objects of pytest ---------------------------------------------------------------------
 
 
-def folders(config: pytest.Config) -> Any:
+def tmp_path_factory(config: pytest.Config) -> Any:
     """Return the factory of tmp_path folders; None if its plugin is not active."""
     return getattr(config, "_tmp_path_factory", None)
 
@@ -142,10 +142,8 @@ def remove_hook(caller: Any, plugin: object) -> None:
     caller._remove_plugin(plugin)
 
 
-def take_capture_off(config: pytest.Config) -> Any:
-    """Detach pytest's capture of the output from this process and return it; the capture is
-    unchanged.
-    """
+def detach_capture(config: pytest.Config) -> Any:
+    """Detach pytest's capture of the output, unchanged, from this process; return it."""
     captures: Any = config.pluginmanager.getplugin("capturemanager")
     if captures is None:
         return None
@@ -153,7 +151,7 @@ def take_capture_off(config: pytest.Config) -> Any:
     return taken
 
 
-def capture_anew(fixture: Any) -> Any:
+def recapture(fixture: Any) -> Any:
     """Make capsys or a similar fixture capture the current streams; return its previous capture."""
     before, fixture._capture = fixture._capture, None
     fixture._start()

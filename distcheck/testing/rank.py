@@ -21,7 +21,7 @@ from distcheck.errors.shown_text import shortened
 from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encoded
+from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encode_message
 from distcheck.worlds.jobs import STORE, Descriptors, Owned, Reporter, with_rank_state
 from distcheck.worlds.local import late_compiler
 from distcheck.worlds.messages import text_of
@@ -69,10 +69,8 @@ _CUT = "; pytest is given 200,000 of a text"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A test for ranks to run. Each rank runs `body`. Its arguments contain a `Deferred` for each
-    fixture that ranks set up.
-    """
+class PreparedTest:
+    """A test for ranks to run: `body`, with a `Deferred` for each fixture that ranks set up."""
 
     item: pytest.Function
     options: WorldOptions
@@ -82,46 +80,46 @@ class Prepared:
 
 
 _view: WorldView | None = None
-_prepared: Prepared | None = None
+_prepared: PreparedTest | None = None
 
 
-def prepare(prepared: Prepared | None) -> None:
+def set_test_for_ranks(prepared: PreparedTest | None) -> None:
     """Set the test that ranks will run. The pytest process calls this just before it forks."""
     global _prepared
     _prepared = prepared
 
 
-def inherited() -> Prepared:
+def inherited_test() -> PreparedTest:
     """Return the test that was set when this rank was forked."""
     assert _prepared is not None, "ranks are forked from a process that has prepared a test"
     return _prepared
 
 
-def view() -> WorldView | None:
+def current_view() -> WorldView | None:
     """Return this rank's view of its world; None in a process that is not a rank."""
     return _view
 
 
 def _owned_state() -> Owned:
     threads = registry.load("simulated").threads()
-    owned: Owned = threads.per_rank_test_state(inherited().item)
+    owned: Owned = threads.per_rank_test_state(inherited_test().item)
     return owned
 
 
 @RUN.does
 @with_rank_state(_owned_state)
 def run(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    prepared = inherited()
+    prepared = inherited_test()
     session.remove_plugin_hooks(prepared.item.config, reporter.say)
-    enter(rendezvous, fds.get(STORE, -1), prepared.options, reporter)
+    enter_world(rendezvous, fds.get(STORE, -1), prepared.options, reporter)
     with examples.in_inherited_example():
-        report, error = execute(prepared)
-    reporter.say(encoded(report))
+        report, error = run_body(prepared)
+    reporter.say(encode_message(report))
     if error is not None and report.end not in ("skipped", "rejected"):
         raise error  # a failed rank exits at once, so that its peers notice
 
 
-def enter(
+def enter_world(
     rendezvous: Rendezvous, listen_fd: int, options: WorldOptions, reporter: Reporter
 ) -> None:
     """Create the process group and the view of the world."""
@@ -175,10 +173,8 @@ def seed_everything(seed: int) -> None:
         numpy_random.seed(seed % 2**32)
 
 
-def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
-    """Run the body with this rank's fixtures. Return its report, and its exception instead of
-    raising it.
-    """
+def run_body(prepared: PreparedTest) -> tuple[RankReport, BaseException | None]:
+    """Run the body with this rank's fixtures; return its report, and its exception if any."""
     __tracebackhide__ = True
     item = prepared.item
     before, properties = leaks.open_resources_now(), len(item.user_properties)
@@ -199,8 +195,8 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
                 fixtures.set_up_in_rank(item) as values,
             ):
                 body, given, named = _own_copies(prepared)
-                args = [fixtures.resolved(value, values) for value in given]
-                kwargs = {k: fixtures.resolved(v, values) for k, v in named.items()}
+                args = [fixtures.resolve_deferred(value, values) for value in given]
+                kwargs = {k: fixtures.resolve_deferred(v, values) for k, v in named.items()}
                 started = time.perf_counter()
                 try:
                     result = body(*args, **kwargs)
@@ -215,7 +211,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
     end = _end_of(error)
     # A failed test has rarely closed its resources; its ranks are discarded.
     goes_on = end in ("passed", "skipped", "rejected")
-    left = leaks.leaks_since(before, has_process=has_process) if goes_on else leaks.StillOpen()
+    left = leaks.find_leaks(before, has_process=has_process) if goes_on else leaks.LeakedResources()
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
@@ -237,7 +233,7 @@ def execute(prepared: Prepared) -> tuple[RankReport, BaseException | None]:
 
 
 def _own_copies(
-    prepared: Prepared,
+    prepared: PreparedTest,
 ) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs

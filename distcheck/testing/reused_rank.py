@@ -16,8 +16,8 @@ import pytest
 from distcheck.errors import CannotRunError
 from distcheck.testing import examples, fixtures, pytest_compat, rank, session
 from distcheck.testing.marker import WorldOptions
-from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest, encoded
-from distcheck.testing.rank import Prepared
+from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest, encode_message
+from distcheck.testing.rank import PreparedTest
 from distcheck.worlds import flight
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous
@@ -29,10 +29,10 @@ BODY = "_distcheck_body"  # on the substitute for a Hypothesis test's body while
 @SERVE.does
 def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """Run tests in a persistent rank until the pytest process closes the channel."""
-    first = rank.inherited()
+    first = rank.inherited_test()
     items = {item.nodeid: item for item in first.item.session.items}
     session.remove_plugin_hooks(first.item.config, reporter.say)
-    rank.enter(rendezvous, fds[STORE], first.options, reporter)
+    rank.enter_world(rendezvous, fds[STORE], first.options, reporter)
     before = _Before()
     for test in requests(fds, RequestedTest):
         before.destroy_left_objects()
@@ -40,7 +40,7 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
         assert isinstance(item, pytest.Function)
         options = msgspec.msgpack.decode(test.options, type=WorldOptions)
         args, kwargs, asked, filters = _arguments(test)
-        prepared = Prepared(
+        prepared = PreparedTest(
             item=item, options=options, body=_run_of(item), args=args, kwargs=kwargs
         )
         given = hasattr(item.obj, "hypothesis")
@@ -55,11 +55,11 @@ def serve(rendezvous: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
             _make_room(item)
             flight.forget()
             with fixtures.with_fixture_values(item, {**kwargs, **asked}):
-                report, error = rank.execute(prepared)
+                report, error = rank.run_body(prepared)
                 report = before.with_group(report)
         sys.stdout.flush()
         sys.stderr.flush()
-        reporter.say(encoded(report))
+        reporter.say(encode_message(report))
         if error is not None and report.end not in ("skipped", "rejected"):
             raise error
 
@@ -90,7 +90,7 @@ def _run_of(item: pytest.Function) -> Callable[..., object]:
 def _make_room(item: pytest.Function) -> None:
     """Reset pytest's state for the fixtures of this test."""
     pytest_compat.reset_fixture_state(item)
-    fixtures.defer(item, fixtures.deferred_names(item, kept=True))
+    fixtures.defer_fixtures(item, fixtures.deferred_names(item, kept=True))
 
 
 class _Before:

@@ -22,7 +22,7 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.testing import examples, fixtures, rank
 from distcheck.testing.failures import WorldEnd
 from distcheck.testing.messages import KEPT_ELSE, SERVE, RankReport, RequestedTest
-from distcheck.testing.rank import Prepared
+from distcheck.testing.rank import PreparedTest
 from distcheck.testing.waiting import collect_rank_messages, ranks_of, wait
 from distcheck.worlds.local.helper_process import ForkedHelper
 from distcheck.worlds.pool import Pool
@@ -34,7 +34,7 @@ _Key = tuple[int, str, str]
 _kept: dict[_Key, "ReusedWorld"] = {}
 
 
-def run(prepared: Prepared) -> WorldEnd:
+def run(prepared: PreparedTest) -> WorldEnd:
     """Run a test in a persistent world; start one if there is none."""
     options, arguments = prepared.options, _pickle_arguments(prepared)
     key = (options.size, options.backend, options.device)
@@ -78,11 +78,11 @@ atexit.register(close_all)
 class ReusedWorld:
     """Ranks that wait for the next test."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedTest) -> None:
         self._owner = os.getpid()
         self._closed = False
         self._deadline_s = prepared.options.deadline_s  # collectives wait for a multiple of it
-        rank.prepare(prepared)
+        rank.set_test_for_ranks(prepared)
         self._pool = Pool(ForkedHelper())
         self._pool.wait_ready()
         options = prepared.options
@@ -93,7 +93,7 @@ class ReusedWorld:
             self._pool.close()
             raise
         finally:
-            rank.prepare(None)
+            rank.set_test_for_ranks(None)
 
     @property
     def usable(self) -> bool:
@@ -112,7 +112,7 @@ class ReusedWorld:
             return False
         return not any(child.gone for child in self._ranks.world.children)
 
-    def run(self, prepared: Prepared, arguments: bytes) -> WorldEnd:
+    def run(self, prepared: PreparedTest, arguments: bytes) -> WorldEnd:
         """Run one test, with its pickled arguments. If a rank fails, the world ends."""
         test = RequestedTest(
             nodeid=prepared.item.nodeid,
@@ -158,7 +158,7 @@ def _filters() -> list[Any]:
     return found
 
 
-def _pickle_arguments(prepared: Prepared) -> bytes:
+def _pickle_arguments(prepared: PreparedTest) -> bytes:
     """Return all arguments in one pickle, so that shared objects stay shared in a rank. Fails the
     test if they cannot be pickled.
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distcheck.testing.messages import RankReport, Subtest, encoded
-from distcheck.testing.pytest_compat import remove_hook, take_capture_off
+from distcheck.testing.messages import RankReport, Subtest, encode_message
+from distcheck.testing.pytest_compat import detach_capture, remove_hook
 
 # Hooks by which a report reaches the terminal, a file or a debugger, which all belong to the pytest
 # process.
@@ -25,9 +25,7 @@ _inherited: list[Any] = []  # captures of the pytest process, never closed in a 
 
 
 def remove_plugin_hooks(config: pytest.Config, say: Callable[[bytes], None]) -> None:
-    """Remove other plugins' implementations of the reporting hooks, and detach from the
-    terminal.
-    """
+    """Remove other plugins' reporting hooks, and detach from the terminal."""
     global _line
     _line = config, say
     for name in _OUTWARD:
@@ -36,7 +34,7 @@ def remove_plugin_hooks(config: pytest.Config, say: Callable[[bytes], None]) -> 
             if implementation.function.__module__ != "distcheck.testing.plugin":
                 remove_hook(caller, implementation.plugin)
     # Suspending it would write to the pytest process's output.
-    _inherited.append(take_capture_off(config))
+    _inherited.append(detach_capture(config))
     sys.breakpointhook = pdb.set_trace = _no_debugger
 
 
@@ -58,14 +56,16 @@ def send_subtest_report(report: pytest.TestReport) -> None:
             message=crash.message if crash is not None else str(report.longrepr),
             where=f"{crash.path}:{crash.lineno}" if crash is not None else "",
         )
-    say(encoded(Subtest(name=report.head_line or report.nodeid, report=data, failure=failure)))
+    say(
+        encode_message(
+            Subtest(name=report.head_line or report.nodeid, report=data, failure=failure)
+        )
+    )
 
 
 @contextmanager
 def observe_test_threads(item: pytest.Function) -> Iterator[None]:
-    """Enable pytest's observation of threads and finalizers per test, a feature of pytest up to
-    8.3.
-    """
+    """Enable pytest's observation of threads and finalizers per test (up to pytest 8.3)."""
     with ExitStack() as stack:
         for name, generator in _UNHEARD.items():
             plugin: Any = item.config.pluginmanager.getplugin(name)

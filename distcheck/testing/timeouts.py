@@ -22,12 +22,9 @@ _EARLY_SHARE = 0.1  # of the limit
 
 
 @dataclass(kw_only=True)
-class Limit:
-    """A limit of `seconds`, which ends when the monotonic clock shows `ends_at`.
-
-    is_ours    True if the world must enforce the limit
-    struck     True after it has done so
-    held_back  True if a debugger suspends the limit
+class TimeLimit:
+    """A limit of `seconds`, until the monotonic clock shows `ends_at`. `is_ours`: the world must
+    enforce it, and has not `struck` yet. `held_back`: a debugger suspends it.
     """
 
     seconds: float
@@ -41,7 +38,7 @@ class Limit:
         return f"Timeout (>{self.seconds}s) from pytest-timeout."
 
 
-_KEY = pytest.StashKey[Limit | None]()
+_KEY = pytest.StashKey[TimeLimit | None]()
 
 
 def record_time_limit(item: pytest.Item, settings: Any) -> None:
@@ -50,7 +47,7 @@ def record_time_limit(item: pytest.Item, settings: Any) -> None:
     """
     is_ours = settings.method == "thread"
     early_s = min(_MOST_EARLY_S, _EARLY_SHARE * settings.timeout) if is_ours else 0.0
-    item.stash[_KEY] = Limit(
+    item.stash[_KEY] = TimeLimit(
         seconds=settings.timeout,
         ends_at=time.monotonic() + settings.timeout - early_s,
         is_ours=is_ours,
@@ -59,16 +56,14 @@ def record_time_limit(item: pytest.Item, settings: Any) -> None:
 
 
 def fail_if_time_is_up(item: pytest.Item) -> None:
-    """Fail the test, with the message of the method "signal" and only once, if its time is nearly
-    up.
-    """
+    """Fail the test once, like the method "signal", if its time is nearly up."""
     limit = item.stash.get(_KEY, None)
     if limit is not None and limit.is_ours and not limit.struck and _is_up(item, limit):
         limit.struck = True
         pytest.fail(limit.text)
 
 
-def _is_up(item: pytest.Item, limit: Limit) -> bool:
+def _is_up(item: pytest.Item, limit: TimeLimit) -> bool:
     """Return True if the time is up, and cancel pytest-timeout's timer: ranks need time to end."""
     if time.monotonic() < limit.ends_at or (limit.held_back and _is_debugging()):
         return False
@@ -98,9 +93,7 @@ class ExampleSearch:
 
     @contextmanager
     def example(self, arguments: Mapping[str, object]) -> Iterator[None]:
-        """Run one example. If it fails when the time is up, its error becomes the error of the
-        test.
-        """
+        """Run one example. If it fails when time is up, its error becomes the test's."""
         __tracebackhide__ = True
         limit = self._item.stash.get(_KEY, None)
         if limit is None:

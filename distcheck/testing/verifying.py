@@ -16,17 +16,17 @@ from distcheck.plan.settings import (
     KeywordSettings,
     Request,
     with_adaptation,
-    with_settings,
+    with_settings_in_signature,
 )
 from distcheck.records import Report
-from distcheck.store.run_folder import Store
-from distcheck.verification.given_objects import names_of
+from distcheck.store.run_folder import RunStore
+from distcheck.verification.given_objects import importable_names
 from distcheck.verification.run import RunOptions, verify_cases
 
 _DELAY = ("rank", "collective", "ms")
 
 
-@with_settings
+@with_settings_in_signature
 def verify(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
     *,
@@ -56,7 +56,7 @@ def verify(
     `raise_for_verdict()` raises AssertionError unless it passed. Every call starts new ranks.
     Raises UsageError for invalid arguments, CannotRunError if the verification cannot run.
     """
-    fields = {"strategies": names_of(strategy), **_fields(asked)}
+    fields = {"strategies": importable_names(strategy), **_fields(asked)}
     fields["delays"] = [dict(zip(_DELAY, late, strict=False)) for late in delays]
     return _verify(_request(fields), save)
 
@@ -78,7 +78,7 @@ def _fields(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _verify(request: Request, save: str | os.PathLike[str] | None) -> Report:
-    keep = None if save is None else Store.at(Path(save))
+    keep = None if save is None else RunStore.at(Path(save))
     cases, extras = plan.plan_cases(request), thorough_run.thorough_extras([request])
     return verify_cases(cases, RunOptions(keep=keep, extras=extras))
 

@@ -17,7 +17,7 @@ from distcheck.errors import HelperError
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.testing import timeouts
-from distcheck.testing.failures import WorldEnd, name_of
+from distcheck.testing.failures import WorldEnd, ranks_phrase
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import root_cause
@@ -71,9 +71,7 @@ class RankMessages:
 
 
 def collect_rank_messages(world: World, item: pytest.Function) -> RankMessages:
-    """Collect the messages of each rank. If pytest's capture is off, print the output of the
-    ranks.
-    """
+    """Collect each rank's messages; print the ranks' output if pytest's capture is off."""
     heard = RankMessages(item=item)
 
     def take(number: int, payload: bytes) -> None:
@@ -155,9 +153,7 @@ def _outcomes_of_test(outcomes: list[Outcome], heard: RankMessages) -> list[Outc
 
 
 def outputs_of(world: World) -> dict[int, str]:
-    """Return the output of each rank, unless it was already printed, and the amount that was
-    dropped.
-    """
+    """Return the output of each rank, unless printed already, and the dropped amount."""
     found = {}
     for number, child in enumerate(world.children):
         text = child.output.strip("\n") if child.on_output is None else ""
@@ -200,7 +196,7 @@ def describe_ranks(children: list[Child], ended: Collection[int]) -> str:
             text = f"{last}\n{child.stacks.text.rstrip()}"
         alike.setdefault((waits, text), []).append(rank)
     return "\n".join(
-        f"{name_of(ranks, len(children))}{text}"
+        f"{ranks_phrase(ranks, len(children))}{text}"
         for (_, text), ranks in sorted(alike.items(), key=lambda group: group[0][0])
     )
 

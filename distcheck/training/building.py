@@ -18,7 +18,7 @@ from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
-from distcheck.records.expected_events import Happening, TokensApart
+from distcheck.records.expected_events import Happening, TokensPerSampleDiffer
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.loaded import LoadedWorkload
 from distcheck.training.loading import load_trained, load_workload
@@ -85,7 +85,7 @@ class Ingredients:
         implies. Raises UsageError for an invalid value.
         """
         declared = getattr(self.loaded.workload, "must_happen", ())
-        of_tokens = (TokensApart(),) if counts_tokens(self.loaded.workload) else ()
+        of_tokens = (TokensPerSampleDiffer(),) if counts_tokens(self.loaded.workload) else ()
         try:
             return of_tokens + msgspec.convert(msgspec.to_builtins(declared), tuple[Happening, ...])
         except (msgspec.ValidationError, TypeError) as error:
@@ -94,7 +94,7 @@ class Ingredients:
                 f"tuple of events of distcheck.records.expected_events: {error}"
             ) from None
 
-    def handed_over(self, model: nn.Module, rank: int) -> None:
+    def apply_initial_changes(self, model: nn.Module, rank: int) -> None:
         """Apply the workload's changes to a rank's model before the strategy receives it.
         References start from the values of rank 0 after these changes.
         """
@@ -134,7 +134,7 @@ class Ingredients:
         inputs, labels = self.samples.read(ids, train=train, dtype=self.dtype)
         inputs, labels = inputs.to(self.device), labels.to(self.device)
         batch = Batch(inputs=inputs, labels=labels, ids=ids, total=total)
-        return with_tokens(self.loaded.workload, self.case.workload, batch)
+        return with_token_mask(self.loaded.workload, self.case.workload, batch)
 
 
 def counts_tokens(workload: Any) -> bool:
@@ -142,7 +142,7 @@ def counts_tokens(workload: Any) -> bool:
     return hasattr(workload, "tokens")
 
 
-def with_tokens(workload: Any, name: str, batch: Batch) -> Batch:
+def with_token_mask(workload: Any, name: str, batch: Batch) -> Batch:
     """Return the batch with a mask [n, positions] of the positions that the loss covers, if the
     workload declares them. Raises UsageError for any other result.
     """
@@ -189,17 +189,15 @@ def open_ingredients(
     return Ingredients(case, loaded, samples, getattr(torch, case.dtype), device, settings)
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a trace records: all parameters, including frozen ones. Tied
-    parameters appear once.
-    """
+def recorded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters in a trace: all, including frozen ones; tied ones once."""
     return list(model.named_parameters())
 
 
-def in_one_storage(model: nn.Module) -> set[str]:
+def names_sharing_storage(model: nn.Module) -> set[str]:
     """Return the names of parameters that are views of the same storage."""
     storages: dict[int, set[str]] = {}
-    for name, parameter in trainable(model):
+    for name, parameter in recorded_parameters(model):
         if type(parameter.data) is torch.Tensor and parameter.numel():
             storages.setdefault(parameter.untyped_storage().data_ptr(), set()).add(name)
     return set().union(*(names for names in storages.values() if len(names) > 1))
@@ -254,7 +252,7 @@ def take_checkpoint(
     )
 
 
-def restore(
+def restore_checkpoint(
     kept: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -293,7 +291,7 @@ def describe_model(ingredients: Ingredients, model: nn.Module) -> ModelLayout:
     numbers |= {n: value for n, value in group_numbers(optimizer).items() if n in changing}
     try:
         return ModelLayout(
-            parameters=tuple(_spec(name, p) for name, p in trainable(model)),
+            parameters=tuple(_spec(name, p) for name, p in recorded_parameters(model)),
             buffers=tuple(_spec(name, b) for name, b in model.named_buffers()),
             optimizer=tuple(_spec(name, t) for name, t in (tensors | numbers).items()),
             numbers=tuple(numbers),
@@ -323,7 +321,7 @@ def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = numbers.to(parameter.dtype)
 
 
-def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
+def update_is_repeatable(ingredients: Ingredients, model: nn.Module, layout: ModelLayout) -> bool:
     """Return True if the workload's optimizer takes a bit-identical step after it is rebuilt from
     the state in a trace, as torch's optimizers do. Return False for an optimizer with further
     state, or with random numbers.
@@ -340,7 +338,10 @@ def updates_again(ingredients: Ingredients, model: nn.Module, layout: ModelLayou
         for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
             two.copy_(one)
     again = build(models[1].parameters())
-    state, parameters = state_tensors(models[0], optimizer, layout), dict(trainable(models[1]))
+    state, parameters = (
+        state_tensors(models[0], optimizer, layout),
+        dict(recorded_parameters(models[1])),
+    )
     for spec in layout.optimizer:
         if spec.name in state:
             is_number = spec.name in layout.numbers
@@ -365,9 +366,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def load_initial(model: nn.Module, file: str) -> None:
-    """Load the initial parameters and buffers of a saved trace into a model. Raises UsageError if
-    the file does not contain them.
-    """
+    """Load a saved trace's initial parameters and buffers. Raises UsageError if absent."""
     try:
         if not stat.S_ISREG(os.lstat(file).st_mode):
             raise ValueError("it is not a regular file")

@@ -1,6 +1,4 @@
-"""The positions of an epoch that a step covers, and their assignment to ranks. Does not import
-torch.
-"""
+"""Positions of an epoch that a step covers, by rank. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ class EpochSegment:
     count: int
 
     def shard_size(self, world: int, rank: int) -> int:
-        """Return the number of positions that belong to a rank: those congruent to `rank` modulo
-        `world`.
-        """
+        """Return the number of positions of a rank: those congruent to `rank` modulo `world`."""
         return len(self._positions_of(world, rank))
 
     def _positions_of(self, world: int, rank: int) -> range:

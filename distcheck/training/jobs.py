@@ -83,7 +83,7 @@ class CalibrationRequest(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result for each calibrated order: the reason that it does not hold, or "" if it holds."""
 
     failures: tuple[tuple[Order, str], ...] = ()
@@ -109,9 +109,7 @@ class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to train `case.steps` steps, and return a digest of the rank's values after each
-    step.
-    """
+    """Request to train `case.steps` steps, and return a digest of values after each."""
 
     case: Case
     rendezvous: Rendezvous
@@ -173,7 +171,7 @@ WAYS = Job(
 CALIBRATE = Job(
     "distcheck.judge.oracles.calibration:calibrate_rank",
     CalibrationRequest,
-    Calibration,
+    CalibrationResult,
     (STORE,),
 )
 RECORD = Job(

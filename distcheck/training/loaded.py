@@ -65,11 +65,11 @@ class LoadedStrategy:
     refusal: str = ""
 
     @property
-    def syncs(self) -> bool:
+    def has_sync(self) -> bool:
         """Return True if sync() must be called after backward."""
         return self.sync is not _nothing
 
-    def promising(
+    def with_contract(
         self, *, note: str | None = None, declines: tuple[CellName, ...] = (), **promised: Any
     ) -> "LoadedStrategy":
         """Return the strategy with contract fields and note replaced, and `declines` added."""
@@ -87,7 +87,7 @@ class LoadedWorkload:
     sampler: Callable[[int, int, int, int, int], Sequence[int]] | None
 
 
-def construct(spec: str, kind: type) -> Any:
+def construct_object(spec: str, kind: type) -> Any:
     """Create an object of a class without required arguments. Raises UsageError."""
     try:
         return kind()

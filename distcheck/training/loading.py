@@ -31,7 +31,7 @@ from distcheck.errors import CannotRunError, UsageError, did_you_mean
 from distcheck.records import Adaptation
 from distcheck.records.run_facts import UsedFeature
 from distcheck.training import scripts, sources_only
-from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct
+from distcheck.training.loaded import LoadedStrategy, LoadedWorkload, construct_object
 from distcheck.workloads.cells import class_of_cell
 
 STRATEGY_GROUP = "distcheck.strategies"
@@ -144,8 +144,8 @@ def _check_object(what: str, spec: str, file: Path) -> None:
     without definitions is not checked: its import gives a better error.
     """
     place, _, attribute = spec.partition(":")
-    names = scripts.definitions(file)
-    if names and scripts.cannot_define(file, attribute.partition(".")[0]):
+    names = scripts.public_definitions(file)
+    if names and scripts.never_binds(file, attribute.partition(".")[0]):
         raise _no_object(what, spec, place, names)
 
 
@@ -201,7 +201,9 @@ def inspect_strategy(spec: str, adaptation: Adaptation) -> CodeInspection:
     sources, declared = target.everything, hypotheses.is_declared(target)
     exchanges, marks = uses.names_collectives(sources), uses.marker_attributes(sources)
     # A closure that is required is used.
-    found = [u for u in uses.uses_of(sources) if u.feature != "closure" or not target.takes_closure]
+    found = [
+        u for u in uses.used_features(sources) if u.feature != "closure" or not target.takes_closure
+    ]
     return CodeInspection(not declared, exchanges, marks, tuple(found))
 
 
@@ -213,7 +215,7 @@ def other_ways(spec: str, adaptation: Adaptation) -> tuple[tuple[Adaptation, ...
 
 
 def _target_of(spec: str, adaptation: Adaptation) -> Any:
-    from distcheck.training.adapters.source import unwrapped
+    from distcheck.training.adapters.source import unwrap_function
     from distcheck.training.adapters.target import Target
 
     before = {name: text for name, text in adaptation.variables if not text.startswith("@")}
@@ -223,7 +225,7 @@ def _target_of(spec: str, adaptation: Adaptation) -> Any:
         _registered_for(spec),
         before={name: ast.literal_eval(text) for name, text in before.items() if "." not in name},
     )
-    home = sys.modules.get(getattr(unwrapped(target), "__module__", None) or "", module)
+    home = sys.modules.get(getattr(unwrap_function(target), "__module__", None) or "", module)
     return Target(spec, target, owner, home, adaptation)
 
 
@@ -253,7 +255,7 @@ def load_workload(spec: str) -> LoadedWorkload:
         check_spelling("workload", spec, known)
         target, _, _ = _resolve("workload", spec, {})
     if inspect.isclass(target):
-        target = construct(spec, target)
+        target = construct_object(spec, target)
     missing = [m for m in ("model", "loss", "optimizer") if not callable(getattr(target, m, None))]
     if missing:
         raise UsageError(
@@ -327,7 +329,7 @@ def _resolve(
 
 
 def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
-    sources_only.follow_environment()
+    sources_only.apply_source_only_setting()
     try:
         if is_path(place):
             return _import_file(Path(place), before)
@@ -338,7 +340,7 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
             f"{error.lineno or 1}: {error.msg}"
         ) from None
     except ModuleNotFoundError as error:
-        if (missing := not_installed(error)) is not None:
+        if (missing := missing_package_error(error)) is not None:
             raise missing from None
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
             raise UsageError(
@@ -350,7 +352,7 @@ def _import(what: str, place: str, before: Mapping[str, Any]) -> ModuleType:
         raise UsageError(_raised_on_import(what, place, error)) from None
 
 
-def not_installed(error: ModuleNotFoundError) -> CannotRunError | None:
+def missing_package_error(error: ModuleNotFoundError) -> CannotRunError | None:
     """Return the error for a missing package of PACKAGES; None for any other error."""
     name = (error.name or "").partition(".")[0]
     if name not in PACKAGES:
@@ -399,7 +401,7 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
     if loaded is not None:  # another loaded module may have the file's name
         name = f"_distcheck_file_{name}"
     spec = importlib.util.spec_from_file_location(
-        name, path, loader=sources_only.loader(name, path)
+        name, path, loader=sources_only.source_loader(name, path)
     )
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file")
@@ -415,7 +417,7 @@ def _import_file(path: Path, before: Mapping[str, Any]) -> ModuleType:
         else:
             return module
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    scripts.define(module, path, before)
+    scripts.run_definitions(module, path, before)
     return module
 
 

@@ -22,15 +22,15 @@ from distcheck.contract import Batch, Step
 from distcheck.errors import UsageError
 from distcheck.machine import seeds
 from distcheck.machine.compat import has_step_hooks
-from distcheck.training.building import Ingredients, restore, take_checkpoint
+from distcheck.training.building import Ingredients, restore_checkpoint, take_checkpoint
 from distcheck.training.epoch_positions import EpochSegment, epoch_segment_of_step
 from distcheck.training.loaded import LoadedStrategy, LoadedWorkload
 from distcheck.training.losses import LossOfShard, OwnBackward
-from distcheck.training.recorder import Observer
+from distcheck.training.recorder import LoopObserver
 from distcheck.worlds.messages import SETTING_UP
 
 
-class Shards:
+class ShardReader:
     """One rank's view of the data set, step by step. With rank None, it reads nothing."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Loop:
         self,
         ingredients: Ingredients,
         strategy: LoadedStrategy,
-        observer: Observer,
+        observer: LoopObserver,
         *,
         rank: int,
         progress: Progress,
@@ -107,7 +107,7 @@ class Loop:
         self.readers = len(case.with_data)
         if self._mesh is not None:
             position, self.readers = self._mesh.coordinate(rank, "data"), self._mesh.data
-        self._shards = Shards(
+        self._shards = ShardReader(
             ingredients.loaded,
             size=ingredients.samples.size(train=True),
             batch=case.batch,
@@ -130,7 +130,7 @@ class Loop:
         seeds.pin_determinism()  # user files were loaded before
         self.model = ingredients.model()
         self._observer.attach(self.model)
-        ingredients.handed_over(self.model, self._rank)
+        ingredients.apply_initial_changes(self.model, self._rank)
         seeds.seed_everything(seeds.derive(ingredients.case.seed, "rank", self._rank))
         names = [name for name, _ in self.model.named_parameters()]
         build = partial(ingredients.optimizer, one_group=self._strategy.contract.one_group)
@@ -155,7 +155,7 @@ class Loop:
         self._strategy.close()
         self._strategy = self._load_again()
         self._build()
-        restore(kept, self.model, self._optimizer, self._ingredients.device)
+        restore_checkpoint(kept, self.model, self._optimizer, self._ingredients.device)
 
     def step(self, number: int) -> tuple[float, int, float]:
         """Run one step. Return the shard's mean loss, the number of samples (or tokens, if these
@@ -275,7 +275,7 @@ class Loop:
         """True if the strategy has no sync() and registered pre-step hooks on the optimizer:
         gradients are final once these have run.
         """
-        return has_step_hooks(self._optimizer) and not self._strategy.syncs
+        return has_step_hooks(self._optimizer) and not self._strategy.has_sync
 
     @contextlib.contextmanager
     def _final_where_it_begins(
@@ -363,7 +363,7 @@ class Loop:
         with no_sync() if no_sync is not None and not last else contextlib.nullcontext():
             yield
 
-    def buffers_are_whole(self) -> bool:
+    def gather_buffers(self) -> bool:
         """Gather the buffers of all ranks into the model; return True if it then has all."""
         return self._strategy.buffers()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from distcheck.contract import Batch, LossOf, Step
 from distcheck.recordings.traces.layout import NO_LOSS
-from distcheck.training.outputs import calls_of, per_sample
+from distcheck.training.outputs import outputs_per_sample, record_outputs
 
 MOST_STRETCHES = 255  # limit of a trace; larger numbers are not recorded
 # The ids of some of the shard's samples, and the model's output for each of them.
@@ -46,14 +46,14 @@ class LossOfShard:
     def __call__(self, batch: Batch) -> torch.Tensor:
         if self._saw is None or not torch.is_grad_enabled():
             return self._counted(batch, self._loss(self._model, batch))
-        with calls_of(self._model, len(batch.ids)) as calls:
+        with record_outputs(self._model, len(batch.ids)) as calls:
             loss = self._loss(self._model, batch)
         self._saw(batch.ids, calls.rows)
         return self._counted(batch, loss)
 
     def given(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self._saw is not None and torch.is_grad_enabled():
-            self._saw(batch.ids, per_sample(outputs, len(batch.ids)))
+            self._saw(batch.ids, outputs_per_sample(outputs, len(batch.ids)))
         return self._counted(batch, self._loss(_Answers(outputs), batch))
 
     def _counted(self, batch: Batch, loss: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,7 @@ class OwnBackward:
 
     def run(self, loss_of: LossOfShard, batch: Batch, step: Step) -> tuple[float, int]:
         """Return the shard's mean loss (NO_LOSS if the rank does not have it), and the number of
-        parts into which each call of backward split its batch. It is 1 if the batch was not split
-        as by `Batch.split`.
+        parts into which each call of backward split its batch: 1 if not split as by `Batch.split`.
         """
         losses, counts = list[torch.Tensor | None](), set[int]()
         pieces = batch.split(self._accumulate)

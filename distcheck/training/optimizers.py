@@ -28,7 +28,7 @@ def tensors_and_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the optimizer's tensors and numbers, as `<parameter>/<state key>`, in fixed order."""
-    optimizer = innermost(optimizer)
+    optimizer = innermost_optimizer(optimizer)
     tensors, numbers = {}, {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -51,7 +51,9 @@ def _step_count(steps: torch.Tensor) -> torch.Tensor:
 def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return all numbers in its groups, including learning rates, as `param_groups[<n>]/<key>`."""
     numbers = {}
-    groups = getattr(innermost(optimizer), "param_groups", ())  # user-defined ones may have none
+    groups = getattr(
+        innermost_optimizer(optimizer), "param_groups", ()
+    )  # user-defined ones may have none
     for index, group in enumerate(groups):
         for key, value in sorted(group.items(), key=_by_key):
             if (number := _as_tensor(value)) is not None:
@@ -59,10 +61,8 @@ def group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return numbers
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state, which may be inside a ZeroRedundancyOptimizer or a
-    different wrapper.
-    """
+def innermost_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds the state, inside ZeroRedundancyOptimizer or others."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -111,7 +111,7 @@ def restore_state_value(
     is_number: bool,
 ) -> None:
     """Set the state `name` of an optimizer over `parameters` to a value from a trace."""
-    optimizer = innermost(optimizer)
+    optimizer = innermost_optimizer(optimizer)
     owner, _, key = name.rpartition("/")
     if is_group_number(name):
         groups = optimizer.param_groups
@@ -138,11 +138,11 @@ _FLAGS = ("fused", "foreach")  # flags that select torch's implementation of a s
 _CHOICES = (None, False, True)
 
 
-def implementation(optimizer: torch.optim.Optimizer) -> int:
+def implementation_flags(optimizer: torch.optim.Optimizer) -> int:
     """Return the implementation of torch that takes the steps: the flags of the first group, two
     bits each (0: no such flag). Implementations compute the same algorithm, but round differently.
     """
-    groups = getattr(innermost(optimizer), "param_groups", ())
+    groups = getattr(innermost_optimizer(optimizer), "param_groups", ())
     group = groups[0] if groups else {}
     bits = 0
     for place, flag in enumerate(_FLAGS):
@@ -153,7 +153,7 @@ def implementation(optimizer: torch.optim.Optimizer) -> int:
 
 def set_implementation(optimizer: torch.optim.Optimizer, wanted: int) -> None:
     """Make one of torch's optimizers use the given `implementation`."""
-    optimizer = innermost(optimizer)
+    optimizer = innermost_optimizer(optimizer)
     if not is_torchs_own(optimizer):
         return
     for group in optimizer.param_groups:

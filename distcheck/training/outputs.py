@@ -12,21 +12,19 @@ import torch
 from torch import nn
 
 from distcheck.machine.compat import tree_leaves
-from distcheck.training.whole_tensors import whole
+from distcheck.training.whole_tensors import as_full_tensor
 
 MOST_NUMBERS = 1024  # kept of a sample; of more, every k-th
 
 
-def per_sample(made: Any, samples: int) -> torch.Tensor | None:
-    """Return the outputs of calls as [samples, numbers]; None if they contain no floating-point
-    tensor with a row per sample.
-    """
+def outputs_per_sample(made: Any, samples: int) -> torch.Tensor | None:
+    """Return outputs as [samples, numbers]; None without one floating-point row per sample."""
     rows = []
     for leaf in tree_leaves(made):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() < 1 or leaf.shape[0] != samples:
             continue
         if leaf.is_floating_point() or leaf.is_complex():
-            full = whole(leaf.detach())
+            full = as_full_tensor(leaf.detach())
             assert full is not None, "it is a tensor"
             rows.append(full.reshape(samples, -1))
     if not rows or not samples:
@@ -37,7 +35,7 @@ def per_sample(made: Any, samples: int) -> torch.Tensor | None:
     return wide[:, :: -(-wide.shape[1] // MOST_NUMBERS)].clone()
 
 
-class Calls:
+class ModelOutputs:
     """The outputs of a model's calls so far, one table for each call."""
 
     def __init__(self, samples: int) -> None:
@@ -45,23 +43,21 @@ class Calls:
         self._tables: list[torch.Tensor] = []
 
     def note(self, module: nn.Module, inputs: Any, made: Any) -> None:
-        """Record an output, as a forward hook. It is copied, because the code may change it in
-        place.
-        """
-        table = per_sample(made, self._samples)
+        """Record an output, as a forward hook; copied, since the code may change it in place."""
+        table = outputs_per_sample(made, self._samples)
         if table is not None:
             self._tables.append(table)
 
     @property
     def rows(self) -> torch.Tensor | None:
         """Return [samples, numbers] of all calls, in their order; None if there are no outputs."""
-        return per_sample(self._tables, self._samples)
+        return outputs_per_sample(self._tables, self._samples)
 
 
 @contextlib.contextmanager
-def calls_of(model: nn.Module, samples: int) -> Iterator[Calls]:
+def record_outputs(model: nn.Module, samples: int) -> Iterator[ModelOutputs]:
     """Record the model's outputs for `samples` samples during the block."""
-    calls = Calls(samples)
+    calls = ModelOutputs(samples)
     hook = model.register_forward_hook(calls.note)
     try:
         yield calls

@@ -32,9 +32,9 @@ from distcheck.training.jobs import (
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
-from distcheck.training.recorder import Observer, TraceRecorder
+from distcheck.training.recorder import LoopObserver, TraceRecorder
 from distcheck.training.whole_tensors import is_distributed
-from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples
+from distcheck.workloads.datasets.synthetic import CachedSamples, SyntheticSamples
 from distcheck.worlds import call_recorder, step_calls, surroundings
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.local.child import keep_folder
@@ -94,17 +94,15 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
 
 @DIGEST.does
 def digest(job: DigestRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Run one rank of a world, which will be compared with the same world under a different
-    schedule.
-    """
+    """Run a rank of a world that is compared with itself under a different schedule."""
     case, rank = job.case, job.rendezvous.rank
     ingredients = _open(job, fds, reporter)
     samples: object = ingredients.samples
     if type(samples) is SyntheticSamples:
-        again: Any = RememberedSamples()
+        again: Any = CachedSamples()
         ingredients = replace(ingredients, samples=again)
     strategy = load_strategy(case.strategy, case.adaptation)
-    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
+    loop = Loop(ingredients, strategy, LoopObserver(), rank=rank, progress=reporter.progress)
     digests = []
     for step in range(case.steps):
         loss, _, _ = loop.step(step)
@@ -133,14 +131,14 @@ def train(job: TrainRequest, fds: Descriptors, reporter: Reporter) -> None:
     strategy = LoadedStrategy(contract=Contract(), file="")
     if case.strategy:
         strategy = load_strategy(case.strategy, case.adaptation)
-    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
+    loop = Loop(ingredients, strategy, LoopObserver(), rank=rank, progress=reporter.progress)
     size = ingredients.samples.size(train=True)
     per_epoch = steps_per_epoch(size, case.batch, loop.readers)
     for epoch in range(job.epochs):
         figures = _train_epoch(job, loop, epoch, per_epoch, reporter)
         # With sharded parameters, every forward pass is a collective.
         together = any(is_distributed(parameter) for parameter in loop.model.parameters())
-        if loop.buffers_are_whole() and (rank == 0 or together):
+        if loop.gather_buffers() and (rank == 0 or together):
             counts = list(_count_correct(ingredients, loop.model, reporter))
             correct, tested = (sum(column) for column in zip(*counts, strict=True))
             figures = msgspec.structs.replace(figures, correct=correct, tested=tested)
@@ -216,7 +214,6 @@ class _Nothing:
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Return 0 milliseconds."""
         return 0.0
 
     def record_event(self, event: Any = None) -> Any:

@@ -13,14 +13,14 @@ from distcheck.contract import Batch
 from distcheck.errors import UsageError
 from distcheck.machine import devices, seeds
 from distcheck.recordings.recording import Kind
-from distcheck.recordings.traces.header import StepHeader, lines_of
+from distcheck.recordings.traces.header import StepHeader, index_lines
 from distcheck.recordings.traces.layout import OWNED_BY, TOGETHER, TraceLayout, memory_order
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
-from distcheck.training.building import can_train, state_tensors, trainable
+from distcheck.training.building import can_train, recorded_parameters, state_tensors
 from distcheck.training.leaf_hooks import LeafHook
-from distcheck.training.optimizers import implementation, innermost
-from distcheck.training.whole_tensors import dense, is_distributed, whole
+from distcheck.training.optimizers import implementation_flags, innermost_optimizer
+from distcheck.training.whole_tensors import as_dense, as_full_tensor, is_distributed
 from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
 
 # Accessor of "full_parameters", "full_gradients" or "full_state": returns full tensors by name, if
@@ -29,14 +29,12 @@ from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
 Full = Callable[[str], Mapping[str, torch.Tensor | None] | None]
 
 
-class OfItsOwn(dict[str, torch.Tensor | None]):
+class CompleteOnEachRank(dict[str, torch.Tensor | None]):
     """Result of an accessor if each rank has complete tensors, so that nothing is unsharded."""
 
 
-class Observer:
-    """Receives the events of the training loop, in this order at every step. This base class
-    ignores them.
-    """
+class LoopObserver:
+    """Receives the events of the training loop, in this order; ignores them by default."""
 
     def attach(self, model: nn.Module) -> None:
         """Called once, before the strategy wraps the model."""
@@ -59,9 +57,7 @@ class Observer:
         """Called before backward from `scaled`, which is computed from the mean `loss`."""
 
     def backward_over(self, stretches: int) -> None:
-        """Called directly after the step's last backward. The strategy's backward split each of its
-        batches into `stretches` parts.
-        """
+        """Called after the last backward, which split each batch into `stretches` parts."""
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Called when the gradients are those that the optimizer will use."""
@@ -72,7 +68,7 @@ class Observer:
         """Called after the optimizer step."""
 
 
-class Owners:
+class GradientOwners:
     """The rank whose optimizer updates each of a model's parameters.
 
     Construction is a collective: when training begins or, for optimizers with all parameters on
@@ -85,7 +81,7 @@ class Owners:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         named = list(model.named_parameters())
-        groups = getattr(innermost(optimizer), "param_groups", ())
+        groups = getattr(innermost_optimizer(optimizer), "param_groups", ())
         held = {id(p) for group in groups for p in group["params"]}
         self.of: dict[str, int] = {}
         self.is_open = True
@@ -129,14 +125,14 @@ class Owners:
         held: dict[str, torch.Tensor | None] = {}
         for name, parameter in model.named_parameters():
             if name in self.of:
-                gradient = dense(parameter.grad)
+                gradient = as_dense(parameter.grad)
                 if gradient is not None and gradient.shape != parameter.shape:
                     gradient = None
                 held[name] = None if gradient is None else gradient.to(parameter.dtype)
         return held
 
 
-class TraceRecorder(Observer):
+class TraceRecorder(LoopObserver):
     """Records into a trace.
 
     Local gradients are observed by hooks on the parameters. They are registered before the strategy
@@ -167,7 +163,7 @@ class TraceRecorder(Observer):
         self._model: nn.Module | None = None
         self._left: dict[str, Memory | None] = {}  # memory of gradients after backward
         self._by_owners, self._out_of_sight = by_owners, out_of_sight
-        self._owners: Owners | None = None
+        self._owners: GradientOwners | None = None
         self._writer, self._layout, self._device = writer, layout, device
         self._step = self._epoch = 0
         self._ids: list[int] = []
@@ -187,7 +183,7 @@ class TraceRecorder(Observer):
         """
         self._model = model  # a resumed run has a new one
         self._hooks.clear()
-        for index, (_, parameter) in enumerate(trainable(model)):
+        for index, (_, parameter) in enumerate(recorded_parameters(model)):
             trains = parameter.requires_grad
             if trains or can_train(parameter):
                 self._hooks[index] = LeafHook(
@@ -197,7 +193,7 @@ class TraceRecorder(Observer):
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Record the initial state: slot 0."""
-        self._owners = Owners(model, optimizer) if self._by_owners else None
+        self._owners = GradientOwners(model, optimizer) if self._by_owners else None
         self._record_state(0, model, optimizer)
 
     def reading(self, step: int, epoch: int, ids: torch.Tensor) -> None:
@@ -241,14 +237,14 @@ class TraceRecorder(Observer):
                 hook.asked()
         self._unseen = {index for index in lost if index not in self._ready}
         if self._calls is not None and self._model is not None:
-            self._left = {name: memory_of(p.grad) for name, p in trainable(self._model)}
+            self._left = {name: memory_of(p.grad) for name, p in recorded_parameters(self._model)}
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Record the synchronized gradients, and local gradients without a hook call as absent.
         Gradients that no hook can observe are not recorded.
         """
         held = self._held("full_gradients")
-        gradients = {name: parameter.grad for name, parameter in trainable(model)}
+        gradients = {name: parameter.grad for name, parameter in recorded_parameters(model)}
         if self._owners is not None:
             self._owners.close(model)
             gradients = self._owners.gradients(model)
@@ -263,7 +259,7 @@ class TraceRecorder(Observer):
                 order = TOGETHER if _is_together(gradient, held) else 0
                 if self._owners is not None:
                     order = OWNED_BY + self._owners.of.get(spec.name, dist.get_rank())
-                self._writer.put(Kind.GRADIENT, step, index, whole(gradient), order=order)
+                self._writer.put(Kind.GRADIENT, step, index, as_full_tensor(gradient), order=order)
 
     def _put_lines(
         self, step: int, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]
@@ -281,7 +277,7 @@ class TraceRecorder(Observer):
         self._left = {}
         if ways is not None:
             known = {name: after is not None for name, (_, after) in lie.items()}
-            lines = lines_of(known, ways.given, ways.perhaps, ways.reducing)
+            lines = index_lines(known, ways.given, ways.perhaps, ways.reducing)
             self._writer.put_lines(step, lines)
 
     def updated(
@@ -304,7 +300,7 @@ class TraceRecorder(Observer):
             positions=positions,
             library_states=self._library_states,
             settings=self._settings,
-            implementation=implementation(optimizer),
+            implementation=implementation_flags(optimizer),
         )
         self._writer.put_header(step, header)
 
@@ -344,12 +340,16 @@ class TraceRecorder(Observer):
     def _record_state(self, slot: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model_layout = self._layout.model
         held = self._held("full_parameters")
-        tensors: dict[str, torch.Tensor | None] = dict(trainable(model) if held is None else held)
+        tensors: dict[str, torch.Tensor | None] = dict(
+            recorded_parameters(model) if held is None else held
+        )
         for index, spec in enumerate(model_layout.parameters):
             parameter = tensors.get(spec.name)
             if held is None or parameter is not None:
                 order = TOGETHER if _is_together(parameter, held) else _order_of(parameter)
-                self._writer.put(Kind.PARAMETER, slot, index, whole(parameter), order=order)
+                self._writer.put(
+                    Kind.PARAMETER, slot, index, as_full_tensor(parameter), order=order
+                )
         tensors = dict(model.named_buffers())
         for index, spec in enumerate(model_layout.buffers):
             buffer = tensors.get(spec.name)
@@ -360,7 +360,7 @@ class TraceRecorder(Observer):
             state = tensors.get(spec.name)
             if held is None or slot == 0 or state is not None:
                 order = TOGETHER if _is_together(state, held) else 0
-                self._writer.put(Kind.OPTIMIZER, slot, index, whole(state), order=order)
+                self._writer.put(Kind.OPTIMIZER, slot, index, as_full_tensor(state), order=order)
 
     def _held(self, accessor: str) -> Mapping[str, torch.Tensor | None] | None:
         return None if self._full is None else self._full(accessor)
@@ -373,7 +373,7 @@ def _is_together(
     shard on every rank of the world.
     """
     if held is not None:
-        return not isinstance(held, OfItsOwn)
+        return not isinstance(held, CompleteOnEachRank)
     if tensor is None or not is_distributed(tensor):
         return False
     of_it: Any = tensor

@@ -80,10 +80,10 @@ def _is_own(package: str, folder: Path) -> bool:
 
 def first_definition(path: Path) -> str:
     """Return the first public function or class of a file, as an example for messages."""
-    return next(iter(definitions(path)), "my_sync")
+    return next(iter(public_definitions(path)), "my_sync")
 
 
-def cannot_define(path: Path, name: str) -> bool:
+def never_binds(path: Path, name: str) -> bool:
     """Return True if nothing in a file binds a name, and nothing can create it dynamically."""
     try:
         nodes = list(ast.walk(parse_source(path)))
@@ -92,7 +92,7 @@ def cannot_define(path: Path, name: str) -> bool:
     return not any(name in _bound_by(node) or _BINDS_ANY & _bound_by(node) for node in nodes)
 
 
-def definitions(path: Path) -> list[str]:
+def public_definitions(path: Path) -> list[str]:
     """Return the public functions and classes of a file."""
     return [
         node.name
@@ -122,12 +122,12 @@ def _top_level(path: Path) -> list[ast.stmt] | None:
         return None
 
 
-def define(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
+def run_definitions(module: ModuleType, path: Path, before: Mapping[str, Any]) -> None:
     """Run the imports, definitions and plain assignments of a file in a new module. Names that
     depend on a skipped line stay undefined.
     """
     vars(module).update(before)
-    for node in parse_source(sources_only.checked(str(path), read_source(path))).body:
+    for node in parse_source(sources_only.checked_bytes(str(path), read_source(path))).body:
         if not isinstance(node, _DEFINES) and not _is_plain(node):
             continue
         code = compile(ast.Module([node], type_ignores=[]), str(path), "exec")

@@ -37,7 +37,9 @@ _OWN = (Path(__file__).parents[1], Path(__file__).parents[2] / "strategies")
 _LIBRARY = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def begin(agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()) -> None:
+def require_sources(
+    agreed: Mapping[str, str] = MappingProxyType({}), around: Iterable[str] = ()
+) -> None:
     """Make processes that this process starts import from source only.
 
     `agreed` maps absolute paths of trusted and confirmed files to SHA-256 digests: a file with a
@@ -62,10 +64,8 @@ def _encoded(agreed: Mapping[str, str], places: Iterable[str]) -> str:
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
-def follow_environment() -> None:
-    """If a command that started this process has called `begin`, compile every module that is not
-    installed from its source.
-    """
+def apply_source_only_setting() -> None:
+    """Import only from source here, if a starting process called `require_sources`."""
     if not os.environ.get(_VARIABLE) or _hook in sys.path_hooks:
         return
     sys.path_hooks.insert(0, _hook)
@@ -73,9 +73,7 @@ def follow_environment() -> None:
 
 
 def resolved_link(path: Path) -> Path:
-    """Return the resolved path. The confirmation of the given path applies to the target, because a
-    link may have replaced the file.
-    """
+    """Return the resolved path: consent for a path applies to its target, not to a link."""
     place, asked = path.resolve(), _asked()
     if (digest := asked["agreed"].get(os.path.abspath(path))) is not None:
         asked["agreed"][str(place)] = digest
@@ -85,7 +83,7 @@ def resolved_link(path: Path) -> Path:
     return place
 
 
-def loader(name: str, file: Path) -> SourceFileLoader | None:
+def source_loader(name: str, file: Path) -> SourceFileLoader | None:
     """Return the loader of a file, or None if Python's loader may load it."""
     return _Loader(name, str(file)) if os.environ.get(_VARIABLE) else None
 
@@ -114,9 +112,7 @@ _PLACES = _trusted_folders()  # before any user folder is in sys.path
 
 
 class UncheckedCodeError(UsageError, ImportError):
-    """Raised for a module whose bytes were neither trusted nor listed; its importer sees it as
-    missing.
-    """
+    """Raised for a module that was neither trusted nor listed; importers see it as missing."""
 
 
 class _Loader(SourceFileLoader):
@@ -124,16 +120,16 @@ class _Loader(SourceFileLoader):
         raise OSError(f"no compiled copy of {path} is used")
 
     def get_data(self, path: str) -> bytes:
-        return checked(path, super().get_data(path))
+        return checked_bytes(path, super().get_data(path))
 
 
 class _ExtensionLoader(ExtensionFileLoader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        checked(self.path, Path(self.path).read_bytes())
+        checked_bytes(self.path, Path(self.path).read_bytes())
         return super().create_module(spec)
 
 
-def checked(path: str, data: bytes) -> bytes:
+def checked_bytes(path: str, data: bytes) -> bytes:
     """Return the content of a file that is about to run. Raises UncheckedCodeError."""
     asked, places = _asked(), {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     digests = {asked["agreed"][str(one)] for one in places if str(one) in asked["agreed"]}
@@ -183,5 +179,5 @@ class _Archive:
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
         found = self._modules.find_spec(name, target)
         if found is not None:
-            checked(os.path.join(self._file, name), b"")
+            checked_bytes(os.path.join(self._file, name), b"")
         return found

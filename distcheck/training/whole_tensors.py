@@ -3,7 +3,7 @@
 import torch
 
 
-def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def as_dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a dense tensor: sparse tensors are converted, and lazily conjugated or negated tensors
     (`x.mH` produces such gradients) are materialized.
     """
@@ -18,11 +18,11 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def as_full_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the full tensor of a DTensor. This is a collective, so every rank must request the
     same tensors in the same order. Tensors of other types are converted by `dense`.
     """
-    tensor = dense(tensor)
+    tensor = as_dense(tensor)
     if tensor is None or not is_distributed(tensor):
         return tensor
     with torch.no_grad():

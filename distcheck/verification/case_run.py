@@ -11,14 +11,14 @@ from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, DistcheckError, InternalError
 from distcheck.judge import diagnosis
 from distcheck.judge.diagnosis.measurements import Measurements
-from distcheck.judge.rerun_bisection import RerunBisection, Separation
+from distcheck.judge.rerun_bisection import BisectionResult, RerunBisection
 from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult, Outcome, PlannedCheck
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.run_facts import SEPARATELY
 from distcheck.training.jobs import CaseFacts
-from distcheck.verification.process_state import state_lines
+from distcheck.verification.process_state import shown_state_lines
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.surroundings import TOGETHER, Surroundings, separate
 
@@ -68,7 +68,7 @@ class CaseRun:
     rerun_in: str = ""
     taking_apart: RerunBisection | None = None
     of_rerun: list[CheckResult] | None = None
-    separation: Separation | None = None
+    separation: BisectionResult | None = None
     results: list[CheckResult] = field(default_factory=list)
     seen: Measurements | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
@@ -127,14 +127,12 @@ class CaseRun:
         )
         self.rerun_in = self.surroundings.describe(case.world)
 
-    def conclude(self, found: Separation) -> None:
-        """Set the result of bisecting the rerun, with suspicious source lines, and record if the
-        rerun passed all checks.
-        """
+    def conclude(self, found: BisectionResult) -> None:
+        """Set the result of bisecting the rerun, suspicious lines, and if the rerun passed."""
         finished = all(outcome.outcome == RankEnd.FINISHED for outcome in self.rerun_outcomes)
         passed = bool(self.of_rerun) and all(r.verdict == "pass" for r in self.of_rerun or ())
         facts = self.facts
-        lines = state_lines(facts.strategy_file, facts.strategy_line, found)
+        lines = shown_state_lines(facts.strategy_file, facts.strategy_line, found)
         self.separation = msgspec.structs.replace(found, harmless=finished and passed, lines=lines)
 
     def deadline_s(self, what: WorldName) -> float:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from distcheck.backends import name_of
-from distcheck.records import Case, CaseReport, CheckResult, Contents, Diagnosis
+from distcheck.records import Case, CaseContents, CaseReport, CheckResult, Diagnosis
 from distcheck.records import expected_events as happenings
 from distcheck.records.causes import name_cause
 from distcheck.records.expected_events import PURPOSE, Happening
-from distcheck.records.mistakes import range_of
+from distcheck.records.mistakes import range_of_sizes
 from distcheck.records.run_facts import UsedFeature
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.jobs import TRAITS, CaseFacts
@@ -60,10 +60,10 @@ _FEATURES: Mapping[str, str] = {
 
 # Features that a case has if its workload declares an event, and it happened.
 _EVENTS: Mapping[str, type[Happening]] = {
-    "non_finite": happenings.NotFinite,
-    "unfrozen": happenings.Unfrozen,
-    "eval_mode": happenings.EvalMode,
-    "starts_apart": happenings.StartsApart,
+    "non_finite": happenings.NonfiniteGradient,
+    "unfrozen": happenings.ParameterUnfrozen,
+    "eval_mode": happenings.StepInEvalMode,
+    "starts_apart": happenings.InitialParametersDiffer,
 }
 
 
@@ -77,7 +77,7 @@ def contents_of(
     results: Sequence[CheckResult],
     *,
     surroundings: Surroundings = TOGETHER,
-) -> Contents:
+) -> CaseContents:
     """Return the features of a case that ran; `surroundings` are those of its rerun."""
     model, training = facts.model, facts.training
     with_data = len(case.with_data)
@@ -113,11 +113,11 @@ def contents_of(
         "process_state": "interpreters" in surroundings.factors,
     }
     present |= {name: event in happened for name, event in _EVENTS.items()}
-    return Contents(
+    return CaseContents(
         worlds=2 if case.rerun else 1,
         tensors=len(elements),
         elements=sum(elements),
-        sizes=range_of([size for one in gradients for size in one.sizes]),
+        sizes=range_of_sizes([size for one in gradients for size in one.sizes]),
         most_elements=max(elements, default=0),
         most_dimensions=max(map(len, shapes), default=0),
         depth=max((spec.name.count(".") for spec in model.parameters), default=0),
@@ -127,7 +127,7 @@ def contents_of(
     )
 
 
-Ran = tuple[Case, Contents]
+Ran = tuple[Case, CaseContents]
 
 
 def _that_ran(reports: Sequence[CaseReport]) -> list[Ran]:
@@ -157,10 +157,10 @@ def _not_shown(ran: Sequence[Ran]) -> Iterator[str]:
     named = ", ".join(kinds[:_MOST_KINDS])
     more = f" and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
     yield f"module types other than {named}{more}"
-    least, most = range_of([case.steps for case, one in ran])
+    least, most = range_of_sizes([case.steps for case, one in ran])
     more = f" ({most:.0f} in some cases)" if least < most else ""
     yield f"bugs that first appear after step {least:.0f}{more}, or after the last step"
-    if sizes := range_of([size for case, one in ran for size in one.sizes]):
+    if sizes := range_of_sizes([size for case, one in ran for size in one.sizes]):
         least, most = sizes
         yield f"gradient magnitudes outside {least:.2g} to {most:.2g}"
     else:

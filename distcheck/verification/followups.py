@@ -32,7 +32,7 @@ from typing import Literal, get_args
 import msgspec
 
 from distcheck import backends, registry
-from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.plan.cells_to_run import counts_only_if_finished
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome, merge_verdicts
 from distcheck.records.case import as_file_name
 from distcheck.records.exit_status import MISUSES, RankEnd
@@ -95,9 +95,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
-    """Return the cases to run after these reports; with equal shards, at most one per strategy and
-    world.
-    """
+    """Return cases to run after these; with equal shards one per strategy and world."""
     found: dict[tuple[object, ...], FollowUp] = {}
     for report in (report for report in reports if not is_untrained(report)):
         for kind in _KINDS:
@@ -106,7 +104,7 @@ def follow_ups(reports: Sequence[CaseReport]) -> list[FollowUp]:
             else:
                 case = (_with_equal_shards if kind == "equal shards" else _simulated)(report)
             once = kind not in _ODD
-            of = (report.case.siblings, report.case.adaptation) if once else report.case.id
+            of = (report.case.sibling_key, report.case.adaptation) if once else report.case.id
             key = (kind, of)
             if case is not None and key not in found:
                 found[key] = FollowUp(case=case, kind=kind, of=report)
@@ -176,7 +174,7 @@ def _with_another(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> 
 
 
 def _with_hint(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> CaseReport:
-    if report.case.siblings != follow_up.case.siblings:
+    if report.case.sibling_key != follow_up.case.sibling_key:
         return report
     found = [_hinted(cause, follow_up.case, done) for cause in report.diagnosis]
     named = [one for one in done.diagnosis if one.cause != "unexplained"]
@@ -190,7 +188,7 @@ def _with_misuse(report: CaseReport, follow_up: FollowUp, done: CaseReport) -> C
     """Replace the causes found with processes by the misuse that the simulated world found."""
     misuses = [one for one in done.diagnosis if one.cause in MISUSES]
     left = [one for one in report.diagnosis if one.cause not in _RACES | _FOLLOW]
-    same = report.case.siblings == follow_up.of.case.siblings
+    same = report.case.sibling_key == follow_up.of.case.sibling_key
     if not misuses or not same or len(left) == len(report.diagnosis):
         return report
     note = (
@@ -223,10 +221,9 @@ def _hinted(cause: Diagnosis, case: Case, done: CaseReport) -> Diagnosis:
     return msgspec.structs.replace(cause, suggestion=f"{cause.suggestion}; {what}")
 
 
-def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
-    """Return the reports that count, with notes on the others, and by id the reason that a report
-    does not count: it is a float64 case of float32 code, or a default cell that ranks do not
-    finish.
+def leave_out_cases(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str, str]]:
+    """Return the reports that count, with notes on the others, and by id the reason that one does
+    not: it is a float64 case of float32 code, or a default cell that ranks do not finish.
     """
     out: dict[str, str] = {}
     untrained = [r for r in reports if is_untrained(r) and _siblings(r, reports)]
@@ -250,7 +247,7 @@ def leave_out(reports: Sequence[CaseReport]) -> tuple[list[CaseReport], dict[str
         if all(r.verdict != "fail" for r in _siblings(report, kept)):
             left.append((report, out[report.case.id]))
     notes: Callable[[CaseReport], list[str]] = lambda report: [  # noqa: E731
-        note for other, note in left if other.case.siblings == report.case.siblings
+        note for other, note in left if other.case.sibling_key == report.case.sibling_key
     ]
     return [msgspec.structs.replace(r, notes=(*notes(r), *r.notes)) for r in kept], out
 
@@ -283,10 +280,8 @@ def _float64_note(report: CaseReport, why: str) -> str:
     )
 
 
-def stands(report: CaseReport) -> bool:
-    """Return True if no follow-up can excuse this report's failure. Known before any follow-up
-    runs.
-    """
+def failure_stands(report: CaseReport) -> bool:
+    """Return True if no follow-up, none of which has run yet, can excuse this failure."""
     excused = is_untrained(report) or _is_companion(report.case)
     odd = any(report.case.workload in names for names in _WITHOUT.values())
     return report.verdict == "fail" and not excused and not (odd and _crashed(report))
@@ -300,7 +295,7 @@ def is_untrained(report: CaseReport) -> bool:
     reason show nothing about the code.
     """
     ended = report.ranks_failed and not any(map(_is_gone, report.outcomes))
-    return (ended or _exchanged_nothing(report)) and counts_if_finished(report.case)
+    return (ended or _exchanged_nothing(report)) and counts_only_if_finished(report.case)
 
 
 def _exchanged_nothing(report: CaseReport) -> bool:
@@ -341,7 +336,7 @@ def _siblings(report: CaseReport, reports: Sequence[CaseReport]) -> list[CaseRep
         r
         for r in reports
         if r is not report
-        and (r.case.siblings, r.case.adaptation) == (case.siblings, case.adaptation)
+        and (r.case.sibling_key, r.case.adaptation) == (case.sibling_key, case.adaptation)
     ]
 
 
@@ -366,7 +361,7 @@ def _shortened(text: str) -> str:
 _OF_ENDS = ("hang", "collective-mismatch", "unmatched-message")
 
 
-def schedules_are_due(report: CaseReport) -> bool:
+def needs_schedule_search(report: CaseReport) -> bool:
     """Return True if schedules of a case must be searched. After a pass, only schedules can reveal
     a failure. If ranks did not finish, buffered sends may show the reason.
     """
@@ -374,7 +369,7 @@ def schedules_are_due(report: CaseReport) -> bool:
     return bool(report.case.schedules) and not report.unfinished and (passed or report.ranks_failed)
 
 
-def with_schedules(session: Session, report: CaseReport) -> CaseReport:
+def with_schedule_check(session: Session, report: CaseReport) -> CaseReport:
     """Return the report with the check `schedules`. Raises CannotRunError if they cannot run."""
     case = report.case
     found = _search(session, case)

@@ -26,7 +26,7 @@ import xxhash
 
 from distcheck import private
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.store.run_folder import own_folder
+from distcheck.store.run_folder import private_folder
 
 _HEADER = (
     '"""Copied by distcheck: {name} of a notebook or a running script, and the names that '
@@ -37,12 +37,11 @@ _PLAIN = (int, str, bytes, bool, type(None))
 
 def copy_of_definition(name: str) -> str:
     """Copy the definition of `name` in `__main__` to a file, and return its path. Raises UsageError
-    if the source is unknown or uses values that cannot be copied, CannotRunError if the file cannot
-    be written.
+    if the source is unknown or its values cannot be copied, CannotRunError if writing fails.
     """
     text = _Copy(vars(sys.modules["__main__"]), name).text()
     digest = xxhash.xxh3_64_hexdigest(text.encode())[:8]
-    path = own_folder("cells") / f"{name}-{digest}.py"
+    path = private_folder("cells") / f"{name}-{digest}.py"
     try:
         private.write(path, text)  # even over an edited one
     except OSError as error:
@@ -205,7 +204,7 @@ def _importing(name: str, value: Any) -> str:
     return f"from {min(homes, key=len)} import {name}" if homes else ""
 
 
-def names_of(
+def importable_names(
     strategy: str | os.PathLike[str] | Callable[..., Any] | Sequence[str],
 ) -> tuple[str, ...]:
     """Return the name of an object in a tuple; return names unchanged.

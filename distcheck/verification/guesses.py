@@ -28,7 +28,7 @@ from distcheck.verification import preparation, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.report_builder import ReportBuilder
 from distcheck.verification.session import OnFinished, Session
-from distcheck.workloads import about, datasets
+from distcheck.workloads import datasets, facts_about
 
 # Causes that describe observations without explaining values by a synchronization.
 _NOT_EXPLAINED = {
@@ -49,14 +49,12 @@ _SMALL_SHARD = 12  # Heuristic: samples of each rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One way to call code, and its result.
+class CallTrial:
+    """One way to call code, and its result (`seen` as text).
 
-    exchanged  True if communication was observed
-    explained  True if a cause explains the resulting values
-    broken     True if the code raised an error after a reduction, none of its statements raises
-               that error, and the error does not indicate missing set-up
-    seen       the result as text
+    `exchanged`: communication was observed. `explained`: a cause explains the resulting values.
+    `broken`: the code raised an error after a reduction, none of its statements raises that error,
+    and the error does not indicate missing set-up.
     """
 
     way: Adaptation
@@ -68,19 +66,19 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The guess stands, an alternative replaces it, or the user must choose one of `ways`. `sure`
-    is True if every way has the same result, or the arguments are flags: no other form or value can
-    be right.
+class GuessDecision:
+    """The guess stands, an alternative replaces it, or the user must choose one of `ways`. `sure`:
+    every way has the same result, or the arguments are flags, so no other form or value can be
+    right.
     """
 
     what: Literal["stands", "take", "ask"]
-    ways: tuple[Trial, ...] = ()
-    guess: Trial = Trial(way=Adaptation())
+    ways: tuple[CallTrial, ...] = ()
+    guess: CallTrial = CallTrial(way=Adaptation())
     sure: bool = False
 
 
-def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
+def decide_guess(guess: CallTrial, others: Sequence[CallTrial]) -> GuessDecision:
     """Decide, given trials on the smallest case.
 
     If the guess passes this case, it is right, and failures of other cases are failures. If only
@@ -90,7 +88,7 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     code communicates in every way and then fails with the same error.
     """
     if guess.passed:
-        return Decision("stands")
+        return GuessDecision("stands")
     passed = tuple(trial for trial in others if trial.passed)
     valued = [one for one in others if one.way.arguments != guess.way.arguments]
     forms = {msgspec.structs.replace(one.way, arguments=()) for one in valued}
@@ -98,29 +96,29 @@ def decide(guess: Trial, others: Sequence[Trial]) -> Decision:
     is_idle = list(passed) == valued and len(forms) == 1
     is_idle &= all(len(one.way.arguments) > len(guess.way.arguments) for one in valued)
     if passed:
-        return Decision("take" if len(passed) == 1 or is_idle else "ask", passed)
+        return GuessDecision("take" if len(passed) == 1 or is_idle else "ask", passed)
     explained = guess.exchanged and guess.explained
     alike = bool(others) and all(one.seen == guess.seen for one in others)
     alike &= all(one.broken or (one.exchanged and one.explained) for one in (guess, *others))
     values = {value for _, value in guess.way.arguments}
     if explained or alike:  # a flag has no third value
-        return Decision("stands", sure=alike or (bool(values) and values <= {"True", "False"}))
+        return GuessDecision("stands", sure=alike or (bool(values) and values <= {"True", "False"}))
     # An argument's value that was tried may itself be what is wrong.
     same = [one for one in others if one.way.arguments == guess.way.arguments]
     found = tuple(trial for trial in same if trial.exchanged and trial.explained)
     if len(found) == 1 and not guess.exchanged:
-        return Decision("take", found)
-    return Decision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess)
+        return GuessDecision("take", found)
+    return GuessDecision("ask", tuple(sorted(others, key=lambda one: not one.exchanged)), guess)
 
 
-def trial_of(run: CaseRun) -> Trial:
+def trial_of(run: CaseRun) -> CallTrial:
     way = run.case.adaptation
     if run.refused is not None:
         why = re.split(r"\. |\n|; give ", str(run.refused), maxsplit=1)[0]
-        return Trial(way=way, seen=f"distcheck rejects it ({why})")
+        return CallTrial(way=way, seen=f"distcheck rejects it ({why})")
     if run.like is not None:
         return replace(trial_of(run.like), way=way)
-    report = verdicts.report_of(run, replay="")
+    report = verdicts.build_case_report(run, replay="")
     causes = list(dict.fromkeys(cause.cause for cause in report.diagnosis))
     ways = run.seen.ways if run.seen is not None else ()
     used = any(way.given or way.perhaps for way in ways)
@@ -137,7 +135,7 @@ def trial_of(run: CaseRun) -> Trial:
         or bool(named - {"missing-sync"})
         or ("missing-sync" in named and sure)
     )
-    return Trial(
+    return CallTrial(
         way=way,
         passed=report.verdict == "pass",
         exchanged=used or proven or explained,
@@ -163,12 +161,8 @@ def _is_of_update(report: CaseReport) -> bool:
 
 @dataclass(eq=False)
 class Guess:
-    """The guess about one strategy.
-
-    right    True if a case passed
-    failed   True if a case failed
-    settled  True after a decision
-    It also holds finished cases, and cases that wait for the decision.
+    """The guess about one strategy: if it is `right` (a case passed), has `failed` one, and is
+    `settled` by a decision. It holds finished cases, and cases that wait for the decision.
     """
 
     strategy: str
@@ -181,9 +175,7 @@ class Guess:
     def settle(
         self, session: Session, builder: ReportBuilder, enter: OnFinished
     ) -> Sequence[CaseRun]:
-        """Decide, and return the remaining cases to run. Raises UsageError if the user must specify
-        how the code is called.
-        """
+        """Decide; return the remaining cases. Raises UsageError if the user must choose."""
         self.settled = True
         case = self.done[0].case
         ways = preparation.ways_to_call(session.pool, case) if self.failed else ()
@@ -198,13 +190,13 @@ class Guess:
             msgspec.structs.replace(run.case, adaptation=taken.way)
             for run in (*self.done, *self.waiting)
         ]
-        runs = preparation.planned(session.pool, cases, session.data)
+        runs = preparation.plan_additional_runs(session.pool, cases, session.data)
         for run in runs:
-            run.notes = (note_on(taken, of_any_value=bool(more)), *run.notes)
+            run.notes = (note_on_replacement(taken, of_any_value=bool(more)), *run.notes)
         builder.change(runs)
         return runs
 
-    def _ask(self, case: Case, decision: Decision) -> None:
+    def _ask(self, case: Case, decision: GuessDecision) -> None:
         """Raise UsageError if the user must specify how the code is called, or set up its
         requirements. Specified forms and refusals are reported unchanged.
         """
@@ -225,18 +217,18 @@ class Guess:
         if not passed and not known and error is not None:
             raise error
         if decision.what == "ask" and (passed or not known):
-            raise question(case, decision)
+            raise ambiguity_error(case, decision)
 
-    def _try_all(self, ways: Sequence[Sequence[Adaptation]], session: Session) -> Decision:
+    def _try_all(self, ways: Sequence[Sequence[Adaptation]], session: Session) -> GuessDecision:
         """Try the guess, then each tier of other ways until one has a way that passes."""
         known = self.done[0].case.adaptation
         guessed = known
         if self.done[0].facts.refusal and ways:  # the first form does not fit: the guess is a way
             guessed, ways = ways[0][0], [ways[0][1:], *ways[1:]]
         if not any(ways):
-            return Decision("stands")
+            return GuessDecision("stands")
         small = _smallest(self.done[0].case)
-        tried: list[Trial] = []
+        tried: list[CallTrial] = []
 
         def take(run: CaseRun) -> str:
             tried.append(trial_of(run))
@@ -250,13 +242,13 @@ class Guess:
                 msgspec.structs.replace(small, adaptation=way, id=name)
                 for way, name in zip(tier, names, strict=True)
             ]
-            runs = preparation.planned(session.pool, cases, session.data)
+            runs = preparation.plan_additional_runs(session.pool, cases, session.data)
             session.run(runs, on_finished=take)
         first = next((one for one in tried if one.way == known), None)
         if first is None:
-            return Decision("stands")
+            return GuessDecision("stands")
         others = [one for one in tried if one is not first]
-        return decide(replace(first, way=guessed), others)
+        return decide_guess(replace(first, way=guessed), others)
 
     def close(self) -> None:
         """Free the traces of the guess's cases."""
@@ -326,11 +318,11 @@ def _smallest(case: Case) -> Case:
     data = datasets.SYNTHETIC if case.data == "exact" else case.data
     layers = known_layers.layers_of(dtype)
     return msgspec.structs.replace(
-        small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=about("mlp").steps
+        small, workload="mlp", dtype=dtype, data=data, layers=layers, steps=facts_about("mlp").steps
     )
 
 
-def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
+def note_on_replacement(taken: CallTrial, *, of_any_value: bool = False) -> str:
     """Return the report's note on an alternative that replaced the guess."""
     if of_any_value:
         return (
@@ -344,7 +336,7 @@ def note_on(taken: Trial, *, of_any_value: bool = False) -> str:
     )
 
 
-def question(case: Case, decision: Decision) -> UsageError:
+def ambiguity_error(case: Case, decision: GuessDecision) -> UsageError:
     passed = [trial for trial in decision.ways if trial.passed]
     how = (
         f"passes in {len(passed)} different forms"
@@ -402,7 +394,7 @@ def _not_marked(runs: Sequence[CaseRun]) -> UsageError | None:
     )
 
 
-def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
+def _tried(decision: GuessDecision, given: Sequence[tuple[str, str]]) -> str:
     """The values of arguments that were tried in vain, as one more sentence."""
     pairs = [pair for one in (decision.guess, *decision.ways) for pair in one.way.arguments]
     values = dict.fromkeys(f"{n}={value}" for n, value in pairs if (n, value) not in given)
@@ -410,4 +402,4 @@ def _tried(decision: Decision, given: Sequence[tuple[str, str]]) -> str:
 
 
 def _options(way: Adaptation) -> str:
-    return shlex.join(Case(id="", strategy="", world=1, adaptation=way).adapter_words)
+    return shlex.join(Case(id="", strategy="", world=1, adaptation=way).adapter_options)

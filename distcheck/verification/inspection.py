@@ -20,7 +20,7 @@ from distcheck.machine import devices, seeds
 from distcheck.machine.compat import BatchNorm, TorchDispatchMode, tree_leaves
 from distcheck.machine.numerics import spacing
 from distcheck.machine.resources import cores
-from distcheck.plan.source_files import is_in_sources
+from distcheck.plan.source_files import matches_in_sources
 from distcheck.recordings.traces.layout import BYTES, OUTPUTS
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.records.decoding import parse_source
@@ -29,15 +29,15 @@ from distcheck.training.building import (
     Ingredients,
     counts_tokens,
     describe_model,
-    in_one_storage,
+    names_sharing_storage,
     open_ingredients,
-    updates_again,
+    update_is_repeatable,
 )
 from distcheck.training.jobs import EXAMINE, INSPECT, WAYS, CaseFacts, CodeFacts, InspectionRequest
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.training.loading import CodeInspection, load_strategy, other_ways
 from distcheck.training.loading import inspect_strategy as look_at_code
-from distcheck.training.outputs import Calls, calls_of
+from distcheck.training.outputs import ModelOutputs, record_outputs
 from distcheck.worlds.jobs import Descriptors, Reporter
 from distcheck.worlds.rendezvous import enter_world_of_one
 
@@ -57,7 +57,7 @@ def check_loss(case: Case, strategy: LoadedStrategy) -> None:
         )
     if case.loss in ("mean", promised):
         return
-    if not takes_loss(strategy):
+    if not accepts_loss_option(strategy):
         raise UsageError(
             f"--loss {case.loss} is for code without promises; {case.strategy} promises its "
             "weights and scale, or has its own backward(); remove --loss"
@@ -109,7 +109,7 @@ def check_mesh(case: Case, contract: Contract) -> None:
             )
 
 
-def takes_loss(strategy: LoadedStrategy) -> bool:
+def accepts_loss_option(strategy: LoadedStrategy) -> bool:
     """Return True if `--loss` applies, because the strategy promises nothing about its loss."""
     return strategy.backward is None and strategy.contract.observes_loss
 
@@ -152,7 +152,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
                 **looked_at[case.strategy]._asdict(),
                 contract=acceptance.contract_for_case(case, strategy.contract),
                 strategy_file=strategy.file,
-                takes_loss=takes_loss(strategy),
+                takes_loss=accepts_loss_option(strategy),
                 strategy_line=strategy.line,
                 groups=1 if strategy.contract.one_group else known[key].groups,
                 syncs_statistics=_syncs_statistics(strategy.file),
@@ -183,7 +183,9 @@ def list_ways(
 
 def _stand_alone(cases: Sequence[Case]) -> None:
     """Let code that uses mpi4py be loaded in this process, which is part of no MPI job."""
-    uses = any(case.backend == "mpi" or is_in_sources("mpi4py", case.strategy) for case in cases)
+    uses = any(
+        case.backend == "mpi" or matches_in_sources("mpi4py", case.strategy) for case in cases
+    )
     if uses and registry.is_installed("mpi"):
         registry.load("mpi").stand_alone()
 
@@ -278,10 +280,10 @@ def inspect_workload(ingredients: Ingredients) -> CaseFacts:
     before, libraries_before = torch.get_rng_state(), seeds.library_rng_states()
     saved = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     try:
-        with saved, roundings, calls_of(model, len(batch.ids)) as calls:
+        with saved, roundings, record_outputs(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
     except Exception:  # theirs, or compiled code that rejects the mode
-        with saved, calls_of(model, len(batch.ids)) as calls:
+        with saved, record_outputs(model, len(batch.ids)) as calls:
             ingredients.loaded.workload.loss(model, batch)
     draws = not torch.equal(before, torch.get_rng_state())
     # NumPy may have been imported inside; then its earlier state is unknown.
@@ -294,7 +296,7 @@ def inspect_workload(ingredients: Ingredients) -> CaseFacts:
         model=layout,
         output=_output(calls),
         makes_groups=ingredients.makes_groups,
-        updates_again=updates_again(ingredients, model, layout),
+        updates_again=update_is_repeatable(ingredients, model, layout),
         train_size=ingredients.samples.size(train=True),
         saved_bytes_per_sample=saved_bytes // 2,
         own_sampler=ingredients.loaded.sampler is not None,
@@ -321,11 +323,11 @@ def _model_features(model: torch.nn.Module) -> Iterator[str]:
         yield "sparse"
     if not all(p.is_contiguous() for p in whole):
         yield "not_contiguous"
-    if in_one_storage(model):
+    if names_sharing_storage(model):
         yield "views"
 
 
-def _output(calls: Calls) -> TensorSpec | None:
+def _output(calls: ModelOutputs) -> TensorSpec | None:
     rows = calls.rows
     if rows is None or _name(rows.dtype) not in BYTES:
         return None

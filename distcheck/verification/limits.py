@@ -48,10 +48,8 @@ def trace_bytes(case: Case, layout: TraceLayout) -> int:
     return (case.steps + 1) * per_step + runs * layout.index_bytes
 
 
-def check_room(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
-    """Raise CannotRunError if memory or file descriptors do not suffice for this machine's ranks
-    and the traces of all ranks.
-    """
+def check_resources(case: Case, facts: CaseFacts, layout: TraceLayout, *, ranks_here: int) -> None:
+    """Raise CannotRunError if memory or file descriptors do not suffice for ranks and traces."""
     _raise_descriptor_limit()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = _FDS_PER_RANK * ranks_here + case.world + _FDS_SPARE

@@ -15,8 +15,8 @@ import msgspec
 from distcheck.errors import ExitCode, UsageError
 from distcheck.errors.shown_text import print_displayable
 from distcheck.records import Case, CaseReport, exit_code_of_report, verdict_of
-from distcheck.records.case import digest_of_all
-from distcheck.records.run_facts import Explored
+from distcheck.records.case import cases_digest
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damaged_file_as_usage_error, write_document
 from distcheck.reports.findings import summary_lines
@@ -172,7 +172,7 @@ def _explored(plan: Mapping[str, Any], parts: Sequence[MatrixPart]) -> list[dict
         if there[search["strategy"]]:
             there[search["strategy"]] -= 1
             continue
-        missing = Explored(
+        missing = ExploredSearch(
             strategy=search["strategy"],
             verdict="unknown",
             budget_s=search["budget_s"],
@@ -204,7 +204,7 @@ def _common_plan(parts: Sequence[MatrixPart]) -> dict[str, Any]:
 def _cells_of(plan: Mapping[str, Any]) -> object:
     """Return the cases, without what may differ by machine, and the parts that run them."""
     cases = msgspec.convert(plan["cases"], list[Case])
-    return digest_of_all(cases), [case.id for case in cases], plan.get("assigned")
+    return cases_digest(cases), [case.id for case in cases], plan.get("assigned")
 
 
 def _check_alike(

@@ -47,7 +47,7 @@ class _Training(msgspec.Struct, frozen=True):
     case: Case
 
 
-class Allowed:
+class AllowedCode:
     """The code that this process may run: the code of `cases`, and built-in code."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -80,9 +80,7 @@ class Allowed:
 
 
 def is_built_in(what: str, spec: str) -> bool:
-    """Return True if a case's workload or backend belongs to distcheck; False for strategies and
-    values.
-    """
+    """Return True if a case's workload or backend belongs to distcheck; else False."""
     place = (class_of_cell(spec) if what == "workload" else spec).partition(":")[0]
     if what == "workload":
         return place in loading.workload_names() or spec != class_of_cell(spec)
@@ -103,7 +101,6 @@ def defect_in_rank(case: Case, children: Sequence[Child], *, hung: bool) -> Inte
 
 
 def runs_only_distcheck_code(case: Case) -> bool:
-    """Return True if a case runs only code of distcheck, on generated data."""
     if case.data in FILE_DATASETS or case.adaptation != Adaptation():
         return False
     return all(_is_own(what, spec) for what, spec in named_code(case))

@@ -25,8 +25,8 @@ from distcheck.errors.defects import OWN_CODE
 from distcheck.machine.sealed_memory import open_memory, seal_content
 from distcheck.plan import case_remarks as remarks
 from distcheck.plan import cases as plan
-from distcheck.plan.cells_to_run import counts_if_finished
-from distcheck.recordings.traces.header import room_for_lines
+from distcheck.plan.cells_to_run import counts_only_if_finished
+from distcheck.recordings.traces.header import lines_capacity
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Adaptation, Case, TensorSpec
 from distcheck.training.epoch_positions import shard_sizes
@@ -34,8 +34,8 @@ from distcheck.training.jobs import (
     CALIBRATE,
     INSPECT,
     WAYS,
-    Calibration,
     CalibrationRequest,
+    CalibrationResult,
     CaseFacts,
     CodeFacts,
     InspectionRequest,
@@ -64,10 +64,8 @@ _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _BY_THE_KERNEL = "sent by the kernel's out-of-memory killer or by kill -9"
 
 
-def why_not_loaded(world: World, *, deadline_s: float) -> DistcheckError | None:
-    """Return the error for a finished world of one process without a result and without an error;
-    None if it returned one of them.
-    """
+def error_without_result(world: World, *, deadline_s: float) -> DistcheckError | None:
+    """Return the error for a process that ended without result or error, else None."""
     child = world.children[0]
     if child.done is not None or child.raised is not None or child.spawn_error or child.lost:
         return None
@@ -104,11 +102,11 @@ _LEAST_LOADING_S = 30.0  # Heuristic: idle seconds; a file may wait while it is 
 TO_CONFIRM = (BackendAllReduce, BackendReduce, DDPBuckets)
 # Confirmed calibrations of a pool's torch, by environment; only of gloo and simulated worlds: the
 # library of another backend may change or break between runs.
-_confirmed: WeakKeyDictionary[Pool, dict[str, Calibration]] = WeakKeyDictionary()
+_confirmed: WeakKeyDictionary[Pool, dict[str, CalibrationResult]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Data:
+class SharedDataset:
     """A file data set in shared memory. `fd` is None if samples are computed."""
 
     fd: int | None = None
@@ -122,10 +120,12 @@ class Data:
 
 
 @contextlib.contextmanager
-def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool) -> Iterator[Data]:
+def load_shared_dataset(
+    pool: Pool, name: str, data_dir: str | None, *, download: bool
+) -> Iterator[SharedDataset]:
     """Read a file data set once, in a separate process. Raises CannotRunError."""
     if name not in FILE_DATASETS:
-        yield Data()
+        yield SharedDataset()
         return
     fd = open_memory(f"distcheck-{name}")
     try:
@@ -140,12 +140,12 @@ def prepared_data(pool: Pool, name: str, data_dir: str | None, *, download: bool
                     f"{where} has different files of {name} than rank 0; copy the same files to "
                     "every machine"
                 )
-        yield Data(fd, description, about.note)
+        yield SharedDataset(fd, description, about.note)
     finally:
         os.close(fd)
 
 
-def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
+def inspect(pool: Pool, cases: Sequence[Case], data: SharedDataset) -> CodeFacts:
     """Load every strategy and workload once. Raises UsageError, CannotRunError."""
     request = InspectionRequest(
         cases=tuple(cases),
@@ -156,7 +156,7 @@ def inspect(pool: Pool, cases: Sequence[Case], data: Data) -> CodeFacts:
     world = start_job(pool, INSPECT, request, data.fds, deadline_s=deadline_s)
     run_until_over(pool, world)
     try:
-        if reason := why_not_loaded(world, deadline_s=deadline_s):
+        if reason := error_without_result(world, deadline_s=deadline_s):
             raise reason
         return INSPECT.decode(job_result(world))
     finally:
@@ -178,7 +178,7 @@ def plan_runs(
     pool: Pool,
     cases: Sequence[Case],
     facts: Sequence[CaseFacts],
-    data: Data,
+    data: SharedDataset,
     spare: Collection[int] = (),
 ) -> tuple[list[CaseRun], dict[str, str]]:
     """Return the layout and planned checks of every case, and the reason for each case left out.
@@ -201,7 +201,7 @@ def plan_runs(
                 f"{case.device}; pass --device {about.contract.device}"
             )
     left_out: list[tuple[Case, str]] = []
-    calibrations: dict[tuple[str, int], Calibration] = {}
+    calibrations: dict[tuple[str, int], CalibrationResult] = {}
     runs = []
     for case, about in zip(cases, facts, strict=True):
         sizes = samples_per_rank(case, about)
@@ -214,10 +214,10 @@ def plan_runs(
             max_shard=max(map(max, sizes)),
             model=about.model,
             outputs=_outputs(about, max(map(max, sizes))),
-            line_bytes=room_for_lines(len(about.model.parameters)),
+            line_bytes=lines_capacity(len(about.model.parameters)),
         )
         try:
-            limits.check_room(case, about, layout, ranks_here=pool.ranks_here(case.world))
+            limits.check_resources(case, about, layout, ranks_here=pool.ranks_here(case.world))
         except CannotRunError as error:
             if case.world not in spare:
                 raise
@@ -226,7 +226,7 @@ def plan_runs(
         key = (case.backend, case.world)
         if key not in calibrations:
             calibrations[key] = _calibrate_for(pool, case, cases, facts)
-        planned = plan.plan_checks(
+        plan_additional_runs = plan.plan_checks(
             case,
             about,
             sizes=sizes,
@@ -234,21 +234,27 @@ def plan_runs(
         )
         notes = tuple(_notes(case, about, sizes, data))
         runs.append(
-            CaseRun(case=case, facts=about, planned=tuple(planned), layout=layout, notes=notes)
+            CaseRun(
+                case=case,
+                facts=about,
+                planned=tuple(plan_additional_runs),
+                layout=layout,
+                notes=notes,
+            )
         )
     for case, reason in left_out:
         _note_left_out(case, reason, runs, elsewhere=case.world in spare)
     return runs, {case.id: reason for case, reason in left_out}
 
 
-def planned(pool: Pool, cases: Sequence[Case], data: Data) -> list[CaseRun]:
+def plan_additional_runs(pool: Pool, cases: Sequence[Case], data: SharedDataset) -> list[CaseRun]:
     """Return the planned runs of additional cases, without those that cannot run."""
     try:
         return plan_runs(pool, cases, inspect(pool, cases, data).cases, data)[0]
     except (UsageError, CannotRunError):
         if len(cases) == 1:
             return []
-    return [run for case in cases for run in planned(pool, [case], data)]
+    return [run for case in cases for run in plan_additional_runs(pool, [case], data)]
 
 
 def _outputs(about: CaseFacts, most: int) -> tuple[TensorSpec, ...]:
@@ -267,14 +273,14 @@ def samples_per_rank(case: Case, about: CaseFacts) -> list[list[int]]:
 
 
 def _notes(
-    case: Case, about: CaseFacts, sizes: Sequence[Sequence[int]], data: Data
+    case: Case, about: CaseFacts, sizes: Sequence[Sequence[int]], data: SharedDataset
 ) -> Iterator[str]:
     """Yield remarks that a reader needs before the verdict of a case."""
     if data.note and case.data in FILE_DATASETS:
         yield data.note
     if about.note:
         yield about.note
-    yield from remarks.notes_on(case, sizes, about.contract, by_tokens=about.by_tokens)
+    yield from remarks.notes_on_case(case, sizes, about.contract, by_tokens=about.by_tokens)
     if why := remarks.why_no_full_batch(case, about, sizes):
         yield why
     if about.contract.parallel and about.model.buffers:
@@ -289,8 +295,8 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
     """Note a case left out on cases of the same strategy and world or, if there are none and
     `elsewhere`, of other worlds. Raises LeftOutError if there are none at all.
     """
-    siblings = [run for run in runs if run.case.siblings == case.siblings]
-    if counts_if_finished(case) and siblings:
+    siblings = [run for run in runs if run.case.sibling_key == case.sibling_key]
+    if counts_only_if_finished(case) and siblings:
         return  # it was not requested; the limits of a pass name it
     if not siblings and elsewhere:
         reason = f"world {case.world}: {reason}"
@@ -306,7 +312,7 @@ def _note_left_out(case: Case, reason: str, runs: Sequence[CaseRun], *, elsewher
 
 def _calibrate_for(
     pool: Pool, case: Case, cases: Sequence[Case], facts: Sequence[CaseFacts]
-) -> Calibration:
+) -> CalibrationResult:
     """Try the orders that any case in this world relies on, in a world of this size."""
     orders: dict[Order, None] = {}
     dtypes: set[str] = set()
@@ -319,7 +325,7 @@ def _calibrate_for(
     # `backends.missing` does not detect.
     name = name_of(case.backend)
     if case.world == 1 or (not orders and name in _WITH_TORCH):
-        return Calibration()
+        return CalibrationResult()
     # The order of a simulated world and of DDP's buckets does not depend on the world size: a
     # thousand ranks need not fill memory with vectors.
     world = min(case.world, _MOST_SIMULATED) if name == "simulated" else case.world
@@ -360,7 +366,7 @@ def calibrate(
     dtypes: tuple[str, ...],
     deadline_s: float,
     device: str = "cpu",
-) -> Calibration:
+) -> CalibrationResult:
     """Run a calibrating world and return its result. Raises CannotRunError if it fails."""
 
     def request(rendezvous: Rendezvous) -> CalibrationRequest:
@@ -394,4 +400,4 @@ def calibrate(
     for answer in answers:
         for order, failure in answer.failures:
             failures[order] = failures[order] or failure
-    return Calibration(failures=tuple(failures.items()))
+    return CalibrationResult(failures=tuple(failures.items()))

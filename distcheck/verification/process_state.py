@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from distcheck.judge.rerun_bisection import Separation
-from distcheck.plan.source_files import sources_of
+from distcheck.judge.rerun_bisection import BisectionResult
+from distcheck.plan.source_files import python_sources_of
 from distcheck.records import CallSite
 from distcheck.records.decoding import parse_source
 
@@ -50,7 +50,7 @@ _FACTORS_OF = {
 }
 
 
-class StateLine(msgspec.Struct, frozen=True):
+class ProcessStateLine(msgspec.Struct, frozen=True):
     """A line that reads process state; `what` describes the read."""
 
     file: str
@@ -62,25 +62,27 @@ class StateLine(msgspec.Struct, frozen=True):
         return f"{self.file}:{self.line} {self.what}: {self.text}"
 
 
-def state_lines(file: str, line: int, found: Separation) -> tuple[str, ...]:
+def shown_state_lines(file: str, line: int, found: BisectionResult) -> tuple[str, ...]:
     """Return at most four lines, as text, of the strategy's code that read the state which made the
     difference. `line` is the line of the strategy's definition; 0 if unknown.
     """
     wanted = set(found.factors if found.depends else (_BY_CHANCE,))
     lines = [
-        one for one in lines_of(Path(file), line) if wanted.intersection(_FACTORS_OF[one.what])
+        one
+        for one in process_state_lines(Path(file), line)
+        if wanted.intersection(_FACTORS_OF[one.what])
     ]
     more = len(lines) - _MOST_LINES
     return (*map(str, lines[:_MOST_LINES]), *([f"and {more} more"] if more > 0 else []))
 
 
-def lines_of(path: Path, line: int = 0) -> list[StateLine]:
+def process_state_lines(path: Path, line: int = 0) -> list[ProcessStateLine]:
     """Return all lines that read process state in a file and the modules next to it, the file's
     lines first. Of the file, only lines that the definition at `line` reaches, if it is known.
     Return an empty list if the file cannot be read.
     """
     try:
-        contents = {name: file.data for name, file in sources_of(path).items()}
+        contents = {name: file.data for name, file in python_sources_of(path).items()}
     except OSError:
         return []
     places = dict.fromkeys(contents, 0) | dict.fromkeys([*contents][:1], line)
@@ -89,7 +91,7 @@ def lines_of(path: Path, line: int = 0) -> list[StateLine]:
     ]
 
 
-def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
+def with_source_text(site: CallSite | None, strategy_file: str) -> CallSite | None:
     """Return a call site with the text of its line. The file must be the strategy's file or a
     module next to it, because a rank sent the name; no other file is read.
     """
@@ -97,7 +99,7 @@ def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
         return site
     place = Path(site.file).resolve()
     try:
-        files = sources_of(Path(strategy_file)).values() if strategy_file else ()
+        files = python_sources_of(Path(strategy_file)).values() if strategy_file else ()
     except OSError:
         return site
     content = next((file.data for file in files if file.path.resolve() == place), None)
@@ -107,7 +109,7 @@ def with_code(site: CallSite | None, strategy_file: str) -> CallSite | None:
     return msgspec.structs.replace(site, code=text)
 
 
-def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
+def _lines(name: str, content: bytes, line: int) -> list[ProcessStateLine]:
     if len(content) > _MOST_BYTES or not name.endswith(".py"):
         return []
     try:
@@ -117,7 +119,9 @@ def _lines(name: str, content: bytes, line: int) -> list[StateLine]:
         return []
     text = content.decode(errors="replace").splitlines()
     found = dict.fromkeys(sorted(finder.found))
-    return [StateLine(name, number, what, shown_line(text, number)) for number, what in found]
+    return [
+        ProcessStateLine(name, number, what, shown_line(text, number)) for number, what in found
+    ]
 
 
 def _leads_to(tree: ast.Module, line: int) -> list[ast.stmt]:

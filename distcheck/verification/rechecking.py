@@ -15,8 +15,8 @@ from distcheck.store.run_folder import SavedTrace, read_trace, require_tensors
 from distcheck.verification import preparation, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown
-from distcheck.verification.report_builder import nothing_judged, run_of
-from distcheck.verification.session import Listener, Session, Silent
+from distcheck.verification.report_builder import report_without_results, restore_run
+from distcheck.verification.session import Listener, Session, SilentListener
 from distcheck.worlds.pool import Pool
 
 
@@ -29,30 +29,30 @@ def recheck(
     here. A failure against computed bits then becomes unknown. Raises UsageError for a damaged
     folder, and for one whose report contradicts it, as after cases were removed.
     """
-    listener, origin = listener or Silent(), origin_here()
+    listener, origin = listener or SilentListener(), origin_here()
     lost = failed_without_trace(folder, {trace.folder.name for trace in traces})
     for trace in traces:
         require_tensors(trace)
         _check_planned(trace)
     pool.wait_ready()
     case = traces[0].saved.case
-    with preparation.prepared_data(pool, case.data, case.data_dir, download=False) as data:
+    with preparation.load_shared_dataset(pool, case.data, case.data_dir, download=False) as data:
         here = preparation.inspect(pool, [case], data).environment
         reports: list[CaseReport] = []
         session = Session(pool, data, listener)
         listener.planned([trace.saved.case for trace in traces])
         for trace in traces:
             saved, fds = trace.saved, read_trace(pool, trace)
-            elsewhere = verdicts.recorded_elsewhere(saved.environment, here)
+            elsewhere = verdicts.machine_differences(saved.environment, here)
 
             def enter(run: CaseRun, elsewhere: str = elsewhere) -> str:
                 replay = f"distcheck recheck {shlex.quote(str(folder))}"
-                reports.append(verdicts.report_of(run, replay=replay, elsewhere=elsewhere))
+                reports.append(verdicts.build_case_report(run, replay=replay, elsewhere=elsewhere))
                 return reports[-1].verdict
 
-            session.rejudge(run_of(saved, fds), on_finished=enter)
+            session.rejudge(restore_run(saved, fds), on_finished=enter)
     why = "not judged: it failed when it ran, and this folder does not have its trace"
-    reports += nothing_judged(lost, why, None, origin).cases
+    reports += report_without_results(lost, why, None, origin).cases
     shown = not_shown(reports)
     return Report(
         environment=here,
@@ -84,9 +84,8 @@ def _check_planned(trace: SavedTrace) -> None:
 
 
 def failed_without_trace(folder: Path, there: Collection[str]) -> list[Case]:
-    """Return the planned cases that failed according to a run's report, but have no trace in
-    `there`: it was too large to keep, or was removed. Raises UsageError for a damaged report or
-    case.
+    """Return the planned cases that failed by a run's report, but have no trace in `there`: it was
+    too large to keep, or was removed. Raises UsageError for a damaged report or case.
     """
     written = folder / "report.json"
     said = read_report(written) if written.exists() else {"cases": []}

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from distcheck.errors import DistcheckError, HelperError, InternalError, RankLostError
-from distcheck.plan.provenance import Provenance, seal_of
-from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, SinceGreen
-from distcheck.records.run_facts import Explored
+from distcheck.plan.provenance import Provenance, case_hmac
+from distcheck.records import Case, CaseReport, ChangesSinceLastPass, Origin, Report, RunPlan
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.store import run_folder as store
-from distcheck.store.earlier_runs import since_last_green
-from distcheck.store.run_folder import SavedCase, Store
+from distcheck.store.earlier_runs import changes_since_last_pass
+from distcheck.store.run_folder import RunStore, SavedCase
 from distcheck.verification import followups, verdicts
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.contents import not_shown, with_remarks
@@ -39,7 +39,7 @@ class ReportBuilder:
         runs: Sequence[CaseRun],
         made: Mapping[str, Provenance],
         environment: dict[str, Any],
-        keep: Store | None,
+        keep: RunStore | None,
         earlier: dict[str, CaseReport],
     ) -> None:
         self._pool, self._made = pool, made
@@ -55,7 +55,7 @@ class ReportBuilder:
         self.unknown: list[CaseReport] = []  # cases that could not be judged
         self.settles = False
         self.made: Origin | None = None
-        self.explored: list[Explored] = []
+        self.explored: list[ExploredSearch] = []
         self._found: list[CaseReport] = []
 
     @property
@@ -71,10 +71,8 @@ class ReportBuilder:
                 self._keep.write_case(run.case, self._made.get(run.case.id))
 
     def report_of(self, run: CaseRun) -> CaseReport | None:
-        """Return the report of a finished case before it is entered; None if the case need not
-        finish.
-        """
-        report = verdicts.report_of(run, replay="")
+        """Return a finished case's report before it is entered; None if it may be unfinished."""
+        report = verdicts.build_case_report(run, replay="")
         return None if self.settles and followups.is_untrained(report) else report
 
     def replace(self, run: CaseRun) -> None:
@@ -83,23 +81,21 @@ class ReportBuilder:
             self._keep.write_case(run.case, self._made.get(run.case.id))
         self.enter(run)
 
-    def take_in(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
-        """Add the results of follow-ups to the reports."""
+    def add_follow_ups(self, done: Sequence[tuple[FollowUp, CaseReport]]) -> None:
         for report in followups.amend_report(self.finished, done):
             if report != self._reports[report.case.id]:
                 self.amend(report)
 
     def amend(self, report: CaseReport) -> None:
-        """Replace a report by a report that extends it."""
         self._reports[report.case.id] = report
         self._note_finished(report)
 
     @property
-    def not_counted(self) -> dict[str, str]:
+    def reasons_not_counted(self) -> dict[str, str]:
         """Return the ids of cases that ran but do not count, with reasons."""
-        return followups.leave_out(self.finished)[1] if self.settles else {}
+        return followups.leave_out_cases(self.finished)[1] if self.settles else {}
 
-    def enter_search(self, explored: Explored, found: Sequence[CaseReport]) -> None:
+    def add_search(self, explored: ExploredSearch, found: Sequence[CaseReport]) -> None:
         """Add the coverage of a search, and the cases that it found."""
         self.explored.append(explored)
         self._found += found
@@ -110,7 +106,7 @@ class ReportBuilder:
         """
         if run.refused is not None:
             raise run.refused
-        report = verdicts.report_of(run, replay=self._replay(run.case))
+        report = verdicts.build_case_report(run, replay=self._replay(run.case))
         self._reports[run.case.id] = report
         if self._keep is not None and not self._save_error and not run.not_run:
             self._save(run, report)
@@ -120,7 +116,7 @@ class ReportBuilder:
 
     def stands(self, case: Case) -> bool:
         """Return True if a finished case has failed and no follow-up can change that."""
-        return followups.stands(self._reports[case.id])
+        return followups.failure_stands(self._reports[case.id])
 
     def _save(self, run: CaseRun, report: CaseReport) -> None:
         assert self._keep is not None
@@ -149,7 +145,7 @@ class ReportBuilder:
             defect=("", "") if run.defect is None else (str(run.defect), run.defect.traceback),
             environment=self._environment,
             digests=digests,
-            seal=seal_of(run.case, digests),
+            seal=case_hmac(run.case, digests),
         )
 
     def report(
@@ -158,16 +154,14 @@ class ReportBuilder:
         interrupted: bool = False,
         given_up: DistcheckError | None = None,
     ) -> Report:
-        """Return the report over all cases, with partial results of unfinished ones. `given_up` is
-        the error that ended the run early.
-        """
+        """Return the report so far; `given_up` is the error that ended the run early."""
         cases = tuple(
             self._reports.get(run.case.id) or self._unfinished(run, given_up) for run in self._runs
         )
         counted: list[CaseReport] = [*self._earlier, *cases]
         out: dict[str, str] = {}
         if self.settles and given_up is None:
-            counted, out = followups.leave_out(counted)
+            counted, out = followups.leave_out_cases(counted)
         counted = with_remarks(counted)
         report = Report(
             environment=self._environment,
@@ -190,15 +184,15 @@ class ReportBuilder:
         run.cut_short()
         if given_up is not None:
             run.notes += (str(given_up),)
-        report = verdicts.report_of(run, replay=self._replay(run.case))
+        report = verdicts.build_case_report(run, replay=self._replay(run.case))
         # A failure is known, even if later parts were not judged.
         return msgspec.structs.replace(report, unfinished=report.verdict != "fail")
 
-    def _since_green(self) -> SinceGreen | None:
+    def _since_green(self) -> ChangesSinceLastPass | None:
         if self._keep is None:
             return None
         cases = [run.case for run in self._runs]
-        return since_last_green(store.DEFAULT_FOLDER / "runs", cases, self._made)
+        return changes_since_last_pass(store.DEFAULT_FOLDER / "runs", cases, self._made)
 
     def _written(self, report: Report) -> Report:
         from distcheck.reports.json_report import render_json
@@ -231,7 +225,7 @@ def abandoned_report(report: Report, error: DistcheckError) -> Report:
     return msgspec.structs.replace(report, given_up=str(error), given_up_as=error.exit_code)
 
 
-def run_of(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
+def restore_run(saved: SavedCase, fds: Sequence[int]) -> CaseRun:
     """Restore a saved case to the state after its final world. It closes `fds`, its traces."""
     return CaseRun(
         **{name: getattr(saved, name) for name in _SAVED},
@@ -258,7 +252,7 @@ class GivenUpError(HelperError):
 
 
 @contextlib.contextmanager
-def reported(builder: ReportBuilder) -> Iterator[None]:
+def attach_report(builder: ReportBuilder) -> Iterator[None]:
     """Attach the report so far to exceptions that end the block."""
     try:
         yield
@@ -268,7 +262,7 @@ def reported(builder: ReportBuilder) -> Iterator[None]:
         raise GivenUpError(builder.report(given_up=error)) from error
 
 
-def nothing_judged(
+def report_without_results(
     cases: Sequence[Case],
     reason: str,
     whole: RunPlan | None,

@@ -25,12 +25,12 @@ from distcheck.errors import (
     RankLostError,
 )
 from distcheck.plan import source_files
-from distcheck.plan.provenance import Provenance, changes_for_bits, provenance_of
+from distcheck.plan.provenance import Provenance, changes_affecting_bits, provenance_of
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import Case, CaseReport, Origin, Report, RunPlan, set_report_renderers
 from distcheck.reports import terminal
 from distcheck.store.origin import origin_here
-from distcheck.store.run_folder import Store
+from distcheck.store.run_folder import RunStore
 from distcheck.verification import followups, limits, preparation, verdicts
 from distcheck.verification.case_run import CaseRun, is_separate
 from distcheck.verification.followups import FollowUp
@@ -40,10 +40,10 @@ from distcheck.verification.report_builder import (
     Interrupted,
     ReportBuilder,
     abandoned_report,
-    nothing_judged,
-    reported,
+    attach_report,
+    report_without_results,
 )
-from distcheck.verification.session import Listener, Session, Silent
+from distcheck.verification.session import Listener, Session, SilentListener
 from distcheck.workloads.datasets import FILE_DATASETS, SYNTHETIC
 from distcheck.worlds import turns
 from distcheck.worlds.local import late_compiler
@@ -79,7 +79,7 @@ class RunOptions:
     extras     searches, and worlds that may be left out
     """
 
-    keep: Store | None = None
+    keep: RunStore | None = None
     listener: Listener | None = None
     download: bool = False
     made: Mapping[str, Provenance] = field(default_factory=dict)
@@ -93,9 +93,7 @@ _USUAL = RunOptions()
 
 
 def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
-    """Run and judge cases on this process's pool, with follow-ups, as `verify` does. Test processes
-    take turns.
-    """
+    """Run and judge cases on this process's pool, with follow-ups; test processes take turns."""
     with _pool_lock, turns.turn():
         pool = shared_pool()
         try:
@@ -117,19 +115,22 @@ def run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions = _USUAL) -
     except (Interrupted, GivenUpError):
         raise
     except KeyboardInterrupt:
-        early = nothing_judged(cases, "not judged: interrupted", whole, origin, unfinished=True)
+        early = report_without_results(
+            cases, "not judged: interrupted", whole, origin, unfinished=True
+        )
         raise Interrupted(msgspec.structs.replace(early, interrupted=True)) from None
     except (HelperError, RankLostError) as error:
-        lost = nothing_judged(cases, str(error), whole, origin, unfinished=True)
+        lost = report_without_results(cases, str(error), whole, origin, unfinished=True)
         raise GivenUpError(abandoned_report(lost, error)) from error
 
 
 def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: Origin) -> Report:
-    listener, keep, extras = options.listener or Silent(), options.keep, options.extras
+    listener, keep, extras = options.listener or SilentListener(), options.keep, options.extras
     made = options.made
     listener.preparing("importing torch")
     if any(
-        source_files.is_in_sources(_USES_COMPILER, spec) for spec in {c.strategy for c in cases}
+        source_files.matches_in_sources(_USES_COMPILER, spec)
+        for spec in {c.strategy for c in cases}
     ):
         pool.will_need([late_compiler.NAME])
     pool.open()
@@ -139,11 +140,11 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
     try:
         pool.wait_ready()
     except MembershipError as error:
-        return nothing_judged(cases, str(error), options.whole, origin)
+        return report_without_results(cases, str(error), options.whole, origin)
     data_name = next((c.data for c in cases if c.data in FILE_DATASETS), SYNTHETIC)
     listener.preparing(f"preparing data {data_name}")
     where = cases[0].data_dir
-    with preparation.prepared_data(pool, data_name, where, download=options.download) as data:
+    with preparation.load_shared_dataset(pool, data_name, where, download=options.download) as data:
         listener.preparing("inspecting strategies and workloads")
         facts = preparation.inspect(pool, cases, data)
         # PYTHONHASHSEED of the first world, and of the rerun's interpreters
@@ -171,22 +172,22 @@ def _run_cases(cases: Sequence[Case], pool: Pool, options: RunOptions, origin: O
         builder.made = origin
         session = Session(pool, data, listener)
         session.after_hang = extras.after_hang
-        with reported(builder):
+        with attach_report(builder):
             _run_all(runs, session, builder, options)
             if options.follow_up:
                 _follow_up(session, builder)
             for report in builder.finished:
-                if followups.schedules_are_due(report):
-                    builder.amend(followups.with_schedules(session, report))
+                if followups.needs_schedule_search(report):
+                    builder.amend(followups.with_schedule_check(session, report))
             if extras.searches:
                 registry.load("explore").search_thoroughly(
                     pool,
                     extras.searches,
                     builder.finished,
-                    builder.not_counted,
+                    builder.reasons_not_counted,
                     keep=keep is not None,
                     show=listener.preparing,
-                    enter=builder.enter_search,
+                    enter=builder.add_search,
                 )
     return builder.report()
 
@@ -224,10 +225,12 @@ def _run_all(
 
 def _unknown(cases: Sequence[Case], out: Mapping[str, str], origin: Origin) -> list[CaseReport]:
     left = [case for case in cases if case.id in out]
-    return [nothing_judged([case], out[case.id], None, origin).cases[0] for case in left]
+    return [report_without_results([case], out[case.id], None, origin).cases[0] for case in left]
 
 
-def _write_cases(keep: Store | None, cases: Sequence[Case], made: Mapping[str, Provenance]) -> None:
+def _write_cases(
+    keep: RunStore | None, cases: Sequence[Case], made: Mapping[str, Provenance]
+) -> None:
     """Write the cases of a run. Raises CannotRunError if that fails for a run to be kept."""
     try:
         for case in cases if keep is not None else ():
@@ -244,20 +247,20 @@ def _follow_up(session: Session, builder: ReportBuilder) -> None:
     for each in followups.follow_ups(builder.finished):
 
         def enter(run: CaseRun, each: FollowUp = each) -> str:
-            report = verdicts.report_of(run, replay=each.case.command_line)
+            report = verdicts.build_case_report(run, replay=each.case.command_line)
             done.append((each, report))
             if each.replaces(report):
                 builder.replace(run)
             return report.verdict
 
-        if runs := preparation.planned(session.pool, [each.case], session.data):
+        if runs := preparation.plan_additional_runs(session.pool, [each.case], session.data):
             session.listener.progress(each.case, "rerun after a failure")
             session.run(runs, on_finished=enter)
-    builder.take_in(done)
+    builder.add_follow_ups(done)
 
 
 def _changes_since(then: Provenance, now: Provenance, case: Case) -> tuple[str, ...]:
-    found = changes_for_bits(then, now, case)
+    found = changes_affecting_bits(then, now, case)
     return (f"since this case was saved: {'; '.join(map(str, found))}",) if found else ()
 
 

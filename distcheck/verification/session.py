@@ -60,15 +60,15 @@ from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.jobs import JUDGE, OBSERVE, JudgeRequest, ObserveRequest
 from distcheck.judge.rerun_bisection import RerunBisection
 from distcheck.machine.resources import available_bytes, cores
-from distcheck.plan.case_remarks import not_judged_after_failure, not_run_after_hang
-from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.plan.case_remarks import why_not_judged_after_failure, why_not_run_after_hang
+from distcheck.plan.cells_to_run import counts_only_if_finished
 from distcheck.recordings.traces.layout import steps_written
 from distcheck.records import Case, CheckResult, PlannedCheck
 from distcheck.records.layers import FULL_BATCH_LAYERS
 from distcheck.training.jobs import RECORD, RecordRequest
 from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
-from distcheck.verification.preparation import Data
+from distcheck.verification.preparation import SharedDataset
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
 from distcheck.worlds.messages import Progress
@@ -98,14 +98,12 @@ class Listener(Protocol):
         return
 
 
-class Silent(Listener):
+class SilentListener(Listener):
     """A listener that shows nothing."""
 
 
 def step_in_words(step: int, steps: int, phase: str) -> str:
-    """Return a rank's position: "step 2 of 3, sync"; for phases after the training: "all steps
-    done, sync".
-    """
+    """Return a rank's position: "step 2 of 3, sync", or "all steps done, sync"."""
     return f"step {step + 1} of {steps}, {phase}" if step < steps else f"all steps done, {phase}"
 
 
@@ -148,7 +146,7 @@ def steps_of_judges(run: CaseRun, steps: int, most: int, cores: int) -> list[tup
     if steps == 0:
         return []
     is_whole = "exact" in run.case.layers or run.facts.must_happen
-    if is_whole or run.case.judged_on != "cpu":
+    if is_whole or run.case.judging_device != "cpu":
         return [tuple(range(steps))]
     judges = min(steps, most)
     if "world" in run.timings_s:
@@ -174,7 +172,7 @@ def groups_of_checks(run: CaseRun) -> list[tuple[PlannedCheck, ...]]:
     return [group for group in (whole, tuple(p for p in planned if p not in whole)) if group]
 
 
-def start_judging(pool: Pool, task: JudgeTask, data: Data) -> World:
+def start_judging(pool: Pool, task: JudgeTask, data: SharedDataset) -> World:
     run, request = task.run, task.request
     start = partial(start_job, pool, deadline_s=_JUDGE_DEADLINE_S, stopped_s=run.case.deadline_s)
     fds = {"trace": run.traces["world"], **data.fds}
@@ -223,9 +221,7 @@ class DiagnosisQueue:
         self._explained: list[CaseRun] = []
 
     def explained(self, run: CaseRun) -> bool:
-        """Return True if a case fails like an explained case, and set the explained case as its
-        `like`.
-        """
+        """Return True if a case fails like an explained case, and set that as its `like`."""
         alike = (
             r
             for r in self._explained
@@ -235,15 +231,13 @@ class DiagnosisQueue:
         return run.like is not None
 
     def waits(self, run: CaseRun) -> bool:
-        """Return True if a case must wait for a case of the same code; False if it gets the closer
-        look.
-        """
+        """Return True if a case must wait for one of the same code, False for a closer look."""
         if self._looking.setdefault(_same_key(run), run) is run:
             return False
         self._waiting.append(run)
         return True
 
-    def taken_up(self, run: CaseRun) -> Iterator[CaseRun]:
+    def release_waiting(self, run: CaseRun) -> Iterator[CaseRun]:
         """Take in a measured case; yield the cases that waited for it."""
         self._looking.pop(_same_key(run), None)
         found = diagnosis.diagnose((), run.results, run.seen, accept=run.case.accept)
@@ -258,7 +252,7 @@ def _same_key(run: CaseRun) -> object:
     """Return a key of cases that may share a cause: code, call, world, and equal shards."""
     case = run.case
     unequal = bool(case.batch % len(case.with_data))
-    return case.siblings, case.adaptation, case.loss, case.accept, unequal
+    return case.sibling_key, case.adaptation, case.loss, case.accept, unequal
 
 
 def _fail_key(run: CaseRun) -> object:
@@ -283,7 +277,7 @@ _Stages = Generator[WorldName | None, Any, None]
 class Session:
     """Runs cases to their end; calls `on_finished` with each case when it is done."""
 
-    def __init__(self, pool: Pool, data: Data, listener: Listener) -> None:
+    def __init__(self, pool: Pool, data: SharedDataset, listener: Listener) -> None:
         self.pool, self.data, self.listener = pool, data, listener
         self._stages: dict[CaseRun, _Stages] = {}  # of cases that are not finished
         self._worlds: deque[_Awaited] = deque()
@@ -421,7 +415,7 @@ class Session:
                 self._tick_world()
                 self._tick_judges()
                 if self._last is not None:
-                    self._leave_out_rest(runs, not_judged_after_failure(self._last))
+                    self._leave_out_rest(runs, why_not_judged_after_failure(self._last))
         except BaseException:
             self._end_everything()
             raise
@@ -430,9 +424,7 @@ class Session:
                 run.close()
 
     def set_aside(self, strategy: str | None = None) -> list[CaseRun]:
-        """Remove and return cases, of one strategy or of all, that have not begun and may run
-        later.
-        """
+        """Remove and return cases, of one strategy or all, that may still run later."""
         found = [
             one
             for one in self._worlds
@@ -468,7 +460,7 @@ class Session:
         """Return True if another judge may start: there are enough processes and memory."""
         if not self._judges:
             return True
-        if task.run.case.judged_on != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
+        if task.run.case.judging_device != "cpu" and len(self._judges) >= _MOST_JUDGES_ON_GPU:
             return False
         needed = limits.reference_bytes(task.run.case, task.run.facts, task.run.layout)
         return len(self._judges) < self._most_judges and available_bytes() > 2 * needed
@@ -543,13 +535,13 @@ class Session:
     def _leave_out_others(self, hung: CaseRun) -> None:
         """End the strategy's other cases in this world: each could cost a deadline."""
         case = hung.case
-        if self.after_hang or counts_if_finished(case):
+        if self.after_hang or counts_only_if_finished(case):
             return
         for run, what in list(self._worlds):
-            if what != "world" or run is hung or run.case.siblings != case.siblings:
+            if what != "world" or run is hung or run.case.sibling_key != case.sibling_key:
                 continue
             self._worlds.remove((run, what))
-            run.not_run = not_run_after_hang(run.case, case)
+            run.not_run = why_not_run_after_hang(run.case, case)
             self.listener.progress(run.case, "not run after a hang")
             self._finish(run)
 
@@ -604,7 +596,7 @@ class Session:
                 self._take_results(task, judged_results(world, request))
             world.close()
             self._judge_over(run)
-            for other in self._looks.taken_up(run) if diagnoses else ():
+            for other in self._looks.release_waiting(run) if diagnoses else ():
                 self._judge_over(other)
 
     def _take_results(self, task: JudgeTask, results: list[CheckResult]) -> None:

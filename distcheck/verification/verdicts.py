@@ -10,11 +10,11 @@ from distcheck.judge import acceptance, diagnosis, sensitivity
 from distcheck.judge.checks.merging import (
     earliest_failure,
     merge_results,
+    move_excuse_to_reason,
     require_coverage,
-    with_excuse,
 )
 from distcheck.judge.diagnosis import state
-from distcheck.judge.diagnosis.parts import rounded_to
+from distcheck.judge.diagnosis.parts import dtype_rounded_to
 from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import (
     Case,
@@ -33,7 +33,7 @@ from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.run_facts import DIFFERS
 from distcheck.verification import contents
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.process_state import with_code
+from distcheck.verification.process_state import with_source_text
 from distcheck.workloads.cells import CELLS
 
 # settings and versions that the bits of a floating-point computation depend on
@@ -43,7 +43,7 @@ _BIT_SETTINGS = (
 )  # fmt: skip
 
 
-def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
+def build_case_report(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     """Return the report of a finished or interrupted case. `elsewhere` is the result of
     `recorded_elsewhere` for the traces of the case.
     """
@@ -63,7 +63,7 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
     if (like := run.like) is not None:
         found = diagnosis.diagnose(like.outcomes, like.results, like.seen, accept=like.case.accept)
     return CaseReport(
-        rounded_to=rounded_to(run.seen)
+        rounded_to=dtype_rounded_to(run.seen)
         if run.seen and failed == {("gradients", IN_FLOAT64)}
         else "",
         case=run.case,
@@ -73,14 +73,14 @@ def report_of(run: CaseRun, *, replay: str, elsewhere: str = "") -> CaseReport:
         outcomes=tuple(outcomes),
         checks=tuple(results),
         diagnosis=tuple(found),
-        where=with_code(
+        where=with_source_text(
             diagnosis.line_of_first_wrong(found, results, run.seen) if run.seen else None,
             run.facts.strategy_file,
         ),
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         remarks=tuple(state.warn_of_shared_rng(results)),
-        accepted=acceptance.describe(run.case),
+        accepted=acceptance.describe_acceptance(run.case),
         contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(
             *run.notes,
@@ -144,10 +144,8 @@ def _about_cell(case: Case, results: Sequence[CheckResult]) -> list[str]:
     ]
 
 
-def recorded_elsewhere(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """Return differences between this machine and the one that recorded traces, if bits may depend
-    on them; "" if there are none.
-    """
+def machine_differences(recorded: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """Return differences from the recording machine that bits may depend on, or ""."""
     other = [
         f"{name} {recorded.get(name)} there, {here.get(name)} here"
         for name in _BIT_SETTINGS
@@ -199,7 +197,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
         if planned.scope == "front":
             if planned.check == SENSITIVITY:
                 why = run.not_run or _why_not_judged(outcomes)
-                shown = sensitivity.judge(run.case, results, if_none=why)
+                shown = sensitivity.judge_sensitivity(run.case, results, if_none=why)
                 results.append(require_coverage(shown, planned.required))
             else:
                 results.append(
@@ -209,7 +207,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
         found = parts.get((planned.check, planned.layer))
         if found:
             found.sort(key=lambda part: part.first.step if part.first else 0)
-            merged = with_excuse(merge_results(found))
+            merged = move_excuse_to_reason(merge_results(found))
         else:
             merged = CheckResult(
                 check=planned.check,
@@ -219,7 +217,7 @@ def _results(run: CaseRun, outcomes: Sequence[Outcome]) -> list[CheckResult]:
             )
         if planned.check == "rerun":
             merged = _of_rerun(run, merged)
-        held = sensitivity.of_check(require_coverage(merged, planned.required))
+        held = sensitivity.unknown_if_insensitive(require_coverage(merged, planned.required))
         held = _with_note(held, planned.note)
         results.append(_of_what_was_accepted(run.case, held))
     return results

@@ -9,7 +9,7 @@ import msgspec
 from distcheck.records.layers import IN_FLOAT32
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a workload before it is loaded. The defaults apply to workloads of users.
 
     steps       3 cover errors that begin after the first synchronization, and rebuilt DDP buckets;
@@ -27,17 +27,17 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 1
 
 
-ABOUT: Mapping[str, About] = {
-    "exact": About(steps=12, data="exact"),
-    "mlp": About(in_float64=True),
-    "transformer": About(in_float64=True),
-    "experts": About(in_float64=True),
-    "tokens": About(data="synthetic", in_float64=True),
-    "features": About(data="synthetic", in_float64=True),
-    "cnn": About(in_float64=True),
-    "twelve_steps": About(steps=12, data="synthetic", without=(IN_FLOAT32,)),
+ABOUT: Mapping[str, WorkloadFacts] = {
+    "exact": WorkloadFacts(steps=12, data="exact"),
+    "mlp": WorkloadFacts(in_float64=True),
+    "transformer": WorkloadFacts(in_float64=True),
+    "experts": WorkloadFacts(in_float64=True),
+    "tokens": WorkloadFacts(data="synthetic", in_float64=True),
+    "features": WorkloadFacts(data="synthetic", in_float64=True),
+    "cnn": WorkloadFacts(in_float64=True),
+    "twelve_steps": WorkloadFacts(steps=12, data="synthetic", without=(IN_FLOAT32,)),
     # In float32 it has dropout, whose masks would differ in a full-batch run.
-    "composite": About(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
+    "composite": WorkloadFacts(data="synthetic", in_float64=True, without=(IN_FLOAT32,), least=2),
 }
 # The float64 case next to a float32 one exists for full batch float64, which checks the rank
 # weights, and these are the same at every step. Two steps, so that the second starts from updated
@@ -45,8 +45,8 @@ ABOUT: Mapping[str, About] = {
 STEPS_IN_FLOAT64 = 2
 
 
-class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of a workload in the default run, in addition to training and judging it once.
+class UseInDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
+    """How the default run uses a workload, in addition to training and judging it once.
 
     if_it_can  True if correct code may be unable to train it: then crashes and hangs are ignored
     promised   contract (`@strategy(...)`) that a strategy must have; empty: any
@@ -62,16 +62,16 @@ class InDefaultRun(msgspec.Struct, frozen=True, kw_only=True):
 
 # Each property is covered by one workload: the rerun where collectives are few, float64 where the
 # model is rich, many steps where they are cheap.
-DEFAULT_RUN: Mapping[str, InDefaultRun] = {
-    "exact": InDefaultRun(steps=3),
-    "cnn": InDefaultRun(rerun=True),
-    "composite": InDefaultRun(in_float64=True),
-    "twelve_steps": InDefaultRun(),
-    "tokens": InDefaultRun(promised={"loss": "tokens"}),
-    "absent_on_some": InDefaultRun(if_it_can=True),
+DEFAULT_RUN: Mapping[str, UseInDefaultRun] = {
+    "exact": UseInDefaultRun(steps=3),
+    "cnn": UseInDefaultRun(rerun=True),
+    "composite": UseInDefaultRun(in_float64=True),
+    "twelve_steps": UseInDefaultRun(),
+    "tokens": UseInDefaultRun(promised={"loss": "tokens"}),
+    "absent_on_some": UseInDefaultRun(if_it_can=True),
 }
 
 
-def about(name: str) -> About:
+def facts_about(name: str) -> WorkloadFacts:
     """Return the facts about a workload, built in or not; a variant has those of its workload."""
-    return ABOUT.get(name.partition(":")[0], About())
+    return ABOUT.get(name.partition(":")[0], WorkloadFacts())

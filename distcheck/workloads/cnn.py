@@ -13,9 +13,7 @@ class CNN(Classifier):
     """Two 3x3 convolutions with pooling, two linear layers; SGD with momentum."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build the model for images [channels, height, width] of at least 4 x 4. Raises
-        UsageError.
-        """
+        """Build the model for images [channels, height, width] from 4 x 4. Raises UsageError."""
         if len(sample_shape) != 3 or min(sample_shape[1:]) < 4:
             raise UsageError(
                 f"workload cnn takes images of at least 4x4, not samples of shape {sample_shape}"

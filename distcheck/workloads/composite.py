@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.errors import UsageError
-from distcheck.records.expected_events import RateChanged
+from distcheck.records.expected_events import LearningRateChanged
 from distcheck.workloads.cells.samples import Classifier
 from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
@@ -197,9 +197,7 @@ class Composite(nn.Module):
 
 
 class CompositeWorkload(Classifier):
-    """Cross-entropy; SGD with momentum, in two groups, with learning rates that change at every
-    step.
-    """
+    """Cross-entropy; SGD with momentum, in two groups, with rates that change at every step."""
 
     def __init__(self, gain: tuple[int, ...] = (), *, flat: bool = False) -> None:
         self._gain, self._flat = gain, flat
@@ -211,9 +209,7 @@ class CompositeWorkload(Classifier):
         return Composite(classes, self._gain, flat=self._flat)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return two groups: weights decay; vectors and scalars do not, and have half the learning
-        rate.
-        """
+        """Return two groups: weights decay; vectors and scalars do not, at half the rate."""
         listed = list(parameters)
         rate = LEARNING_RATE / (FOR_ADAMW if _by_adamw(listed) else 1)
         return [
@@ -257,7 +253,7 @@ def _by_adamw(parameters: Iterable[Any]) -> bool:
 class WithAdamW(CompositeWorkload):
     """The composite workload with AdamW in place of SGD; groups and schedule are the same."""
 
-    must_happen = (RateChanged(),)
+    must_happen = (LearningRateChanged(),)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Return AdamW: its updates depend on the sign of a gradient more than on its magnitude."""

@@ -42,7 +42,7 @@ WIDTHS = {
 }
 
 
-def mix(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
+def small_integers(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
     """Return small pseudorandom integers in [-(span // 2), span // 2]: a square modulo 257."""
     t = (row * 131 + column * 71 + 17) % 257
     return (t * t) % 257 % span - span // 2
@@ -50,7 +50,9 @@ def mix(row: torch.Tensor, column: torch.Tensor, span: int) -> torch.Tensor:
 
 def _integers(count: int, column: int, span: int) -> torch.Tensor:
     """Return `mix` of that many rows, with period 257."""
-    period = mix(torch.arange(257), torch.tensor(column), span).to(torch.get_default_dtype())
+    period = small_integers(torch.arange(257), torch.tensor(column), span).to(
+        torch.get_default_dtype()
+    )
     return period.repeat(-(-count // 257))[:count]
 
 
@@ -111,7 +113,7 @@ class IntegerSamples(ComputedSamples):
         for name, width in WIDTHS.items():
             span = 5 if name in ("features", "image", "loss") else 3
             lift = 2 if name in ("scale", "table") else 0
-            columns.append(mix(rows, torch.arange(start, start + width), span) + lift)
+            columns.append(small_integers(rows, torch.arange(start, start + width), span) + lift)
             start += width
         return torch.cat(columns, 1).to(dtype), torch.zeros_like(ids)
 

@@ -48,7 +48,7 @@ def _table(seed: int) -> torch.Tensor:
     return drawn + F.one_hot(labels, WIDTH)
 
 
-class Table(nn.Module):
+class FeatureTable(nn.Module):
     """Sample numbers and labels -> the loss. `given` maps each argument of the loss to "labels", or
     to a separate view of the samples ("features").
     """
@@ -81,7 +81,7 @@ class Workload:
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the table, with the loss and its parameters."""
-        return Table(self._make(), self._given)
+        return FeatureTable(self._make(), self._given)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch.inputs, batch.labels)
@@ -94,10 +94,8 @@ class Workload:
         return NumberSamples()
 
 
-class MetricResults(nn.Module):
-    """Makes the result of a metric the gradient of `compute`, which is recorded and compared on
-    every rank. The loss is zero.
-    """
+class MetricModule(nn.Module):
+    """Returns zero, and the result of a metric as the gradient of `compute`."""
 
     def __init__(self, make: Callable[[], Any], given: Mapping[str, str]) -> None:
         super().__init__()
@@ -148,12 +146,12 @@ def _slices(samples: int) -> list[slice]:
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
 
 
-class Measuring(Workload):
+class MetricWorkload(Workload):
     """Measures the table with a metric, which `make` creates."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         """Return the metric's result as a module, which is not trained."""
-        return MetricResults(self._make, self._given)
+        return MetricModule(self._make, self._given)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return SGD with rate 0, because the result must not be trained."""

@@ -23,7 +23,13 @@ from torch import nn
 
 from distcheck.contract import Batch, Training
 from distcheck.records import ModelLayout, TensorSpec
-from distcheck.records.generated_words import PREFIX, SHAPE, ModelLayer, ModelWords, parse
+from distcheck.records.generated_words import (
+    PREFIX,
+    SHAPE,
+    GeneratedLayer,
+    GeneratedModelSpec,
+    parse_model_words,
+)
 from distcheck.workloads.datasets.synthetic import hash24
 
 LEARNING_RATE = 2.0**-10
@@ -49,7 +55,7 @@ def _weight(*shape: int, fan_in: int) -> torch.Tensor:
 class Dense(nn.Module):
     """[n, features] -> tanh of [n, size], or with `tied` back to [n, features]."""
 
-    def __init__(self, features: int, layer: ModelLayer) -> None:
+    def __init__(self, features: int, layer: GeneratedLayer) -> None:
         super().__init__()
         weight = _weight(layer.size, features, fan_in=features)
         if "strided" in layer.marks:
@@ -72,7 +78,7 @@ class Dense(nn.Module):
 class Conv(nn.Module):
     """[n, channels, height, width] -> tanh of [n, size, height - 1, width - 1]."""
 
-    def __init__(self, channels: int, layer: ModelLayer) -> None:
+    def __init__(self, channels: int, layer: GeneratedLayer) -> None:
         super().__init__()
         fan_in = channels * _KERNEL**2
         weight = _weight(layer.size, channels, _KERNEL, _KERNEL, fan_in=fan_in)
@@ -135,8 +141,7 @@ class Norm(nn.BatchNorm2d):
 
 class Chain(nn.Sequential):
     """A sequence of layers. Layers in `rare` apply only to the `chosen` samples [n], and are
-    skipped without such samples. Each of them adds half of the mean of its output to a chosen
-    sample.
+    skipped without them. Each adds half of the mean of its output to a chosen sample.
     """
 
     chosen: torch.Tensor
@@ -196,7 +201,7 @@ class GeneratedSamples:
 class Generated:
     """The workload that a description defines."""
 
-    def __init__(self, words: ModelWords) -> None:
+    def __init__(self, words: GeneratedModelSpec) -> None:
         self._words = words
         self.training = Training(accumulate=words.accumulate)
         if words.groups:  # the loop checks whether there is such a method
@@ -232,7 +237,7 @@ class Generated:
         return within[0]
 
     @staticmethod
-    def _small(layer: ModelLayer) -> nn.Module:
+    def _small(layer: GeneratedLayer) -> nn.Module:
         if layer.kind == "table":
             return Table(layer.size)
         if layer.kind == "norm":
@@ -240,9 +245,7 @@ class Generated:
         return Scale() if layer.kind == "scale" else RunningMeanLayer()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean over the samples of the model's output, multiplied by a weight per
-        sample.
-        """
+        """Return the mean over samples of the model's output times a weight per sample."""
         weights = random_between(batch.labels * 8191 + 5, 0.5, 1.5).to(batch.inputs)
         loss: torch.Tensor = (model(batch.inputs).flatten(1).mean(1) * weights).mean()
         return loss
@@ -274,7 +277,7 @@ class Generated:
 
 def describe(workload: str, model: nn.Module) -> ModelLayout:
     """Return the result of `describe_model` for a workload's `model`, without an optimizer step."""
-    keys = STATE[parse(workload.removeprefix(PREFIX)).optimizer]
+    keys = STATE[parse_model_words(workload.removeprefix(PREFIX)).optimizer]
     # torch's optimizers count steps in float64 if that is the default dtype, else in float32.
     counted_in = "float64" if torch.get_default_dtype() == torch.float64 else "float32"
     parameters = [(name, _spec(name, p)) for name, p in model.named_parameters()]
@@ -302,7 +305,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def described(words: str) -> Generated:
     """Return the workload `generated:WORDS`. Raises UsageError."""
-    return Generated(parse(words))
+    return Generated(parse_model_words(words))
 
 
 workload = described("linear3.bias-scale")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.records.expected_events import Padding
+from distcheck.records.expected_events import PaddedPositions
 from distcheck.workloads.datasets.synthetic import ComputedSamples, hash24
 
 LENGTH, VOCABULARY = 16, 64  # token numbers that every dtype represents exactly
@@ -27,9 +27,7 @@ _ONE_IN, _SHORT = 8, 5
 
 
 class Sequences(ComputedSamples):
-    """Sample i: a sequence of tokens, and the next token at each position. The same in every
-    process.
-    """
+    """Sample i: tokens, and the next token at each position. The same in every process."""
 
     shape = (LENGTH,)
     classes = VOCABULARY
@@ -106,7 +104,7 @@ class LanguageModel(nn.Module):
 class Workload:
     """The language model, trained by AdamW."""
 
-    must_happen = (Padding(),)
+    must_happen = (PaddedPositions(),)
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
         return LanguageModel()

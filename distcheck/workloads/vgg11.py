@@ -44,9 +44,7 @@ class VGG11Workload(Classifier):
     """Cross-entropy; SGD, learning rate 0.1, momentum 0.9, weight decay 1e-4."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build the model for 3x32x32 images, which five poolings reduce to a pixel. Raises
-        UsageError.
-        """
+        """Build the model for 3x32x32 images (five poolings leave a pixel). Raises UsageError."""
         if sample_shape != (3, 32, 32):
             given = "x".join(map(str, sample_shape))
             raise UsageError(

@@ -261,7 +261,7 @@ def _collective(
             noted.last = after
             step_calls.record_call_of_rank(noted.call.rank, kind, given, after - before)
             HERE.notes.append(noted)
-            limits = [posted_calls.own_limit_s(one) for one in (*given[-1:], *named.values())]
+            limits = [posted_calls.call_timeout_s(one) for one in (*given[-1:], *named.values())]
             if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):
                 HERE.remember(work, noted)  # after its own timeout, the code may continue
         return work
@@ -289,12 +289,12 @@ def _posted(
         rank=rank,
         group=group_name,
         number=before + 1 - HERE.of_group[group_name],
-        counts=posted_calls.counts_of(kind, sent, received),
+        counts=posted_calls.counts_that_must_match(kind, sent, received),
         dtype="" if first is None else _dtype_name(first.dtype),
         sizes=tuple(sent or received),
         place=place_of_caller(),
     )
-    if posted_calls.reduces(kind):
+    if posted_calls.is_reduction(kind):
         call.op = _op_name(getattr(options, "reduceOp", None))
         call.known = bool(call.op)
     if posted_calls.has_root(kind):
@@ -303,7 +303,7 @@ def _posted(
         call.known &= root is not None
     if kind == "all_to_all":
         rows = _splits(given) if name == "all_to_all_single" else ()
-        splits = posted_calls.splits_of(name, rows, sent, received, len(ranks))
+        splits = posted_calls.all_to_all_splits(name, rows, sent, received, len(ranks))
         call.in_splits, call.out_splits = splits
         call.known = bool(call.in_splits)
     return ranks, call

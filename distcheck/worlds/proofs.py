@@ -89,7 +89,7 @@ def _mismatch(said: WaitsByRank) -> str:
         splits = call.kind == "all_to_all" and posted_calls.splits_disagree(there, ranks)
         if apart or splits:
             missing = [rank for rank in ranks if rank not in there]
-            return posted_calls.meeting_in_words(call.number, calls, missing)
+            return posted_calls.call_mismatch_in_words(call.number, calls, missing)
     return ""
 
 
@@ -107,7 +107,7 @@ def _misfit(call: PostedCall, said: WaitsByRank) -> str:
         same = (other.group, other.tag, other.number) == (call.group, call.tag, call.number)
         if meets and same and (other.counts, other.dtype) != (call.counts, call.dtype):
             pair = (call, other) if call.kind == "send" else (other, call)
-            return posted_calls.message_in_words(*pair)
+            return posted_calls.message_mismatch_in_words(*pair)
     return ""
 
 

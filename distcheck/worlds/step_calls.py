@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distcheck.records.posted_calls import reduces
+from distcheck.records.posted_calls import is_reduction
 from distcheck.worlds.callers import line_of_call
 
 _MOST_CALLS = 4096  # of a step
@@ -111,8 +111,8 @@ class StepCalls:
         }
         if not any(given.values()) and (line := _of_all(copies, sizes, tensors)):
             given = dict.fromkeys(given, frozenset({line}))
-        once = {call.line for call in heard if not reduces(call.kind)}
-        lines = frozenset(call.line for call in heard if reduces(call.kind)) - once
+        once = {call.line for call in heard if not is_reduction(call.kind)}
+        lines = frozenset(call.line for call in heard if is_reduction(call.kind)) - once
         return CallLines(given, perhaps, lines)
 
 
@@ -127,7 +127,7 @@ def _of_all(
     lines = {call.line for call in copies}
     total = sum(sizes[name] for name, memories in tensors.items() if any(memories))
     whole = total > 1 and sum(call.elements for call in copies) == total
-    reduce = all(reduces(call.kind) for call in copies)
+    reduce = all(is_reduction(call.kind) for call in copies)
     return lines.pop() if len(lines) == 1 and whole and reduce else ""
 
 

@@ -187,10 +187,10 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
         rank=dist.get_rank(),
         group=group,
         number=number,
-        counts=posted_calls.counts_of(kind, given, got),
+        counts=posted_calls.counts_that_must_match(kind, given, got),
         dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
         sizes=tuple(map(tuple, given or got)),
-        known=not (posted_calls.reduces(kind) or posted_calls.has_root(kind)),
+        known=not (posted_calls.is_reduction(kind) or posted_calls.has_root(kind)),
         place=_place_of(entry),
     )
 

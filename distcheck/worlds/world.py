@@ -80,7 +80,7 @@ def _collectives_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
         differ = any(posted_calls.calls_differ(one, other) for other in calls)
         if differ or (one.kind == "all_to_all" and posted_calls.splits_disagree(there, ranks)):
             unknown = [rank for rank in ranks if rank not in there]
-            return posted_calls.meeting_in_words(number, calls, [], unknown)
+            return posted_calls.call_mismatch_in_words(number, calls, [], unknown)
     return ""
 
 
@@ -102,7 +102,7 @@ def _messages_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
             assert call.peer is not None
             other = sent.get((ranks, call.group, call.tag, call.number, call.peer, rank))
             if other and (other.counts, other.dtype) != (call.counts, call.dtype):
-                return posted_calls.message_in_words(other, call)
+                return posted_calls.message_mismatch_in_words(other, call)
     return ""
 
 

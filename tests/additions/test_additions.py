@@ -108,7 +108,7 @@ CELL = '''
 class Warm(_Perceptron):
     """A rate that is never 0."""
 
-    must_happen = (RateChanged(),)
+    must_happen = (LearningRateChanged(),)
 
     def schedule(self, optimizer, step):
         for group in optimizer.param_groups:

@@ -30,9 +30,9 @@ from distcheck.job.guard.records import Divergence, ReplicaFinding, TensorProjec
 from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult
 from distcheck.plan.cases import check_case
-from distcheck.plan.costs import recorded_s
+from distcheck.plan.costs import measured_s
 from distcheck.recordings.jobs import reading
-from distcheck.recordings.jobs.records import OpCall, Ops
+from distcheck.recordings.jobs.records import OpCall, RecordedOps
 from distcheck.recordings.scores import Scores, ScoresAbout, write_scores
 from distcheck.recordings.traces import files
 from distcheck.recordings.traces.reader import TraceReader
@@ -45,7 +45,7 @@ from distcheck.reports.training_report import (
     read_training,
 )
 from distcheck.store import bundle
-from distcheck.store.earlier_runs import since_last_green
+from distcheck.store.earlier_runs import changes_since_last_pass
 from distcheck.store.run_folder import read_trace, saved_traces
 from distcheck.verification import rechecking
 from distcheck.worlds.jobs import Descriptors, Job
@@ -178,7 +178,7 @@ def replay(originals: Originals, folder: Path, draw: Random) -> Answer:
     given = draw.choice((file, folder))
 
     def read() -> int:
-        for case in bundle.read_replay(str(given)).cases:
+        for case in bundle.read_cases_to_replay(str(given)).cases:
             check_case(case)
         return 0
 
@@ -204,7 +204,7 @@ def bundled(originals: Originals, folder: Path, draw: Random) -> Answer:
                 copy.writestr(name, data)
 
     def read() -> int:
-        for case in bundle.read_replay(str(target)).cases:
+        for case in bundle.read_cases_to_replay(str(target)).cases:
             check_case(case)
         return 0
 
@@ -293,9 +293,9 @@ def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
     _damaged_in_place(file, draw, "json")
 
     def read() -> int:
-        found = bundle.read_replay(str(originals.run))
-        recorded_s(folder)
-        since_last_green(folder / "runs", found.cases, found.made)
+        found = bundle.read_cases_to_replay(str(originals.run))
+        measured_s(folder)
+        changes_since_last_pass(folder / "runs", found.cases, found.made)
         return 0
 
     return answer_of(read)
@@ -336,7 +336,7 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
 
     def verdict_on_changes() -> int:
         asked = JobOptions(words=("python", "train.py"), steps=3, no_reference=True)
-        found = reading.read(job)
+        found = reading.read_recording(job)
         for rank, step in found.records:
             found.modules(rank, step)
         report = judging.judge(asked, found, CommandResult(0, ()), None, "none was asked for")
@@ -351,7 +351,7 @@ def recording(originals: Originals, folder: Path, draw: Random) -> Answer:
 def _thrice(facts: Facts) -> None:
     facts.raw = {name: 3 * gradient for name, gradient in facts.raw.items()}
     facts.seen = chain((1.0, 2.0), (3.0, 4.0))
-    facts.ops = Ops((OpCall("aten.mm", "a", "b"),))
+    facts.ops = RecordedOps((OpCall("aten.mm", "a", "b"),))
 
 
 def explained(originals: Originals, folder: Path, draw: Random) -> Answer:

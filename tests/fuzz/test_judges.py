@@ -48,12 +48,12 @@ def compared(dtype: torch.dtype, generator: torch.Generator) -> list[comparison.
     expected, bound = drawn(wide, generator), drawn(torch.float64, generator)
     parts = real_parts(expected)
     bounds = bound.unsqueeze(-1).expand_as(parts) if dtype.is_complex else bound
-    found = [comparison.bitwise(actual, other), comparison.bitwise(actual, actual)]
+    found = [comparison.compare_bitwise(actual, other), comparison.compare_bitwise(actual, actual)]
     for nan in (False, True):
-        found.append(comparison.within(actual, parts, bounds, nan_is_expected=nan))
-        found.append(comparison.by_norm(actual, expected, 1e-3, nan_is_expected=nan))
+        found.append(comparison.compare_within(actual, parts, bounds, nan_is_expected=nan))
+        found.append(comparison.compare_by_norm(actual, expected, 1e-3, nan_is_expected=nan))
     if dtype != torch.float8_e4m3fn:  # for which torch has no addition
-        found.append(comparison.equal_numbers(actual, other))
+        found.append(comparison.compare_numbers(actual, other))
     return found
 
 
@@ -77,11 +77,11 @@ def test_what_is_equal_to_itself_passes(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         one = drawn(dtype, generator)
-        assert comparison.bitwise(one, one.clone()).ok
+        assert comparison.compare_bitwise(one, one.clone()).ok
         changed = one.clone()
         if dtype != torch.bool:
             changed[3] = 1 if one[3] != 1 else 2
-            assert not comparison.bitwise(changed, one).ok
+            assert not comparison.compare_bitwise(changed, one).ok
 
 
 def test_a_distance_beyond_63_bits_is_the_most_that_there_is() -> None:

@@ -16,13 +16,13 @@ from distcheck.job.settings import TERM, ReplayedStep, ReplayResult
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
-    Clip,
-    Iteration,
+    ClipCall,
+    ForwardPass,
     LoadedBatch,
+    LoaderIteration,
     LossCall,
-    Ops,
-    Pass,
     RankRecord,
+    RecordedOps,
 )
 from distcheck.recordings.jobs.sketches import SLOTS
 from distcheck.recordings.jobs.watched import ModuleCall, WatchedCalls, WatchedStep, WatchedTensor
@@ -55,20 +55,20 @@ class Facts:
         self.sampler_epoch: int | None = step
         self.sampler = "DistributedSampler"
         self.of_iteration: dict[str, Any] = {}  # what else its Iteration has
-        self.clips: tuple[Clip, ...] = ()
+        self.clips: tuple[ClipCall, ...] = ()
         self.scale: float | None = None
         self.carried = False
         self.of_batch: dict[str, Any] = {}  # what else its Batch and its StepRecord have
         self.of_record: dict[str, Any] = {}
         self.skipped = False
         self.seen: WatchedStep | None = None  # of its modules
-        self.ops: Ops | None = None
+        self.ops: RecordedOps | None = None
 
-    def a_pass(self, number: int, **about: Any) -> Pass:
+    def a_pass(self, number: int, **about: Any) -> ForwardPass:
         call = LossCall(name="cross_entropy", reduction="mean", counted=4, value=2.0, target="")
         given = {"loss": 2.0, "losses": (call,), "rows": self.rows, **about}
         random = {"torch": f"{self.rank}-{self.step}-{number}"}
-        return Pass(inputs=(), random=random, batches=((0, self.epoch, self.step),), **given)
+        return ForwardPass(inputs=(), random=random, batches=((0, self.epoch, self.step),), **given)
 
     def write(self, folder: Path, budget: int) -> Tensors:
         """Writes the step; returns the parameters after it."""
@@ -96,7 +96,7 @@ class Facts:
                       **self.of_batch),
             ),
             iterations=(
-                Iteration(
+                LoaderIteration(
                     loader=0, epoch=self.epoch, sampler=self.sampler, shuffles=True,
                     sampler_epoch=self.sampler_epoch, **{"length": 4, **self.of_iteration},
                 ),
@@ -136,7 +136,7 @@ def make(
             facts = Facts(rank, step, world, held)
             change(facts)
             held = facts.write(folder, budget)
-    return reading.read(folder)
+    return reading.read_recording(folder)
 
 
 def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
@@ -183,7 +183,7 @@ def judged(job: JobRecording, alone: Reference) -> list[CheckResult]:
     return [*checks.checks_without_reference(job, agreed), *compared]
 
 
-def replaced(value: Pass, **about: Any) -> Pass:
+def replaced(value: ForwardPass, **about: Any) -> ForwardPass:
     return msgspec.structs.replace(value, **about)
 
 

@@ -98,13 +98,13 @@ def recorded_file(
     settings = JobSettings(steps=steps, kept=True, draw=draw, keep_going=True)
     with patch.dict(os.environ, own):
         _forked(script, folder, settings, arguments=arguments, there=there)
-    return reading.read(folder)
+    return reading.read_recording(folder)
 
 
 def recorded(script: str, folder: Path, **about: Any) -> JobRecording:
     """The recording of a script."""
     run(script, folder, **about)
-    return reading.read(folder)
+    return reading.read_recording(folder)
 
 
 def both(script: str, folder: Path, **about: Any) -> tuple[Any, Any]:

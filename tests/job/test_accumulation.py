@@ -15,12 +15,15 @@ from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.merged_batch import MergedBatch, factor_from_mean_to_loss
 from distcheck.job.settings import ReplayTask
-from distcheck.recordings.jobs.records import Clip, Factor, Term
+from distcheck.recordings.jobs.records import ClipCall, LossFactor, LossTerm
 from distcheck.records import CheckResult
 from tests.job.recordings import Facts, gradients, make, reference
 
-WEIGHTED = Term(
-    name="ce", reduction="mean", call=0, factors=(Factor(number=1 / 3, computed=True, outer=True),)
+WEIGHTED = LossTerm(
+    name="ce",
+    reduction="mean",
+    call=0,
+    factors=(LossFactor(number=1 / 3, computed=True, outer=True),),
 )
 Turn = tuple[float | None, float]  # the factor of a step, and how far its direction is off
 
@@ -113,7 +116,7 @@ def test_nothing_is_said_where_nothing_was_folded(tmp_path: Path) -> None:
     ("about", "cause"),
     [
         ({"carried": True}, "accumulated-gradient"),
-        ({"clips": (Clip(kind="norm", most=9e9, norm=1.0, passes=1),)}, "clip-in-accumulation"),
+        ({"clips": (ClipCall(kind="norm", most=9e9, norm=1.0, passes=1),)}, "clip-in-accumulation"),
     ],
 )
 def test_mistakes_between_passes_named(tmp_path: Path, about: dict[str, Any], cause: str) -> None:

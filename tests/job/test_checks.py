@@ -16,7 +16,7 @@ from distcheck.job.judging import only_source_line
 from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult
 from distcheck.judge.divergence.noise_floor import tolerance
-from distcheck.recordings.jobs.records import Clip, CollectiveCall, LossCall
+from distcheck.recordings.jobs.records import ClipCall, CollectiveCall, LossCall
 from distcheck.records import CheckResult, Diagnosis, VerdictName
 from distcheck.records.layers import ROUNDING
 from tests.job.recordings import (
@@ -117,7 +117,7 @@ def other_scale(facts: Facts) -> None:
 def clipped_while_scaled(facts: Facts) -> None:
     facts.scale = 2.0
     facts.passes = [facts.a_pass(0, loss=4.0)]
-    facts.clips = (Clip(kind="norm", most=1.0, norm=0.5, scaled=True),)
+    facts.clips = (ClipCall(kind="norm", most=1.0, norm=0.5, scaled=True),)
 
 
 def drift(facts: Facts) -> None:
@@ -142,12 +142,12 @@ def vectors_unsynced(facts: Facts) -> None:
 def clipped_first(facts: Facts) -> None:
     facts.at_step = {n: 0.5 * g for n, g in facts.raw.items()}
     facts.raw = facts.local
-    facts.clips = (Clip(kind="norm", most=1.0, norm=2.0),)
+    facts.clips = (ClipCall(kind="norm", most=1.0, norm=2.0),)
 
 
 def clipped_twice(facts: Facts) -> None:
     facts.at_step = {n: 0.25 * g for n, g in facts.raw.items()}
-    facts.clips = (Clip(kind="norm", most=1.0, norm=2.0),)
+    facts.clips = (ClipCall(kind="norm", most=1.0, norm=2.0),)
 
 
 def halved(facts: Facts) -> None:
@@ -322,7 +322,7 @@ def test_what_the_optimizer_was_given_is_compared_where_it_clips(
     tmp_path: Path, alone_clips: tuple[float, float], cause: str
 ) -> None:
     def clipped(facts: Facts) -> None:
-        facts.clips = (Clip(kind="norm", most=1e9, norm=1.0),)
+        facts.clips = (ClipCall(kind="norm", most=1e9, norm=1.0),)
 
     job = make(tmp_path, clipped)
     alone = reference(job, tmp_path, clipped=0.5, clips=(alone_clips,))
@@ -414,7 +414,7 @@ def test_clipping_does_not_hide_wrong_gradients(tmp_path: Path, most: float, ok:
     def sums(facts: Facts) -> None:
         facts.at_step = {n: 0.1 * one for n, one in facts.raw.items()}
         facts.raw = {n: 2.5 * one for n, one in facts.raw.items()}
-        facts.clips = (Clip(kind="norm", most=most * 1.25, norm=2.5),)
+        facts.clips = (ClipCall(kind="norm", most=most * 1.25, norm=2.5),)
 
     job = make(tmp_path, sums)
     alone = reference(job, tmp_path, clipped=0.1, clips=((0.125, 1.25),))
@@ -634,7 +634,7 @@ def test_a_clip_between_passes_explains_what_one_batch_does_not_give(tmp_path: P
     job = make(tmp_path, not_scaled)
     step = job.records[0, 1]
     assert causes.clipping_between_passes(job, 1) is None
-    clips = (Clip(kind="norm", most=1.0, norm=2.0, passes=1),)
+    clips = (ClipCall(kind="norm", most=1.0, norm=2.0, passes=1),)
     passes = (*step.passes, *step.passes)
     job.records[0, 1] = msgspec.structs.replace(step, clips=clips, passes=passes)
     found = causes.clipping_between_passes(job, 1)

@@ -17,7 +17,7 @@ from distcheck.judge.divergence import noise_floor
 from distcheck.judge.divergence.noise_floor import NoiseFloor, Perturbation
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import REPORT
-from distcheck.recordings.jobs.records import KeptRecording, write_json
+from distcheck.recordings.jobs.records import SavedRecordingFiles, write_json
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
 from distcheck.records.exit_status import RankEnd
 from distcheck.reports.json_report import render_json
@@ -31,7 +31,7 @@ def kept(
     """A recording with its report, as `--save` leaves it."""
     folder.mkdir()
     job = make(folder, change, **about)
-    whole = KeptRecording(world=job.world, steps=job.steps, form=reading.FORM)
+    whole = SavedRecordingFiles(world=job.world, steps=job.steps, form=reading.FORM)
     write_json(folder / reading.MANIFEST, whole)
     case = Case(id="job", strategy="train.py", world=2, workload="job", data="job", job=("--", "x"))
     counted = Compared(tensors=2, elements=24, ranks=2, steps=3)
@@ -169,7 +169,7 @@ def test_random_numbers_of_other_worlds_are_others(tmp_path: Path) -> None:
 
 def measured(folder: Path, share: float = 1e-6) -> Path:
     """A recording whose moved runs were off by a share of everything."""
-    job = reading.read(folder)
+    job = reading.read_recording(folder)
     steps = []
     for step in job.steps:
         found = {"loss": Perturbation(2 * share, 2.0)}
@@ -178,7 +178,7 @@ def measured(folder: Path, share: float = 1e-6) -> Path:
                 size = noise_floor.norm_of(noise_floor.recorded_tensor(job, kind, 0, step, name))  # type: ignore[arg-type]
                 found[f"{stem}/{name}"] = Perturbation(share * size, size)
         steps.append(found)
-    noise_floor.write(NoiseFloor(steps=tuple(steps)), folder)
+    noise_floor.write_noise_floor(NoiseFloor(steps=tuple(steps)), folder)
     return folder
 
 
@@ -352,9 +352,9 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     """And not a pipe of the running job, nor over a folder that is there."""
     folder = kept(tmp_path / "then")
     os.mkfifo(folder / "ask-1")
-    job = reading.read(folder)
-    reading.keep(job, tmp_path / "again")
-    assert reading.read_kept(tmp_path / "again").steps == (0, 1, 2)
+    job = reading.read_recording(folder)
+    reading.save_recording(job, tmp_path / "again")
+    assert reading.read_saved_recording(tmp_path / "again").steps == (0, 1, 2)
     assert not (tmp_path / "again" / "ask-1").exists()
     with pytest.raises(CannotRunError, match="cannot be kept in"):
-        reading.keep(job, tmp_path / "again")
+        reading.save_recording(job, tmp_path / "again")

@@ -11,11 +11,11 @@ import pytest
 from distcheck.errors import UsageError
 from distcheck.judge.divergence.job_recordings import JobComparison, compare_recordings
 from distcheck.judge.divergence.modules import OF_REFERENCE, OF_TWO, StepInBothRuns, first_wrong
-from distcheck.judge.divergence.noise_floor import measure
+from distcheck.judge.divergence.noise_floor import measure_noise_floor
 from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.watched import WatchedCalls, WatchedStep
-from distcheck.records.run_facts import ByModule
+from distcheck.records.run_facts import ModuleComparison
 from tests.job.recordings import chain
 from tests.job.worlds import record
 
@@ -56,7 +56,7 @@ def trained(folder: Path, how: str, **asked: int | bool) -> JobRecording:
 
 def walked(folder: Path, how: str) -> JobComparison:
     one, two = trained(folder, "as it is"), trained(folder, how)
-    floor = measure(one, [trained(folder, "as it is", draw=draw) for draw in (1, 2)])
+    floor = measure_noise_floor(one, [trained(folder, "as it is", draw=draw) for draw in (1, 2)])
     assert any(name.startswith("module/") for name in floor.steps[0])
     return compare_recordings(one, two, [(floor, 0)])
 
@@ -92,7 +92,7 @@ def test_no_module_is_named_where_the_loss_is_another(tmp_path: Path) -> None:
 
 def compared(
     one: WatchedStep, two: WatchedStep, *, fits: bool = False, spread: float = 1e-6
-) -> ByModule:
+) -> ModuleComparison:
     both = StepInBothRuns(one, two, lambda name, gradient: spread, 2**-24, fits=fits)
     found = first_wrong([(0, 0, both)], OF_REFERENCE if fits else OF_TWO)
     assert found is not None
@@ -155,4 +155,4 @@ def test_what_is_damaged_is_an_error_in_one_sentence(harm: str, tmp_path: Path) 
     job.records[0, 0] = msgspec.structs.replace(record, modules=HARMS[harm](record.modules))
     with pytest.raises(UsageError, match="is damaged: its modules have other tensors"):
         job.modules(0, 0)
-    assert reading.read(job.folder).modules(0, 0) is not None
+    assert reading.read_recording(job.folder).modules(0, 0) is not None

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.judge.divergence.job_recordings import compare_recordings, divergent_op, first_op
-from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops
+from distcheck.judge.divergence.job_recordings import (
+    compare_recordings,
+    divergent_op,
+    first_divergent_op_text,
+)
+from distcheck.recordings.jobs.records import COMPILED, OpCall, RecordedOps
 from tests.job.test_modules_watched import COMPILED as PARTS
 from tests.job.test_modules_watched import LOOP, MODELS, TELL, TELL_COUNTS
 from tests.job.worlds import record
@@ -91,13 +95,15 @@ def test_the_first_operator_that_parts_is_named(how: str, tmp_path: Path) -> Non
     )
     if how == "same":
         other = record(script, tmp_path / "again", how, "1", world=1, modules=True, ops=True)
-        assert first_op([(0, 0, one.records[0, 0].ops, other.records[0, 0].ops)]).startswith(  # type: ignore[list-item]
+        assert first_divergent_op_text(
+            [(0, 0, one.records[0, 0].ops, other.records[0, 0].ops)]
+        ).startswith(  # type: ignore[list-item]
             "none of "
         )
         return
     walk = compare_recordings(one, two, [])
-    assert FOUND[how] in walk.by_op(), walk.by_op()
-    assert "(step 0, rank 0, number " in walk.by_op()
+    assert FOUND[how] in walk.first_divergent_op(), walk.first_divergent_op()
+    assert "(step 0, rank 0, number " in walk.first_divergent_op()
 
 
 @pytest.mark.sweep
@@ -123,16 +129,20 @@ def op(name: str, inputs: str, outputs: str, **about: str) -> OpCall:
 def test_what_comes_from_an_exchange_or_a_region_is_said() -> None:
     exchange = op("c10d.allreduce_", "a", "")
     later = [op("aten.div", given, "c", part="backward") for given in ("b", "x")]
-    one, two = (Ops((exchange, last)) for last in later)
-    assert "they come from communication, c10d.allreduce_" in first_op([(3, 1, one, two)])
-    one, two = (Ops((op(COMPILED, "a", made, module="net.0"),)) for made in "bc")
-    assert "within net.0, which torch.compile has compiled" in first_op([(0, 0, one, two)])
+    one, two = (RecordedOps((exchange, last)) for last in later)
+    assert "they come from communication, c10d.allreduce_" in first_divergent_op_text(
+        [(3, 1, one, two)]
+    )
+    one, two = (RecordedOps((op(COMPILED, "a", made, module="net.0"),)) for made in "bc")
+    assert "within net.0, which torch.compile has compiled" in first_divergent_op_text(
+        [(0, 0, one, two)]
+    )
 
 
 def test_of_ranks_the_one_that_makes_other_bits_is_named() -> None:
-    given = [Ops((op("aten.div", one, "c"),)) for one in "ab"]
-    made = [Ops((op("aten.mm", "a", "a"), op("aten.mul", "a", one))) for one in "ab"]
-    said = first_op([(0, 0, *given), (0, 1, *made), (1, 0, *given)])  # type: ignore[arg-type]
+    given = [RecordedOps((op("aten.div", one, "c"),)) for one in "ab"]
+    made = [RecordedOps((op("aten.mm", "a", "a"), op("aten.mul", "a", one))) for one in "ab"]
+    said = first_divergent_op_text([(0, 0, *given), (0, 1, *made), (1, 0, *given)])  # type: ignore[arg-type]
     assert "aten.mul: its inputs are bit-identical" in said
     assert "(step 0, rank 1, number 1)" in said
     assert divergent_op(made[0], made[0]) is None

@@ -10,7 +10,7 @@ import torch
 
 from distcheck.job import causes, checks
 from distcheck.job.script_changes import remarks
-from distcheck.recordings.jobs.records import Clip
+from distcheck.recordings.jobs.records import ClipCall
 from tests.job import recordings
 from tests.job.recordings import LR, SHAPES, Facts, Tensors, gradients, make, mean, replaced
 
@@ -148,7 +148,7 @@ def takes_out_a_scale(facts: Facts) -> None:
 def of_torch(facts: Facts) -> None:
     """After a right exchange, by torch's own clipping, which is recorded."""
     facts.at_step = {n: 0.5 * g for n, g in facts.raw.items()}
-    facts.clips = (Clip(kind="norm", most=1.0, norm=2.0 - 1e-6),)
+    facts.clips = (ClipCall(kind="norm", most=1.0, norm=2.0 - 1e-6),)
 
 
 def centralized(g: torch.Tensor) -> torch.Tensor:

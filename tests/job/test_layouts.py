@@ -26,11 +26,11 @@ from distcheck.job.inside.parameters import Parameters
 from distcheck.job.inside.recorder import move_loss_to_visited_pass
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Axis, Pass, Shard
-from distcheck.recordings.jobs.unsharded import replicas_of, unsharded
+from distcheck.recordings.jobs.records import ForwardPass, MeshAxis, Shard
+from distcheck.recordings.jobs.unsharded import replica_groups, unshard_recording
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Compared
-from distcheck.records.mesh import mesh_from_text
+from distcheck.records.mesh import parse_mesh
 from tests.job.planted import FOLDER
 from tests.job.recordings import SHAPES, Facts, gradients, make, mean, reference
 from tests.job.test_examples import judge_command
@@ -39,8 +39,8 @@ LAYOUTS = FOLDER / "layouts"
 WORLDS = {"hsdp.py": 4, "fsdp2_tensor.py": 4}
 OPTIONS = {"fsdp2_tensor.py": ("--tp", "2")}
 BUGS = tomllib.loads((LAYOUTS / "planted.toml").read_text())["bug"]
-TENSOR = Axis(name="tp", kind="tensor", size=2)
-DATA = Axis(name="dp", kind="data", size=2)
+TENSOR = MeshAxis(name="tp", kind="tensor", size=2)
+DATA = MeshAxis(name="dp", kind="data", size=2)
 
 
 def run(script: Path, folder: Path, world: int) -> tuple[int, dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_a_bug_in_a_layout_is_named(bug: dict[str, Any], tmp_path: Path) -> None
 # -- recordings that are made up: two ranks, each with some rows of `weight` ----------------------
 
 
-def on_axes(folder: Path, *axes: Axis) -> None:
+def on_axes(folder: Path, *axes: MeshAxis) -> None:
     for file in folder.glob("rank-*/rank.json"):
         record = msgspec.json.decode(file.read_bytes(), type=records.RankRecord)
         records.write_json(file, replace(record, axes=axes))
@@ -82,7 +82,7 @@ def on_axes(folder: Path, *axes: Axis) -> None:
 def in_parts(folder: Path, *, of: int = 2, missing: bool = False) -> None:
     """Cuts `weight` into two parts by its rows, one for each of two ranks next to each other."""
     for file in folder.glob("rank-*/step-*.json"):
-        record = records.read_own(file, records.StepRecord)
+        record = records.read_record(file, records.StepRecord)
         tensors = reading.read_tensors(file.with_suffix(".safetensors"))
         number = record.rank % of
         first = record.rank - number
@@ -127,7 +127,7 @@ def test_parts_are_put_together(tmp_path: Path) -> None:
     as_it_was = make(folder, steps=1)
     whole = as_it_was.tensors(0, 0)["raw/weight"]
     in_parts(folder)
-    job = unsharded(reading.read(folder), tmp_path / "whole")
+    job = unshard_recording(reading.read_recording(folder), tmp_path / "whole")
     assert (job.world, job.processes, job.replicas) == (2, 2, ((0,), (1,)))
     for rank in range(2):
         found = job.gradient(Kind.EXCHANGED, rank, 0, "weight")
@@ -142,7 +142,7 @@ def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path) -> None:
     make(folder, steps=1)
     in_parts(folder, missing=True)
     with pytest.raises(UsageError, match="do not cover the whole"):
-        unsharded(reading.read(folder), tmp_path / "whole")
+        unshard_recording(reading.read_recording(folder), tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_parts_of_a_damaged_recording_are_refused(harm: dict[str, Any], tmp_path
     folder.mkdir()
     make(folder, steps=1)
     in_parts(folder)
-    job = reading.read(folder)
+    job = reading.read_recording(folder)
     record = job.records[1, 0]
     parts = {k: replace(p, **harm) if k == "raw/weight" else p for k, p in record.parts.items()}
     job.records[1, 0] = replace(record, parts=parts)
     try:
-        found = unsharded(job, tmp_path / "whole")
+        found = unshard_recording(job, tmp_path / "whole")
     except UsageError:
         return
     assert found.gradient(Kind.EXCHANGED, 1, 0, "weight") is None
@@ -272,11 +272,13 @@ def named(job: JobRecording, tmp_path: Path) -> list[str]:
         ((), ((0,), (1,), (2,), (3,))),
         ((DATA, TENSOR), ((0, 1), (2, 3))),
         ((TENSOR, DATA), ((0, 2), (1, 3))),
-        ((DATA, Axis(name="ep", kind="expert", size=2)), ((0,), (1,), (2,), (3,))),
+        ((DATA, MeshAxis(name="ep", kind="expert", size=2)), ((0,), (1,), (2,), (3,))),
     ],
 )
-def test_ranks_of_one_model(axes: tuple[Axis, ...], replicas: tuple[tuple[int, ...], ...]) -> None:
-    assert replicas_of(axes, 4) == replicas
+def test_ranks_of_one_model(
+    axes: tuple[MeshAxis, ...], replicas: tuple[tuple[int, ...], ...]
+) -> None:
+    assert replica_groups(axes, 4) == replicas
 
 
 @pytest.mark.parametrize(
@@ -289,13 +291,13 @@ def test_an_axis_is_known_by_its_name(name: str, kind: str) -> None:
 
 
 def test_a_mesh_is_read_from_text() -> None:
-    assert mesh_from_text("data=-1, tensor=2", 4).axes == (("data", 2), ("tensor", 2))
+    assert parse_mesh("data=-1, tensor=2", 4).axes == (("data", 2), ("tensor", 2))
     for text, said in (
         ("tensor", "is malformed"), ("tensor=2,tensor=2", "named twice"),
         ("rows=2", "has the unknown axis 'rows'"), ("tensor=3", "needs 3 ranks"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            mesh_from_text(text, 4)
+            parse_mesh(text, 4)
 
 
 def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def test_a_term_that_is_not_a_mean_leaves_a_failure_unknown(tmp_path: Path) -> N
 
 
 def test_a_loss_belongs_to_the_pass_that_backward_went_through() -> None:
-    first, last = (Pass(inputs=(), rows=(str(n),), random={}) for n in range(2))
+    first, last = (ForwardPass(inputs=(), rows=(str(n),), random={}) for n in range(2))
     several = [first, replace(last, loss=0.5)]
     move_loss_to_visited_pass(several, last, [0])
     assert [one.loss for one in several] == [0.5, None]
@@ -334,7 +336,7 @@ def test_ranks_with_pieces_of_one_sample_draw_other_numbers(tmp_path: Path) -> N
     folder = tmp_path / "recording"
     folder.mkdir()
     make(folder, change, steps=1)
-    on_axes(folder, Axis(name="cp", kind="sequence", size=2))
+    on_axes(folder, MeshAxis(name="cp", kind="sequence", size=2))
     (result,) = random_streams(perturbed_runs.read_whole(folder, tmp_path / "whole"))
     assert (result.verdict, "shards of the same samples" in result.reason) == ("fail", True)
 

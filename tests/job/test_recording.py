@@ -63,7 +63,7 @@ def test_damage_is_refused(tmp_path: Path, harm: Callable[[Path], None], said: s
     make(tmp_path)
     harm(tmp_path)
     with pytest.raises(UsageError, match=said):
-        reading.read(tmp_path)
+        reading.read_recording(tmp_path)
 
 
 def change(file: Path) -> None:
@@ -83,7 +83,7 @@ def without_a_writer(file: Path) -> None:
 def test_damaged_tensors_are_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     make(tmp_path)
     harm(tmp_path / "rank-0001" / "step-000001.safetensors")
-    job = reading.read(tmp_path)
+    job = reading.read_recording(tmp_path)
     with pytest.raises(UsageError, match="is damaged"):
         job.tensors(1, 1)
 
@@ -91,7 +91,7 @@ def test_damaged_tensors_are_refused(tmp_path: Path, harm: Callable[[Path], None
 def test_a_rank_that_made_fewer_steps_is_seen(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "rank-0001" / "step-000002.json").unlink()
-    job = reading.read(tmp_path)
+    job = reading.read_recording(tmp_path)
     assert job.steps == (0, 1)
     assert job.uneven == {0: 3, 1: 2}
 
@@ -186,9 +186,11 @@ def test_the_sitecustomize_behind_still_runs_and_torch_is_not_imported(tmp_path:
 
 def test_sketches_are_linear() -> None:
     one, two = torch.randn(1000), torch.randn(1000)
-    added = sketches.sketch(one) + 3 * sketches.sketch(two)
-    assert torch.allclose(sketches.sketch(one.double() + 3 * two.double()), added)
-    assert float(sketches.magnitudes(one).sum()) == pytest.approx(float(one.double().abs().sum()))
+    added = sketches.project(one) + 3 * sketches.project(two)
+    assert torch.allclose(sketches.project(one.double() + 3 * two.double()), added)
+    assert float(sketches.project_magnitudes(one).sum()) == pytest.approx(
+        float(one.double().abs().sum())
+    )
 
 
 def test_names_without_wrappers() -> None:
@@ -329,7 +331,7 @@ def test_a_parameter_is_written_once(
     """It is what the step before has left, and is read from there."""
     file = two_steps(tmp_path, between, budget)
     assert ("before/weight" in load_file(file)) is is_written
-    job = reading.read(tmp_path)
+    job = reading.read_recording(tmp_path)
     found = job.tensors(0, 1)
     assert torch.equal(found["before/weight"] + 1, found["after/weight"])
     assert torch.equal(found["after/weight"], found["after/other"])

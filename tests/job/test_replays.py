@@ -29,12 +29,12 @@ from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.settings import BY_RANK, JobSettings, ReplayTask
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.reading import JobRecording, read
+from distcheck.recordings.jobs.reading import JobRecording, read_recording
 from distcheck.recordings.jobs.records import (
-    Iteration,
+    ForwardPass,
     LoadedBatch,
+    LoaderIteration,
     LossCall,
-    Pass,
     RankRecord,
     StepRecord,
 )
@@ -58,11 +58,11 @@ def job(tmp_path: Path) -> JobRecording:
         call = LossCall(name="mse_loss", reduction="mean", counted=rows, value=1.0, target=target)
         file.write(
             1 << 20, rank=rank, world=2, optimizer="", groups=(),
-            passes=(Pass(inputs=(inputs,), rows=(), random={}, loss=1.0, losses=(call,)),),
+            passes=(ForwardPass(inputs=(inputs,), rows=(), random={}, loss=1.0, losses=(call,)),),
             batches=(LoadedBatch(loader=0, epoch=1, number=5, leaves=(inputs, target), rows=()),),
-            iterations=(Iteration(loader=0, epoch=1, length=7, sampler="", shuffles=False),),
+            iterations=(LoaderIteration(loader=0, epoch=1, length=7, sampler="", shuffles=False),),
         )  # fmt: skip
-    return read(tmp_path)
+    return read_recording(tmp_path)
 
 
 def test_micro_batches_become_one_pass(job: JobRecording) -> None:

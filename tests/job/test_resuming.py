@@ -64,7 +64,11 @@ def recorded(script: str, folder: Path, *edits: tuple[str, str], draws: int = 0)
         recorded_file(text, folder / f"moved-{draw}", folder / f"copy-{draw}", *words, draw=draw)
         for draw in range(1, draws + 1)
     ]
-    floor = noise_floor.measure(job, perturbed) if draws else NoiseFloor(why="it was not asked for")
+    floor = (
+        noise_floor.measure_noise_floor(job, perturbed)
+        if draws
+        else NoiseFloor(why="it was not asked for")
+    )
     return Whole(Earlier(folder / "whole", job, floor), folder / "there")
 
 
@@ -170,7 +174,7 @@ def test_another_model_is_refused(wholes: dict[str, Whole], tmp_path: Path) -> N
 def test_a_job_resumed_at_its_end_is_unknown(wholes: dict[str, Whole], tmp_path: Path) -> None:
     whole = wholes[BY_HAND]
     folder = whole.earlier.folder
-    before = reading.read(folder)
+    before = reading.read_recording(folder)
     before.steps = before.steps[:SAVED_AT]
     results, _, _ = continued(
         Whole(Earlier(folder, before, NoiseFloor()), whole.there), BY_HAND, tmp_path, steps=1

@@ -22,7 +22,7 @@ from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult, Watch
 from distcheck.job.settings import JobSettings, ReplayTask, write
-from distcheck.recordings.jobs.records import Clip, CollectiveCall, Factor, Term
+from distcheck.recordings.jobs.records import ClipCall, CollectiveCall, LossFactor, LossTerm
 from distcheck.records.exit_status import RankEnd
 from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
 from tests.job.scripts import recorded
@@ -378,10 +378,10 @@ def test_the_mean_of_the_ranks_sums_is_a_remark(
 
 def test_a_sum_that_is_divided_may_be_a_mean_over_other_items(tmp_path: Path) -> None:
     """The Trainer may divide by all positions of a batch, of which fewer are targets."""
-    by = Factor(number=1 / 64, computed=True, outer=True, divides=True)
+    by = LossFactor(number=1 / 64, computed=True, outer=True, divides=True)
 
     def divided(facts: Facts) -> None:
-        term = Term(name="cross_entropy", reduction="sum", call=0, factors=(by,))
+        term = LossTerm(name="cross_entropy", reduction="sum", call=0, factors=(by,))
         facts.passes = [msgspec.structs.replace(one, terms=(term,)) for one in facts.passes]
 
     job = make(tmp_path, divided)
@@ -457,7 +457,7 @@ def test_a_scale_that_one_process_has_too_is_judged_where_passes_cannot_be_one_b
 
     def sums(facts: Facts) -> None:
         facts.passes = [replaced(facts.a_pass(n), draws=True) for n in range(2)]
-        facts.clips = (Clip(kind="norm", most=1.0, norm=4.0, passes=2),)
+        facts.clips = (ClipCall(kind="norm", most=1.0, norm=4.0, passes=2),)
         facts.at_step = {n: g / divides / (4 + 1e-6) for n, g in facts.raw.items()}
 
     job = make(tmp_path, sums)
@@ -496,7 +496,7 @@ def test_a_multiple_of_one_pass_is_no_number_of_all_ranks(tmp_path: Path) -> Non
 
 def test_a_clip_norm_that_grows_with_the_ranks_is_named(tmp_path: Path) -> None:
     def clips(facts: Facts) -> None:
-        facts.clips = (Clip(kind="norm", most=2.0, norm=4.0, passes=1),)
+        facts.clips = (ClipCall(kind="norm", most=2.0, norm=4.0, passes=1),)
         facts.at_step = {n: g / 2 for n, g in facts.raw.items()}
 
     job = make(tmp_path, clips)
@@ -555,7 +555,7 @@ def _adds(facts: Facts, of_rank_one: float, *names: str) -> None:
     terms = ("cross_entropy", *(names if facts.rank else ()))
     facts.passes = [
         replaced(
-            facts.passes[0], terms=tuple(Term(name=n, reduction="mean", call=-1) for n in terms)
+            facts.passes[0], terms=tuple(LossTerm(name=n, reduction="mean", call=-1) for n in terms)
         )
     ]
 
@@ -577,7 +577,7 @@ def test_term_of_one_rank(much: float, names: tuple[str, ...], cause: str, tmp_p
 @pytest.mark.parametrize(("by", "cause"), [(0.5, "term-scale"), (0.7, "unexplained")])
 def test_a_term_of_another_scale_is_named(by: float, cause: str, tmp_path: Path) -> None:
     """Also if samples interact in it: with another number the verdict would be `unknown`."""
-    terms = tuple(Term(name=n, reduction="mean", call=-1) for n in ("nll_loss", "a sum"))
+    terms = tuple(LossTerm(name=n, reduction="mean", call=-1) for n in ("nll_loss", "a sum"))
 
     def scales(facts: Facts) -> None:
         of_term = gradients(9, facts.step)

@@ -16,7 +16,7 @@ from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.merged_batch import MergedBatch
 from distcheck.job.inside.terms import divisor_of_loss, terms_of
 from distcheck.job.settings import ReplayTask
-from distcheck.recordings.jobs.records import Factor, LossCall, Term
+from distcheck.recordings.jobs.records import LossCall, LossFactor, LossTerm
 from tests.job.recordings import Facts, make, reference
 from tests.job.test_examples import judge
 
@@ -35,7 +35,7 @@ class _DDPSink(torch.autograd.Function):
         return (None, *gradients)
 
 
-def read(of: Losses) -> tuple[tuple[Term, ...], str]:
+def read(of: Losses) -> tuple[tuple[LossTerm, ...], str]:
     logits = torch.randn(4, 3, requires_grad=True)
     ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     mse = F.mse_loss(logits, torch.zeros(4, 3))
@@ -112,19 +112,19 @@ def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:
 # -- what they say of the scale ------------------------------------------------------------------
 
 
-def term(name: str, *numbers: float, computed: bool = True, **about: Any) -> Term:
+def term(name: str, *numbers: float, computed: bool = True, **about: Any) -> LossTerm:
     by = about.pop("divides", True)
     factors = tuple(
-        Factor(number=abs(n), computed=computed, outer=n < 0, divides=by) for n in numbers
+        LossFactor(number=abs(n), computed=computed, outer=n < 0, divides=by) for n in numbers
     )
-    return Term(name=name, factors=factors, **{"reduction": "mean", "call": 0, **about})
+    return LossTerm(name=name, factors=factors, **{"reduction": "mean", "call": 0, **about})
 
 
-def whole(name: str, number: float) -> Term:
+def whole(name: str, number: float) -> LossTerm:
     return term(name, number, computed=False)
 
 
-def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts], None]:
+def passes_with(*found: LossTerm, count: int = 4, **about: Any) -> Callable[[Facts], None]:
     """A negative number stands for a factor of the whole loss."""
 
     def change(facts: Facts) -> None:
@@ -143,18 +143,18 @@ def passes_with(*found: Term, count: int = 4, **about: Any) -> Callable[[Facts],
         (term("ce", -1 / 4, -1 / 4, -4.0), term("aux", -1 / 4, -1 / 4, -4.0)),
     ],
 )
-def test_a_right_loss_of_several_terms_passes(found: tuple[Term, ...], tmp_path: Path) -> None:
+def test_a_right_loss_of_several_terms_passes(found: tuple[LossTerm, ...], tmp_path: Path) -> None:
     job = make(tmp_path, passes_with(*found))
     result = exchange.loss_scale(job, job.steps)
     assert result is not None
     assert (result.verdict, result.compared.elements) == ("pass", 2 * 3 * 4)
 
 
-def weighted(number: float, divided: float) -> Term:
+def weighted(number: float, divided: float) -> LossTerm:
     """As of `number * ce / passes`."""
     (weight,) = term("ce", -number, divides=False).factors
     (division,) = term("ce", -divided).factors
-    return Term(name="ce", reduction="mean", call=0, factors=(weight, division))
+    return LossTerm(name="ce", reduction="mean", call=0, factors=(weight, division))
 
 
 @pytest.mark.parametrize("number", [1 / 4, 4.0])
@@ -192,7 +192,9 @@ def test_a_weight_equal_to_the_pass_count_is_no_mistake(number: float, tmp_path:
          "the loss is divided twice by the 4 gradient accumulation steps"),
     ],
 )  # fmt: skip
-def test_undivided_terms(found: tuple[Term, ...], cause: str, said: str, tmp_path: Path) -> None:
+def test_undivided_terms(
+    found: tuple[LossTerm, ...], cause: str, said: str, tmp_path: Path
+) -> None:
     job = make(tmp_path, passes_with(*found))
     results = [r for r in checks.checks_without_reference(job) if r.compared.elements]
     assert [r.check for r in results if r.verdict == "fail"] == ["loss scale"]
@@ -213,7 +215,9 @@ def test_undivided_terms(found: tuple[Term, ...], cause: str, said: str, tmp_pat
          "unless the division is within the term"),
     ],
 )  # fmt: skip
-def test_an_unknown_scale_has_a_reason(found: tuple[Term, ...], why: str, tmp_path: Path) -> None:
+def test_an_unknown_scale_has_a_reason(
+    found: tuple[LossTerm, ...], why: str, tmp_path: Path
+) -> None:
     job = make(tmp_path, passes_with(*found))
     result = exchange.loss_scale(job, job.steps)
     assert result is not None
@@ -264,7 +268,7 @@ def test_terms_may_be_divided_at_the_end(divides: bool, verdict: str, tmp_path: 
     assert results["gradients"].verdict == "pass"
 
 
-def a_sum(*numbers: float, divides: bool = True) -> Term:
+def a_sum(*numbers: float, divides: bool = True) -> LossTerm:
     return term("a sum", *numbers, reduction="sum", call=-1, divides=divides)
 
 
@@ -459,7 +463,7 @@ def test_direction_with_terms(folded: Any, verdict: str, named: list[str], tmp_p
     assert [d.cause for d in causes.diagnose(job, [result], alone)] == named
 
 
-def folding_of(found: tuple[Term, ...], folder: Path) -> MergedBatch:
+def folding_of(found: tuple[LossTerm, ...], folder: Path) -> MergedBatch:
     def micro_batches(facts: Facts) -> None:
         passes_with(*found, count=2)(facts)
         last = msgspec.structs.replace(facts.passes[1], rows=(*facts.rows[1:], "of the last"))

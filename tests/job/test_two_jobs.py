@@ -54,7 +54,7 @@ def test_a_job_its_continuation_and_a_rerun(tmp_path: Path, names: tuple[str, ..
     for name in names:
         _, case = job(tmp_path, "--steps", "4", "--no-reference", "--save", name, *command)
         assert case["verdict"] == "unknown"  # one rank exchanges nothing
-    measured = noise_floor.read(tmp_path / "whole")
+    measured = noise_floor.read_noise_floor(tmp_path / "whole")
     assert (len(measured.steps), measured.why) == (4, "")
     assert measured.steps[0]["step/weight"].distance > 0
     code, case = job(tmp_path, "--resumed-from", "whole", *command, "saved.pt")

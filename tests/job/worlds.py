@@ -78,7 +78,7 @@ def record(
         for rank in range(world)
     ]  # fmt: skip
     _ended(children, folder)
-    return reading.read(folder)
+    return reading.read_recording(folder)
 
 
 def replay(job: JobRecording, script: Path, folder: Path, *words: str, modules: bool) -> Reference:

@@ -194,7 +194,7 @@ class _Noting(torch.autograd.Function):
 
 
 @mutant(
-    caught="gradients rounding, gradients full batch float32", workload=".small:CalledTwice",
+    caught="gradients rounding, gradients full batch float32", workload=".small:ModelCalledTwice",
     world=2, steps=2,
 )  # fmt: skip
 class KeepsOneCallOnly:

@@ -229,7 +229,7 @@ class _Twice(nn.Module):
         return self.head(self.shared(self.shared(inputs).relu()).relu())
 
 
-class CalledTwice(Small):
+class ModelCalledTwice(Small):
     """A layer that is called twice in one forward pass."""
 
     def model(self, *, sample_shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -357,10 +357,10 @@ def test_what_draws_in_ranks_is_refused(run: Run) -> None:
 
 def test_a_users_class_may_be_called_as_one_that_draws() -> None:
     kind = type("DataObject", (), {"__module__": "hypothesis_jsonschema"})
-    examples.refuse([kind(), 7])
+    examples.check_example_arguments([kind(), 7])
     drawn = type("DataObject", (), {"__module__": "hypothesis.strategies._internal.core"})
     with pytest.raises(pytest.fail.Exception, match=r"st\.data"):
-        examples.refuse([drawn()])
+        examples.check_example_arguments([drawn()])
 
 
 SPEAKS = """

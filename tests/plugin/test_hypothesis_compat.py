@@ -32,16 +32,16 @@ def test_an_example_is_put_in_place_of_the_one_that_runs() -> None:
     @hypothesis.settings(max_examples=1, database=None)
     @hypothesis.given(st.none())
     def test(_: None) -> None:
-        own = hypothesis_compat.context()
-        with hypothesis_compat.within(None):
-            seen.append(hypothesis_compat.context())
-        with hypothesis_compat.within(own):
-            seen.append(hypothesis_compat.context() is own)
+        own = hypothesis_compat.current_build_context()
+        with hypothesis_compat.running_example(None):
+            seen.append(hypothesis_compat.current_build_context())
+        with hypothesis_compat.running_example(own):
+            seen.append(hypothesis_compat.current_build_context() is own)
             hypothesis.event("mine")
             hypothesis.target(3.0, label="far")
         seen.extend([own.is_final, dict(own.data.events), own.data.target_observations["far"]])
 
-    assert hypothesis_compat.context() is None
+    assert hypothesis_compat.current_build_context() is None
     test()
     assert seen == [None, True, False, {"mine": ""}, 3.0]
 

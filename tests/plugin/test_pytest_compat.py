@@ -56,7 +56,7 @@ def test_a_fixture_with_the_scope_of_the_session(item: pytest.Function) -> None:
 class Test:
     def test_only_what_is_set_up_from_now_on_is_torn_down(self, item: pytest.Function) -> None:
         """By a copy of pytest's state, to which the test's own is put back."""
-        owned = [(o, n, getattr(o, n), make) for o, n, make in pytest_compat.own_state(item)]
+        owned = [(o, n, getattr(o, n), make) for o, n, make in pytest_compat.per_rank_state(item)]
         assert [name for _, name, *_ in owned][:2] == ["_request", "_setupstate"]
         try:
             for owner, name, _, make in owned:
@@ -96,7 +96,7 @@ def test_it(request):
     assert other.stash[pytest_compat.caplog_handler_key].records == []
     assert other.stash[pytest_compat.caplog_records_key] == {"call": []}
     assert other.stash[pytest_compat.tmppath_result_key] == {}
-    assert pytest_compat.folders(other.config).getbasetemp().is_dir()
+    assert pytest_compat.tmp_path_factory(other.config).getbasetemp().is_dir()
 
 def test_other(caplog, tmp_path):
     assert caplog.records == []
@@ -134,7 +134,7 @@ def test_a_hook_is_taken_off(pytester: pytest.Pytester) -> None:
 
 
 def test_capsys_captures_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    before = pytest_compat.capture_anew(capsys)
+    before = pytest_compat.recapture(capsys)
     print("hello")
     assert capsys.readouterr().out == "hello\n"
     capsys.close()
@@ -145,7 +145,7 @@ def test_what_captures_the_process_is_let_go_of(request: pytest.FixtureRequest) 
     captures: Any = request.config.pluginmanager.getplugin("capturemanager")
     before = captures._global_capturing
     assert before is not None
-    taken = pytest_compat.take_capture_off(request.config)
+    taken = pytest_compat.detach_capture(request.config)
     try:
         assert taken is before
         assert captures._global_capturing is None

@@ -21,7 +21,7 @@ from distcheck.errors import UsageError
 from distcheck.plan.provenance import provenance_of
 from distcheck.records import Case
 from distcheck.store import trust, unpacking
-from distcheck.store.bundle import open_bundle, read_replay
+from distcheck.store.bundle import open_bundle, read_cases_to_replay
 from tests.security import zips
 from tests.world.command import COMMAND
 
@@ -202,20 +202,20 @@ def test_code_of_others_is_named_and_not_run(tmp_path: Path) -> None:
     bundle = zips.bundle(tmp_path / "b.zip")
     said = refuse(str(bundle))
     assert "runs untrusted code: strategy .distcheck/bundles/b-" in said
-    (code,) = trust.unknown_code(*unpacked(bundle))
+    (code,) = trust.untrusted_code(*unpacked(bundle))
     assert len(code.digest) == 32
     assert code.digest in said
     assert "pass --trust" in said
     assert not (tmp_path / "ran").exists()
     # Whatever comes with the code changes its digest: it may be imported by any name.
     files = zips.members(tmp_path / "ran") | {"sources/there/other.py": b"x = 1"}
-    (other,) = trust.unknown_code(*unpacked(zips.write(tmp_path / "c.zip", files)))
+    (other,) = trust.untrusted_code(*unpacked(zips.write(tmp_path / "c.zip", files)))
     assert len(other.files) == 2
     assert other.digest != code.digest
 
 
 def unpacked(bundle: Path) -> tuple[list[Case], dict[str, str]]:
-    replay = read_replay(str(bundle))
+    replay = read_cases_to_replay(str(bundle))
     return replay.cases, replay.unpacked
 
 
@@ -231,11 +231,11 @@ def test_the_same_code_of_this_checkout_needs_no_question(tmp_path: Path, checko
         "cases/case-w2.json": json.dumps(case).encode(),
     }
     bundle = zips.write(tmp_path / "b.zip", files)
-    assert trust.unknown_code(*unpacked(bundle)) == []
+    assert trust.untrusted_code(*unpacked(bundle)) == []
     more = zips.write(tmp_path / "c.zip", {**files, "sources/there/random.py": b"x = 1"})
-    assert len(trust.unknown_code(*unpacked(more))) == 1, "a module that this checkout lacks"
+    assert len(trust.untrusted_code(*unpacked(more))) == 1, "a module that this checkout lacks"
     mine.write_text("changed = 1")
-    assert len(trust.unknown_code(*unpacked(bundle))) == 1
+    assert len(trust.untrusted_code(*unpacked(bundle))) == 1
 
 
 def case_of(**changes: Any) -> Case:
@@ -265,12 +265,12 @@ def test_known_or_asked(tmp_path: Path, checkout: Path, monkeypatch: pytest.Monk
         for changes in cases:
             case = msgspec.convert(msgspec.to_builtins(case_of(**changes)), Case)
             made = {"c": provenance_of(case, {})}
-            assert len(trust.unknown_code([case], {}, made=made)) == wanted, changes
+            assert len(trust.untrusted_code([case], {}, made=made)) == wanted, changes
     mine = case_of(strategy="mine.py:f")
     made = {"c": provenance_of(mine, {})}
-    assert len(trust.unknown_code([mine], {})) == 1, "no digest was recorded"
+    assert len(trust.untrusted_code([mine], {})) == 1, "no digest was recorded"
     monkeypatch.setenv("HOME", str(checkout))
-    assert len(trust.unknown_code([mine], {}, made=made)) == 1, "downloads lie there"
+    assert len(trust.untrusted_code([mine], {}, made=made)) == 1, "downloads lie there"
 
 
 def test_a_yes_on_a_terminal_is_asked_for(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from distcheck.reports.documents import read_report
 from distcheck.reports.training_report import read_training
 from distcheck.store import run_folder, trust
 from distcheck.store import run_folder as read_back
-from distcheck.store.bundle import make_bundle, read_replay
+from distcheck.store.bundle import make_bundle, read_cases_to_replay
 from distcheck.store.run_folder import read_case, saved_traces
 from distcheck.verification.merging import merge_command
 from distcheck.verification.rechecking import failed_without_trace
@@ -47,12 +47,15 @@ FILES: dict[str, tuple[str, Reader]] = {
     "report to pack": ("run/report.json", lambda f: make_bundle(
         f / "run", f / "b.zip", traces=False)),
     "case": ("run/cases/case-w2.json", lambda f: read_case(f / "run/cases/case-w2.json")),
-    "case of a run": ("run/cases/case-w2.json", lambda f: read_replay(str(f / "run"))),
+    "case of a run": ("run/cases/case-w2.json", lambda f: read_cases_to_replay(str(f / "run"))),
     "about.json": ("run/traces/case-w2/about.json", lambda f: saved_traces(f / "run")),
     "checksums.json": ("run/traces/case-w2/checksums.json", lambda f: saved_traces(f / "run")),
-    "a rank of a job": ("job/rank-0000/rank.json", lambda f: reading.read(f / "job")),
-    "a step of a job": ("job/rank-0001/step-000001.json", lambda f: reading.read(f / "job")),
-    "samples of a job": ("job/rank-0001/read.json", lambda f: reading.read(f / "job")),
+    "a rank of a job": ("job/rank-0000/rank.json", lambda f: reading.read_recording(f / "job")),
+    "a step of a job": (
+        "job/rank-0001/step-000001.json",
+        lambda f: reading.read_recording(f / "job"),
+    ),
+    "samples of a job": ("job/rank-0001/read.json", lambda f: reading.read_recording(f / "job")),
     "guard": ("guard.json", lambda f: guard.read(f / "guard.json")),
     "training": ("training.json", lambda f: read_training(f / "training.json")),
     "baseline": ("sweep.json", lambda f: _read_sweeps(f / "sweep.json")),
@@ -181,18 +184,18 @@ def test_bundle_members(name: str, what: str, sound: Path, monkeypatch: pytest.M
     data = b" " * (2 << 20) if what == "bytes" else b"[" + b"[]," * 2000 + b"[]]"
     zipped = zips.write(sound / "b.zip", zips.members(sound / "ran") | {name: data})
     assert zipfile.is_zipfile(zipped)
-    said = refused(lambda: read_replay(str(zipped)))
+    said = refused(lambda: read_cases_to_replay(str(zipped)))
     assert "is larger than" in said or "has more than 1,000 values" in said
 
 
 def test_code_that_a_case_names_has_a_limit(sound: Path) -> None:
     case = Case(id="c", strategy=f"{sound}/code.py:sync", world=2, workload="mlp")
-    (code,) = trust.unknown_code([msgspec.structs.replace(case, strategy="/dev/zero:sync")])
+    (code,) = trust.untrusted_code([msgspec.structs.replace(case, strategy="/dev/zero:sync")])
     assert code.file == ""
     made = {"c": provenance_of(case, {})}
-    assert trust.unknown_code([case], made=made) == []
+    assert trust.untrusted_code([case], made=made) == []
     too_large(sound / "code.py")
-    said = refused(lambda: trust.unknown_code([case]))
+    said = refused(lambda: trust.untrusted_code([case]))
     assert "code.py: File too large" in said
 
 

@@ -16,7 +16,7 @@ from distcheck.errors.defects import save_traceback
 from distcheck.records import Case
 from distcheck.records.decoding import read_bounded
 from distcheck.reports.files import check_writable, write_text
-from distcheck.store.run_folder import Store
+from distcheck.store.run_folder import RunStore
 from tests.optional import needs
 
 ANOTHER = 4242
@@ -51,7 +51,7 @@ def test_folders_and_files_are_ones_own(here: Path) -> None:
 
 
 def test_a_run_is_ones_own(here: Path) -> None:
-    store = Store.by_default()
+    store = RunStore.default_or_none()
     assert store is not None
     store.write_case(Case(id="c", strategy="ddp", world=2))
     store.write_report("{}")
@@ -62,7 +62,7 @@ def test_a_run_is_ones_own(here: Path) -> None:
 
 def test_an_earlier_clock_reuses_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
-    stores = [Store.by_default() for _ in range(3)]
+    stores = [RunStore.default_or_none() for _ in range(3)]
     folders = [store.folder for store in stores if store is not None]
     assert len({*folders}) == 3
     assert all(folder.is_dir() for folder in folders)
@@ -90,7 +90,7 @@ def test_a_folder_that_others_can_write_is_not_used(
             pytest.skip("only root can give a folder away")
         os.chown(place, ANOTHER, ANOTHER)
     if use == "runs":
-        assert Store.by_default() is None
+        assert RunStore.default_or_none() is None
     elif use == "a traceback":
         saved = save_traceback("boom")
         assert saved

@@ -18,7 +18,7 @@ import pytest
 from distcheck.errors import CannotRunError
 from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
-from distcheck.verification.own_code import Allowed
+from distcheck.verification.own_code import AllowedCode
 from distcheck.worlds.framing import frame
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.handshake import Handshakes
@@ -373,8 +373,8 @@ def record(**changes: Any) -> bytes:
     ids=str,
 )
 def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:
-    Allowed([MINE]).check(RECORD.target, record(**changes))
-    Allowed([MINE]).check(CALIBRATE.target, msgspec.msgpack.encode(CALIBRATES))
+    AllowedCode([MINE]).check(RECORD.target, record(**changes))
+    AllowedCode([MINE]).check(CALIBRATE.target, msgspec.msgpack.encode(CALIBRATES))
 
 
 @pytest.mark.parametrize(
@@ -390,13 +390,13 @@ def test_a_host_runs_what_it_was_started_for(changes: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_a_host_refuses_code_that_it_was_not_started_with(changes: dict[str, Any]) -> None:
     with pytest.raises(CannotRunError, match="this process was started for different code"):
-        Allowed([MINE]).check(RECORD.target, record(**changes))
+        AllowedCode([MINE]).check(RECORD.target, record(**changes))
 
 
 def test_a_host_refuses_a_job_that_makes_no_sense() -> None:
     for payload in (b"", b"\xc1", msgspec.msgpack.encode({"case": 1})):
         with pytest.raises(CannotRunError, match="malformed"):
-            Allowed([MINE]).check(RECORD.target, payload)
+            AllowedCode([MINE]).check(RECORD.target, payload)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import distcheck
 from distcheck import cli
 from distcheck.errors import InternalError, UsageError
-from distcheck.plan.provenance import Provenance, changes
+from distcheck.plan.provenance import Provenance, provenance_changes
 from distcheck.records import Case, Compared, Outcome, PlannedCheck
 from distcheck.records.exit_status import RankEnd
 from distcheck.store.run_folder import saved_traces
@@ -250,5 +250,7 @@ def test_a_digest_of_what_is_no_code_is_left_out() -> None:
         Provenance(environment={}, digests={"strategy": digest, "strategy\x1b[2J": "a", "id": "b"})
         for digest in ("1", "2")
     )
-    (change,) = changes(then, msgspec.structs.replace(now, digests={"strategy": "2"}), case)
+    (change,) = provenance_changes(
+        then, msgspec.structs.replace(now, digests={"strategy": "2"}), case
+    )
     assert (change.name, change.then, change.now) == ("strategy ddp", "1", "2")

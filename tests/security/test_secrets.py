@@ -19,7 +19,12 @@ from distcheck.errors.shown_text import print_displayable
 from distcheck.job import command as job_command
 from distcheck.job import machines
 from distcheck.job.inside import parameters, rank
-from distcheck.recordings.jobs.records import RankRecord, for_others, read_own, write_json
+from distcheck.recordings.jobs.records import (
+    RankRecord,
+    read_record,
+    with_masked_command,
+    write_json,
+)
 from distcheck.records import Adaptation, Report
 from distcheck.reports import json_report
 from distcheck.reports.documents import read_report
@@ -188,13 +193,13 @@ def test_recorded_variables_are_listed(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     for number in range(2):
         rank.write_rank_record(tmp_path, number, 2, parameters.Parameters())
-    first, second = (read_own(tmp_path / f"rank-000{n}/rank.json", RankRecord) for n in range(2))
+    first, second = (read_record(tmp_path / f"rank-000{n}/rank.json", RankRecord) for n in range(2))
     assert {*first.variables} & {"LOCAL_SECRET", "GROUP_TOKEN", "ROLE_X", "TORCHELASTIC_Y",
                                  "ACCELERATE_HUB_TOKEN", "OMPI_COMM_WORLD_Z"} == set()  # fmt: skip
     assert first.variables["LOCAL_RANK"] == "hunter2"
     assert first.arguments[-1] == "swordfish", "the reference is started with it"
     assert second.arguments[-2:] == ("--hub-token", "[masked]")
-    assert for_others(first).arguments == second.arguments
+    assert with_masked_command(first).arguments == second.arguments
     for path in tmp_path.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0
 

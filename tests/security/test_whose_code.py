@@ -28,7 +28,7 @@ from distcheck.plan.settings import Request
 from distcheck.records import Adaptation, Case, CaseReport
 from distcheck.store import trust
 from distcheck.store.bundle import make_bundle, open_bundle
-from distcheck.store.run_folder import Store, read_provenance
+from distcheck.store.run_folder import RunStore, read_provenance
 from distcheck.training import loading, sources_only
 from distcheck.training.building import load_initial
 from tests.optional import needs
@@ -71,7 +71,7 @@ def of_another(monkeypatch: pytest.MonkeyPatch, *theirs: Path) -> None:
 
 def asked(**changes: Any) -> int:
     case = Case(**{"id": "c", "strategy": "ddp", "world": 2, "workload": "mlp", **changes})
-    return len(trust.unknown_code([case], {}, made={"c": provenance_of(case, {})}))
+    return len(trust.untrusted_code([case], {}, made={"c": provenance_of(case, {})}))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_kept_folder_that_others_control_is_not_used(
     case = kept / "runs" / "r" / "cases" / "c.json"
     case.parent.mkdir(parents=True)
     case.write_text(json.dumps({**zips.CASE, "id": "c"}))
-    assert Store.by_default() is None
+    assert RunStore.default_or_none() is None
     with pytest.raises(
         CannotRunError, match=r"\.distcheck cannot be written: it is a link, another user's, or"
     ):
@@ -169,7 +169,7 @@ def test_a_kept_folder_of_ones_own_is_used(checkout: Path, tmp_path: Path) -> No
     victim.write_text("precious")
     (checkout / ".distcheck").mkdir()
     (checkout / ".distcheck/.gitignore").symlink_to(victim)
-    store = Store.by_default()
+    store = RunStore.default_or_none()
     assert store is not None
     assert victim.read_text() == "precious", "a link is not followed"
     (store.folder / "cases").mkdir()
@@ -195,9 +195,9 @@ def test_an_inner_folder_link_is_not_used(name: str, checkout: Path, tmp_path: P
     before = sorted(home.iterdir())
     refused = rf"\.distcheck/{name} cannot be written: it is a link, another user's, or"
     if name == "runs":
-        assert Store.by_default() is None
+        assert RunStore.default_or_none() is None
         with pytest.raises(CannotRunError, match=refused):
-            Store.of_own(keep_everything=True)
+            RunStore.of_own(keep_everything=True)
     elif name == "bundles":
         with pytest.raises(CannotRunError, match=refused):
             open_bundle(zips.bundle(tmp_path / "b.zip"))
@@ -218,7 +218,7 @@ def test_only_runs_are_removed_to_make_room(checkout: Path, tmp_path: Path) -> N
     (runs / "0-0-0").symlink_to(tmp_path / "home")
     for number in range(1, 15):
         (runs / f"20260131-120000-{10**7 + number}").mkdir()
-    assert Store.by_default() is not None
+    assert RunStore.default_or_none() is not None
     left = sorted(path.name for path in runs.iterdir())
     assert left[:2] == ["0 a folder of somebody's", "0-0-0"]
     assert len(left) == 2 + 10
@@ -291,7 +291,7 @@ def test_only_own_runs_rerun(changed: str, checkout: Path, monkeypatch: pytest.M
     case = Case(id="c", strategy="subprocess:call", world=2, workload="mlp",
                 adaptation=Adaptation(arguments=(text,)))  # fmt: skip
     made = provenance_of(case, {})
-    kept = Store.of_own(keep_everything=False)
+    kept = RunStore.of_own(keep_everything=False)
     kept.write_case(case, made)
     recorded = read_provenance(kept.case_file(case))
     assert recorded is not None
@@ -353,40 +353,40 @@ def test_nothing_in_the_folder_that_was_given_is_trusted(tracked: Path, checkout
     commit(checkout)
     case = Case(id="c", strategy="colleague/sync.py:sync", world=2, workload="mlp")
     (gift / "cases/c.json").write_bytes(msgspec.json.encode(case))
-    assert trust.unknown_code([case]) == []
-    assert len(trust.unknown_code([case], given="colleague")) == 1
-    assert len(trust.unknown_code([case], given="../checkout/colleague/")) == 1
+    assert trust.untrusted_code([case]) == []
+    assert len(trust.untrusted_code([case], given="colleague")) == 1
+    assert len(trust.untrusted_code([case], given="../checkout/colleague/")) == 1
     (gift / "link").symlink_to(gift)
-    assert len(trust.unknown_code([case], given="colleague/link")) == 1
+    assert len(trust.untrusted_code([case], given="colleague/link")) == 1
     own = msgspec.structs.replace(case, strategy="sync.py:sync")
-    assert trust.unknown_code([own], given="colleague") == []
+    assert trust.untrusted_code([own], given="colleague") == []
     shutil.rmtree(checkout / ".git")
     given = "colleague/cases/c.json"
     for one, asked in ((case, 1), (own, 0)):
         made = {"c": provenance_of(one, {})}
-        assert len(trust.unknown_code([one], given=given, made=made)) == asked
+        assert len(trust.untrusted_code([one], given=given, made=made)) == asked
 
 
 def test_without_git_the_folder_of_a_case_file_is_not_trusted(checkout: Path) -> None:
     """Case and code were downloaded together."""
     case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
     Path("c.json").write_bytes(msgspec.json.encode(case))
-    assert len(trust.unknown_code([case], given="c.json")) == 1
+    assert len(trust.untrusted_code([case], given="c.json")) == 1
     commit(checkout)
-    assert trust.unknown_code([case], given="c.json") == []
+    assert trust.untrusted_code([case], given="c.json") == []
 
 
 def test_without_git_changed_code_is_asked_about_again(checkout: Path) -> None:
     (checkout / "run").mkdir()
     case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
     made = {"c": provenance_of(case, {})}
-    assert trust.unknown_code([case], given="run", made=made) == []
+    assert trust.untrusted_code([case], given="run", made=made) == []
     with open("mine.py", "a") as file:
         file.write("x = 1\n")
-    (code,) = trust.unknown_code([case], given="run", made=made)
+    (code,) = trust.untrusted_code([case], given="run", made=made)
     assert str(code).endswith("; changed since it was recorded)")
     commit(checkout)
-    assert trust.unknown_code([case], given="run", made=made) == [], "git vouches for it"
+    assert trust.untrusted_code([case], given="run", made=made) == [], "git vouches for it"
 
 
 @pytest.mark.parametrize("changed", ["sub/elsewhere.py", "__init__.py", "up.py"])
@@ -400,17 +400,17 @@ def test_changed_code_ends_the_trust(changed: str, checkout: Path, tmp_path: Pat
     case = Case(id="c", strategy=f"{elsewhere}:sync", world=2, workload="mlp",
                 adaptation=Adaptation(arguments=(("x", f"@{elsewhere}:sync"),)))  # fmt: skip
     unsealed = provenance_of(case, {})
-    store = Store.by_default()
+    store = RunStore.default_or_none()
     assert store is not None
     store.write_case(case, unsealed)
     recorded = read_provenance(store.case_file(case))
     assert recorded is not None
     given, made = str(store.folder), {"c": recorded}
-    assert trust.unknown_code([case], given=given, made=made) == []
-    assert len(trust.unknown_code([case], given=given)) == 2, "no digest was recorded"
-    assert len(trust.unknown_code([case], given=given, made={"c": unsealed})) == 2
+    assert trust.untrusted_code([case], given=given, made=made) == []
+    assert len(trust.untrusted_code([case], given=given)) == 2, "no digest was recorded"
+    assert len(trust.untrusted_code([case], given=given, made={"c": unsealed})) == 2
     (package / changed).write_text(f"{(package / changed).read_text()}print()\n")
-    code, _ = trust.unknown_code([case], given=given, made=made)
+    code, _ = trust.untrusted_code([case], given=given, made=made)
     assert "changed since it was recorded" in str(code)
 
 
@@ -576,13 +576,13 @@ def test_digests_of_a_large_checkout_fit(checkout: Path, monkeypatch: pytest.Mon
     digests = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(5000)]
     many = {str(checkout / f"m{number}.py"): digest for number, digest in enumerate(digests)}
     gift = str(checkout / "gift/sync.py")
-    sources_only.begin({**many, gift: digests[0]}, around=(str(checkout / "gift"),))
+    sources_only.require_sources({**many, gift: digests[0]}, around=(str(checkout / "gift"),))
     assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
     assert sources_only._asked()["agreed"] == {gift: digests[0]}
     with pytest.raises(UsageError, match=r"so many files \(5,000\) .*; review them, then pass"):
-        sources_only.begin(many, around=(str(checkout),))
+        sources_only.require_sources(many, around=(str(checkout),))
     few = dict([*many.items()][:1000])
-    sources_only.begin(few, around=())
+    sources_only.require_sources(few, around=())
     assert len(os.environ[sources_only._VARIABLE]) < 128 << 10
     assert sources_only._asked()["agreed"] == few
 
@@ -620,9 +620,9 @@ def test_a_package_of_the_current_folder_is_not_ours_for_its_name(
     evil = checkout / name / "evil.py"
     evil.write_text("def sync(model): ...\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)  # it is not installed
-    assert provenance.file_of(f"{name}.evil") == evil
+    assert provenance.source_file_of_module(f"{name}.evil") == evil
     case = Case(id="c", strategy=f"{name}.evil:sync", world=2, workload="mlp")
-    assert len(trust.unknown_code([case])) == 1
+    assert len(trust.untrusted_code([case])) == 1
 
 
 @pytest.mark.parametrize(
@@ -644,9 +644,9 @@ def test_what_a_case_names_is_looked_for_in_all_of_its_folders(
         (checkout / name).write_text(f"{optional}def sync(model): ...\nclass work: ...\n")
     commit(checkout)
     case = Case(id="c", strategy=strategy, world=2, workload=workload)
-    assert trust.unknown_code([case]) == []
+    assert trust.untrusted_code([case]) == []
     (checkout / new).write_text("")
-    assert trust.unknown_code([case])
+    assert trust.untrusted_code([case])
 
 
 def test_a_folder_that_is_called_site_packages_is_no_library(checkout: Path) -> None:
@@ -655,7 +655,7 @@ def test_a_folder_that_is_called_site_packages_is_no_library(checkout: Path) -> 
     (place / "s.py").write_text("import helper_of_gift\ndef sync(model): ...\n")
     (place / "helper_of_gift.py").write_text("")
     case = Case(id="c", strategy=f"{place}/s.py:sync", world=2, workload="mlp")
-    (code,) = trust.unknown_code([case], given="gift")
+    (code,) = trust.untrusted_code([case], given="gift")
     assert {Path(file).name for file in code.files} == {"s.py", "helper_of_gift.py"}
 
 
@@ -665,7 +665,7 @@ def test_what_stands_next_to_a_run_was_handed_over_with_it(checkout: Path) -> No
     case = Case(id="c", strategy="gift/code.py:sync", world=2, workload="mlp")
     made = {"c": provenance_of(case, {})}  # which its author can write as well
     for given in ("gift/run", "gift/run/cases/c.json"):
-        assert len(trust.unknown_code([case], given=given, made=made)) == 1
+        assert len(trust.untrusted_code([case], given=given, made=made)) == 1
 
 
 def test_a_shared_folder_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +689,7 @@ def test_a_bundle_packs_code_of_the_checkout(kind: str, checkout: Path, tmp_path
         target.symlink_to("settings.py")
     case = Case(id="c", strategy=f"{target}:TOKEN", world=2, workload="mlp")
     recorded = provenance_of(case, {}) if kind != "someone's secret" else None
-    gift = Store.at(checkout / "gift")
+    gift = RunStore.at(checkout / "gift")
     gift.write_case(case, recorded)
     with pytest.raises(UsageError, match="is not packed: it is a link, outside this checkout, or"):
         make_bundle(gift.folder, tmp_path / "b.zip", traces=False)
@@ -703,7 +703,7 @@ def test_another_users_draft_does_not_become_the_bundle(
 ) -> None:
     """In a folder such as /tmp; the name was that of the bundle with a suffix."""
     case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
-    gift = Store.at(checkout / "run")
+    gift = RunStore.at(checkout / "run")
     gift.write_case(case, provenance_of(case, {}))
     real, planted = private.unique, tmp_path / ".b.zip.draft"
     planted.write_text("theirs")
@@ -766,7 +766,7 @@ def test_the_secrets_of_an_own_command_stay_masked(
 ) -> None:
     job = ("--", "python", "train.py", "--token=hunter2-of-mine")
     case = Case(id="job", strategy="train.py", world=2, workload="job", job=job)
-    store = Store.at(checkout / "run")
+    store = RunStore.at(checkout / "run")
     store.write_case(case, provenance.Provenance(environment={}))
     made = read_provenance(store.case_file(case))
     said = asks(case, checkout / "run", monkeypatch, job=made)
@@ -785,7 +785,7 @@ def test_what_a_restart_takes_up_is_ones_own(changed: str, checkout: Path) -> No
         case=case, strategy_file="mine.py", verdict="pass", outcomes=(), checks=(), diagnosis=(),
         replay="", notes=(),
     )  # fmt: skip
-    store = Store(checkout / "run", keep_everything=True, run="run-7")
+    store = RunStore(checkout / "run", keep_everything=True, run="run-7")
     store.write_finished(report, made)
     (file,) = (checkout / "run/finished").iterdir()
     kept = json.loads(file.read_text())
@@ -799,7 +799,7 @@ def test_what_a_restart_takes_up_is_ones_own(changed: str, checkout: Path) -> No
         made = provenance_of(case, {})
     if changed == "torch":
         made = provenance_of(case, {"torch": "3.0"})
-    again = Store(
+    again = RunStore(
         checkout / "run", keep_everything=True, run="run-8" if changed == "the run" else "run-7"
     )
     found = again.finished([case], {"c": made})

@@ -34,13 +34,13 @@ U = unit_roundoff(torch.float32)
     ],
 )
 def test_kinds(asked: str, spelled: str) -> None:
-    assert acceptance.spelled(asked) == spelled
+    assert acceptance.canonical_spelling(asked) == spelled
     case = Case(id="a", strategy="b", world=4, accept=spelled)
-    allowance = acceptance.describe(case)
+    allowance = acceptance.describe_acceptance(case)
     assert allowance is not None
     assert allowance.widened
     assert allowance.not_owed
-    assert case.adapter_words == ["--accept", spelled]
+    assert case.adapter_options == ["--accept", spelled]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_kinds(asked: str, spelled: str) -> None:
 )  # fmt: skip
 def test_what_has_no_bound_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match=r"is not supported; choose from low"):
-        acceptance.read(asked)
+        acceptance.parse_deviation(asked)
 
 
 @pytest.mark.parametrize("asked", ["quantized:1", "quantized:17", "low-rank:0", "local-sgd:0"])
 def test_what_is_out_of_range_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match=r"is out of range; .* takes"):
-        acceptance.read(asked)
+        acceptance.parse_deviation(asked)
 
 
 def request(accept: str, **asked: object) -> Request:
@@ -204,7 +204,7 @@ def test_projections_bound(seed: int, world: int, rows: int, columns: int, rank:
         else:
             sent = exchange(given_in, rank, seed + step)
         now = interval(shards, [1 / world] * world)
-        known = low_rank.carried(now, earlier, rank=rank, world=world, unit=U)
+        known = low_rank.compression_input(now, earlier, rank=rank, world=world, unit=U)
         for factor, right in ((1.0, True), (1.01, False), (float(world + 1), False)):
             found = low_rank.fit_to_projection(sent * factor, known)
             assert (not found.why) == right, (step, factor, found)
@@ -215,7 +215,7 @@ def test_projections_bound(seed: int, world: int, rows: int, columns: int, rank:
 def test_what_is_no_projection_is_said() -> None:
     shards = shards_of(1, 4, (20, 30))
     now = interval(shards, [0.25] * 4)
-    known = low_rank.carried(now, [], rank=2, world=4, unit=U)
+    known = low_rank.compression_input(now, [], rank=2, world=4, unit=U)
 
     def why(result: torch.Tensor, rank: int = 2) -> str:
         return low_rank.fit_to_projection(result, replace(known, rank=rank)).why
@@ -235,7 +235,7 @@ def test_what_is_no_projection_is_said() -> None:
     assert "not a projection" in why(exchange(turned[:3], 2, 0).T)
     assert "not a projection" in why(exchange(turned, 2, 0).T * 1.01)
     ones = interval([torch.ones(9)] * 2, [0.5] * 2)
-    vector = low_rank.carried(ones, [], rank=2, world=2, unit=U)
+    vector = low_rank.compression_input(ones, [], rank=2, world=2, unit=U)
     assert low_rank.fit_to_projection(torch.full((9,), 2.0), vector).why
 
 
@@ -243,7 +243,7 @@ def test_what_is_no_projection_is_said() -> None:
 def test_where_the_mean_is_zero_so_is_what_was_exchanged(left: torch.Tensor) -> None:
     """Because every rank's gradient is, or because two of them cancel."""
     zero = interval([left, -left], [0.5] * 2)
-    known = low_rank.carried(zero, [], rank=2, world=2, unit=U)
+    known = low_rank.compression_input(zero, [], rank=2, world=2, unit=U)
 
     def why(result: torch.Tensor) -> str:
         return low_rank.fit_to_projection(result, known).why

@@ -218,7 +218,7 @@ def test_a_case_says_again_what_was_said() -> None:
     said = adaptation_of("wrapper", ["a=1"], ["b=x"], "done", "again")
     case = Case(id="c", strategy="s", world=2, adaptation=said, loss="sum/global")
     assert msgspec.json.decode(msgspec.json.encode(case), type=Case) == case
-    assert " ".join(case.adapter_words) == (
+    assert " ".join(case.adapter_options) == (
         "--as wrapper --arg a=1 --set b='x' --finish done --reset again --loss sum/global"
     )
 

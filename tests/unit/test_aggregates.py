@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from distcheck.judge.checks.comparison import (
-    bits_of,
-    bitwise,
-    by_norm,
-    within,
+    compare_bitwise,
+    compare_by_norm,
+    compare_within,
+    hex_bits,
 )
 from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.checks.tally import Tally
-from distcheck.plan.provenance import Provenance, changes_for_bits
+from distcheck.plan.provenance import Provenance, changes_affecting_bits
 from distcheck.records import Case, CaseReport
 from distcheck.reports.json_report import map_of
-from distcheck.store.earlier_runs import since_last_green
-from distcheck.store.run_folder import Store
+from distcheck.store.earlier_runs import changes_since_last_pass
+from distcheck.store.run_folder import RunStore
 from tests import documents
 
 
@@ -29,17 +29,17 @@ def tally() -> Tally:
 
 
 def test_expected_in_float64_is_rounded_to_the_dtype() -> None:
-    assert bits_of(0.1, torch.float32) == "3dcccccd"
-    assert bits_of(0.1, torch.bfloat16) == "3dcd"
-    assert bits_of(-0.0, torch.float64) == "8000000000000000"
-    assert bits_of(1e300, torch.float32) == ""
+    assert hex_bits(0.1, torch.float32) == "3dcccccd"
+    assert hex_bits(0.1, torch.bfloat16) == "3dcd"
+    assert hex_bits(-0.0, torch.float64) == "8000000000000000"
+    assert hex_bits(1e300, torch.float32) == ""
 
 
 def test_bits_that_differ_where_numbers_do_not_are_no_equality() -> None:
     for dtype in (torch.float32, torch.complex64):
         zero = torch.zeros(2, dtype=dtype)
         sums = tally()
-        sums.add(bitwise(-zero, zero), parameter="w", rank=0, step=0)
+        sums.add(compare_bitwise(-zero, zero), parameter="w", rank=0, step=0)
         assert sums.result().shares == {"w": {0: "inf"}}
 
 
@@ -48,9 +48,9 @@ def test_shares_are_the_worst_of_all_ranks() -> None:
     bound = torch.full((3,), 0.5, dtype=torch.float64)
     for rank, off in enumerate((0.1, 0.4, 0.2)):
         actual = torch.full((3,), 1.0 + off)
-        comparison = within(actual, torch.ones(3, dtype=torch.float64), bound)
+        comparison = compare_within(actual, torch.ones(3, dtype=torch.float64), bound)
         sums.add(comparison, parameter="w", rank=rank, step=0)
-    norm = by_norm(torch.tensor([3.0, 4.0]), torch.zeros(2), 2.5)
+    norm = compare_by_norm(torch.tensor([3.0, 4.0]), torch.zeros(2), 2.5)
     sums.add(norm, parameter="v", rank=0, step=0)
     found = sums.result()
     assert found.shares["w"][0] == pytest.approx(0.8, rel=1e-6)
@@ -62,7 +62,7 @@ def test_parts_of_several_judges_are_put_together() -> None:
     parts = []
     for step in (1, 0):
         sums = tally()
-        sums.add(bitwise(torch.ones(2), torch.ones(2)), parameter="w", rank=0, step=step)
+        sums.add(compare_bitwise(torch.ones(2), torch.ones(2)), parameter="w", rank=0, step=step)
         parts.append(sums.result())
     found = map_of(merge_results(parts))
     assert (found.rows, found.steps) == (("==",), (0, 1))
@@ -70,7 +70,7 @@ def test_parts_of_several_judges_are_put_together() -> None:
 
 def test_what_was_not_compared_is_no_equality() -> None:
     sums = tally()
-    same = bitwise(torch.ones(1), torch.ones(1))
+    same = compare_bitwise(torch.ones(1), torch.ones(1))
     sums.add(same, parameter="a", rank=0, step=0)
     sums.add(same, parameter="b", rank=0, step=1)
     sums.fail("it is missing", parameter="b", step=1)
@@ -94,7 +94,7 @@ def keep(
     (runs / name / "report.json").write_text(json.dumps(document))
     case = Case(id="saved", strategy=strategy, world=2)
     made = Provenance(environment=environment, digests=digests or {})
-    Store(runs / name, keep_everything=False).write_case(case, made)
+    RunStore(runs / name, keep_everything=False).write_case(case, made)
 
 
 def test_the_last_green_run_is_the_newest_that_passed_the_strategy(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_last_green_run_is_the_newest_that_passed_the_strategy(tmp_path: Pat
         case.id: Provenance(environment=now, digests={"strategy": "cc", "workload": digest})
         for case, digest in zip(mine, ("bb", "dd"), strict=True)
     }
-    found = since_last_green(tmp_path, mine, made)
+    found = changes_since_last_pass(tmp_path, mine, made)
     assert found is not None
     assert found.run == "2"
     assert [(c.kind, c.name, c.then, c.now) for c in found.changes] == [
@@ -126,11 +126,11 @@ def test_the_last_green_run_is_the_newest_that_passed_the_strategy(tmp_path: Pat
     ]  # fmt: skip
     assert str(found.changes[0]) == "the code of strategy mine has changed"
     assert str(found.changes[1]) == "cpu was 'A B' and is none"
-    bits = changes_for_bits(Provenance(environment=green), made["mine-w4"], mine[0])
+    bits = changes_affecting_bits(Provenance(environment=green), made["mine-w4"], mine[0])
     assert [c.name for c in bits] == ["cpu", "torch", "libraries.x"]
 
     (tmp_path / "2" / "cases" / "broken.json").write_text("{")
-    assert since_last_green(tmp_path, mine, made) == found
+    assert changes_since_last_pass(tmp_path, mine, made) == found
     none = [Case(id="mine-w4", strategy="none", world=4)]
-    assert since_last_green(tmp_path, none, made) is None
-    assert since_last_green(tmp_path / "nowhere", mine, made) is None
+    assert changes_since_last_pass(tmp_path, none, made) is None
+    assert changes_since_last_pass(tmp_path / "nowhere", mine, made) is None

@@ -157,7 +157,7 @@ def test_the_larger_of_both_passes_counts_twice(moved: dict[int | None, float]) 
         step=0, references=SimpleNamespace(full_batch=SimpleNamespace(run=run)),
         full_batch=SimpleNamespace(gradients=[torch.zeros(1), None]),
     )  # fmt: skip
-    assert kinks.between_devices(at, [0, 1]) == ({0: 6.0, 1: 0.0}, [])
+    assert kinks.device_tolerances(at, [0, 1]) == ({0: 6.0, 1: 0.0}, [])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_is_further_off_decides_nothing_where_it_may_be_rounding(
     monkeypatch: pytest.MonkeyPatch, moved: float, exact: float | None, others: list[str],
     rounding: dict[int, float], why: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(kinks, "between_devices", lambda *_: ({0: moved}, others))
+    monkeypatch.setattr(kinks, "device_tolerances", lambda *_: ({0: moved}, others))
     own = SimpleNamespace(allows=lambda taken, error, bound: 7.0)
     in_double = SimpleNamespace(gradients=[] if exact is None else [torch.tensor([exact]).double()])
     at: Any = SimpleNamespace(own_rounding=own, in_double=SimpleNamespace(full_batch=in_double))

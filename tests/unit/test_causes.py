@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.explain import command as explain
 from distcheck.errors import UsageError
-from distcheck.records.causes import Cause, causes, name_cause, shared
+from distcheck.records.causes import Cause, causes, name_cause, shared_suggestions
 from tests.optional import needs
 from tests.sources import calls, nodes
 
@@ -72,7 +72,7 @@ def test_what_code_names_is_in_the_table_with_its_variants_and_numbers() -> None
         given = {keyword.arg for keyword in call.keywords}
         for cause in literals(call.args[0]):
             assert cause in causes(), f"{place} names {cause}, which is not in the table"
-            texts = {**shared(), **causes()[cause].suggestions}
+            texts = {**shared_suggestions(), **causes()[cause].suggestions}
             variants = [v for argument in call.args[first:] for v in literals(argument)]
             for variant in variants if len(call.args) > first else ["usual"]:
                 assert variant in texts, f"{place}: {cause} has no suggestion {variant}"
@@ -103,7 +103,9 @@ def test_it_says_which_command_names_a_cause(command: str, files: list[Path]) ->
 @needs("simulated")
 def test_every_variant_is_used() -> None:
     written = set().union(*map(strings, [*OF_VERIFY, *OF_JOB, *OF_GUARD, *OF_COMPARE]))
-    variants = {v for cause in causes().values() for v in cause.suggestions} | set(shared())
+    variants = {v for cause in causes().values() for v in cause.suggestions} | set(
+        shared_suggestions()
+    )
     assert variants - {"usual"} <= written
 
 

@@ -9,12 +9,12 @@ import torch
 
 from distcheck.contract import BackendAllReduce, CellName, Contract, DDPBuckets, Training, strategy
 from distcheck.errors import UsageError
-from distcheck.judge.checks.comparison import by_norm, within
+from distcheck.judge.checks.comparison import compare_by_norm, compare_within
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.judge.oracles.rounding import interval
 from distcheck.judge.oracles.shards import loss_scale_after
 from distcheck.plan.case_remarks import why_left_out
-from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.plan.cells_to_run import counts_only_if_finished
 from distcheck.training.building import open_ingredients
 from distcheck.training.loading import load_workload
 from distcheck.workloads.cells import BATCH, CELLS
@@ -185,23 +185,23 @@ def test_an_infinite_mean_has_no_bound_to_hide_in() -> None:
     assert float(known.bound[0]) == 0.0
     assert float(known.bound[1]) > 0.0
     right = torch.tensor([float("inf"), 3.0])
-    assert within(right, known.mean, known.bound).ok
-    assert not within(torch.tensor([1.0, 3.0]), known.mean, known.bound).ok
-    assert not within(torch.tensor([float("nan"), 3.0]), known.mean, known.bound).ok
+    assert compare_within(right, known.mean, known.bound).ok
+    assert not compare_within(torch.tensor([1.0, 3.0]), known.mean, known.bound).ok
+    assert not compare_within(torch.tensor([float("nan"), 3.0]), known.mean, known.bound).ok
 
 
 def test_the_imaginary_part_counts() -> None:
     shards = [torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 + 4j, 1 - 1j])]
     known = interval(shards, [0.5, 0.5])
     right = (shards[0] + shards[1]) / 2
-    assert within(right, known.mean, known.bound).ok
-    assert within(right, known.mean, known.bound).elements == 2
+    assert compare_within(right, known.mean, known.bound).ok
+    assert compare_within(right, known.mean, known.bound).elements == 2
     wrong = torch.complex(right.real, torch.zeros(2))
-    found = within(wrong, known.mean, known.bound)
+    found = compare_within(wrong, known.mean, known.bound)
     assert found.first is not None
     assert found.first.index == (0, 1)
-    assert by_norm(right, right, 0.0).ok
-    assert not by_norm(wrong, right, 1.0).ok
+    assert compare_by_norm(right, right, 0.0).ok
+    assert not compare_by_norm(wrong, right, 1.0).ok
 
 
 @pytest.mark.parametrize("world", [3, 5])
@@ -309,7 +309,7 @@ def test_a_hook_divides_the_parts_of_complex_numbers_and_others_the_numbers() ->
 )
 def test_a_cell_has_equal_shards_where_the_run_has(asked: int, world: int, batch: int) -> None:
     """Code for equal shards alone is right in a training that has no others."""
-    (absent,) = (c for c in cases(batch=asked, worlds=[world]) if counts_if_finished(c))
+    (absent,) = (c for c in cases(batch=asked, worlds=[world]) if counts_only_if_finished(c))
     assert absent.batch == batch
     by_name = {c.workload: c for c in cases(batch=asked, worlds=[world], thorough=True)}
     assert (by_name["tied_weights"].batch, by_name["two_epochs"].batch) == (batch, 256)

@@ -19,7 +19,7 @@ from distcheck.errors import ExitCode, UsageError
 from distcheck.records import Report
 from distcheck.records.run_facts import Origin
 from distcheck.reports.json_report import render_json
-from distcheck.store.run_folder import kept_runs
+from distcheck.store.run_folder import stored_runs
 from tests.documents import ENVIRONMENT, passing
 from tests.optional import needs_all
 
@@ -278,7 +278,7 @@ def test_open_the_last_page(browser: bool, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "<code>two</code>" in page.read_text()
     CliRunner().invoke(root_command, ["open", str(first)])
     assert opened[-1] == (first / "report.html").absolute().as_uri()
-    assert kept_runs()[-1].name == "20260131-130000-3"
+    assert stored_runs()[-1].name == "20260131-130000-3"
 
 
 def test_a_name_that_is_not_utf8_is_refused() -> None:

@@ -10,22 +10,28 @@ import pytest
 from distcheck.contract import Contract, Training
 from distcheck.records import (
     Case,
+    CaseContents,
     CaseReport,
     CheckResult,
-    Contents,
     Delay,
     ModelLayout,
     TensorSpec,
     VerdictName,
 )
-from distcheck.records.expected_events import PURPOSE, EvalMode, NotFinite, StartsApart, Unfrozen
-from distcheck.records.mistakes import NOTHING, Shown, merge_two_shown
+from distcheck.records.expected_events import (
+    PURPOSE,
+    InitialParametersDiffer,
+    NonfiniteGradient,
+    ParameterUnfrozen,
+    StepInEvalMode,
+)
+from distcheck.records.mistakes import NOTHING, RevealedMistakes, merge_two_revealed_mistakes
 from distcheck.records.schedules import ScheduleRun, ScheduleSearchResult
 from distcheck.training.jobs import TRAITS, CaseFacts
 from distcheck.verification import followups
 from distcheck.verification.contents import _FEATURES, contents_of, not_shown
-from distcheck.verification.preparation import Data
-from distcheck.verification.session import Session, Silent
+from distcheck.verification.preparation import SharedDataset
+from distcheck.verification.session import Session, SilentListener
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import FACTORS, Surroundings
 from tests.optional import needs
@@ -46,12 +52,12 @@ class Run:
     parameters: tuple[TensorSpec, ...] = (spec("a.weight", 3, 4), spec("a.bias", 3))
     buffers: tuple[TensorSpec, ...] = ()
     facts: dict[str, object] = field(default_factory=dict)
-    shown: Shown = SHOWN
+    shown: RevealedMistakes = SHOWN
     factors: tuple[str, ...] = ()
     happened: bool = True
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> CaseContents:
         known = {
             "contract": Contract(), "strategy_file": "", "train_size": 1024,
             "saved_bytes_per_sample": 0, "own_sampler": False, "draws_random_numbers": False,
@@ -75,7 +81,7 @@ class Run:
         )  # fmt: skip
 
 
-def also(**changes: object) -> Shown:
+def also(**changes: object) -> RevealedMistakes:
     return msgspec.structs.replace(SHOWN, **changes)
 
 
@@ -86,16 +92,16 @@ HAVING = {
     "tied_or_unused": Run(shown=also(absent=True)),
     "absent_on_some": Run(shown=also(absent_on_some=True)),
     "zero_on_some": Run(shown=also(zero_on_some=True)),
-    "non_finite": Run(facts={"must_happen": (NotFinite(parameter="a"),)}),
+    "non_finite": Run(facts={"must_happen": (NonfiniteGradient(parameter="a"),)}),
     "frozen": Run(facts={"frozen": 1}),
-    "unfrozen": Run(facts={"must_happen": (Unfrozen(parameter="a"),)}),
+    "unfrozen": Run(facts={"must_happen": (ParameterUnfrozen(parameter="a"),)}),
     **{name: Run(facts={"traits": (name,)}) for name in TRAITS},
     "several_dtypes": Run(parameters=(spec("a", 3), spec("b", 4, dtype="float64"))),
     "complex": Run(parameters=(spec("a", 3, dtype="complex64"),)),
     "buffers": Run(buffers=(spec("m", 3),)),
     "integer_buffers": Run(buffers=(spec("n", dtype="int64"),)),
     "batch_norm": Run(facts={"normalizes_batches": True}),
-    "eval_mode": Run(facts={"must_happen": (EvalMode(buffer="n"),)}),
+    "eval_mode": Run(facts={"must_happen": (StepInEvalMode(buffer="n"),)}),
     "random_numbers": Run(facts={"draws_random_numbers": True}),
     "unequal_shards": Run(case=msgspec.structs.replace(PLAIN, world=3)),
     "accumulation": Run(facts={"training": Training(accumulate=2)}),
@@ -104,7 +110,7 @@ HAVING = {
     "resume": Run(facts={"training": Training(resume_before=2)}),
     "keeps_gradients": Run(facts={"training": Training(keeps_gradients=True)}),
     "evaluates": Run(facts={"training": Training(evaluates=True)}),
-    "starts_apart": Run(facts={"must_happen": (StartsApart(),)}),
+    "starts_apart": Run(facts={"must_happen": (InitialParametersDiffer(),)}),
     "late_ranks": Run(case=msgspec.structs.replace(PLAIN, delays=(Delay(rank=0, ms=1),))),
     "process_state": Run(factors=("interpreters",)),
 }
@@ -175,7 +181,9 @@ def test_schedules_that_ran_are_orders_that_were_shown(monkeypatch: pytest.Monke
     found = ScheduleSearchResult(usual, usual, ran=200, distinct=150, late=("7", "9"))
     monkeypatch.setattr(followups, "_search", lambda *_: found)
     monkeypatch.setattr(followups, "_digests", lambda _: ("a",))
-    searched = followups.with_schedules(Session(Pool(), Data(), Silent()), Run().report)
+    searched = followups.with_schedule_check(
+        Session(Pool(), SharedDataset(), SilentListener()), Run().report
+    )
     assert searched.contents is not None
     two = "interleavings other than those of two worlds"
     assert f"{two}, and of 198 schedules of one case" in not_shown([searched, Run().report])
@@ -188,8 +196,8 @@ def test_gradients_are_named_by_their_sizes() -> None:
     assert "gradient magnitudes outside 0.0003 to 5.2e+02" in not_shown(runs)
     assert "gradient magnitudes outside 0.0003 to 1" in not_shown(runs[1:])
     assert "huge or denormal gradients" in not_shown(runs[2:])
-    merged = merge_two_shown(
-        also(sizes=(2.0, 3.0)), merge_two_shown(also(), also(sizes=(1.0, 1.0)))
+    merged = merge_two_revealed_mistakes(
+        also(sizes=(2.0, 3.0)), merge_two_revealed_mistakes(also(), also(sizes=(1.0, 1.0)))
     )
     assert merged.sizes == (1.0, 3.0)
 

@@ -120,7 +120,9 @@ def test_an_unknown_name_is_a_slip_and_only_what_can_run_is_offered(
 def test_cells_without_a_whole_batch_have_none_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_count", lambda: 1)
     held = [
-        case.workload for case in cases(device="cuda", thorough=True) if case.judged_on == "cpu"
+        case.workload
+        for case in cases(device="cuda", thorough=True)
+        if case.judging_device == "cpu"
     ]
     required = {name for name, cell in CELLS.items() if "full batch float32" not in cell.without}
     assert "mixed_dtypes" not in required
@@ -136,7 +138,7 @@ def test_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "allreduce-w4-composite-float32-cuda", "allreduce-w4-composite-float64-cuda",
         "allreduce-w4-twelve_steps-float32-cuda", "allreduce-w4-cnn-float32-cuda-against-cpu",
     ]  # fmt: skip
-    assert [case.judged_on for case in found.values()] == [*["cuda"] * 5, "cpu"]
+    assert [case.judging_device for case in found.values()] == [*["cuda"] * 5, "cpu"]
     against = found["allreduce-w4-cnn-float32-cuda-against-cpu"]
     assert against.layers == ("full batch float32",)
     assert {check for check, _ in checks(against, Contract())} == {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from distcheck.judge.diagnosis import diagnose, gradients
 from distcheck.judge.diagnosis.gradients import explain_step
 from distcheck.judge.diagnosis.measurements import (
-    Fit,
-    Match,
+    GradientFit,
+    GradientMatch,
     Measurements,
     ParameterFacts,
     StepFacts,
@@ -96,7 +96,7 @@ def measured(
         parameters=tuple(parameters),
         total=len(SIZES),
         fits=tuple(
-            Fit(
+            GradientFit(
                 coefficients=tuple((inverse @ torch.cat([t[rank] for t in targets])).tolist()),
                 tolerance=(1e-5,) * world,
                 residual=0.0,
@@ -376,7 +376,7 @@ def test_zeros_are_stale_only_if_the_next_step_is() -> None:
     zeros = measured([[0.0, 0.0]] * 2, equal(2))
     other = msgspec.structs.replace(measured([[0.3, 0.9]] * 2, equal(2)), step=1)
     matches = tuple(
-        Match(kind="earlier", rank=rank, parameter=p.name, distance=0.0, bound=1.0, step=0)
+        GradientMatch(kind="earlier", rank=rank, parameter=p.name, distance=0.0, bound=1.0, step=0)
         for p in other.parameters
         for rank in p.wrong
     )

@@ -13,13 +13,13 @@ from distcheck.contract import Batch, Contract
 from distcheck.judge.oracles.integers import (
     HeadroomError,
     IntegerOracle,
-    expand,
-    initial,
+    expand_parameter,
+    initial_weights,
     integer_value,
     reciprocal_is_exact,
     why_not_exact,
 )
-from distcheck.workloads.exact import IntegerSamples, mix, workload
+from distcheck.workloads.exact import IntegerSamples, small_integers, workload
 
 AFTER = Contract(scale="divide-after")
 
@@ -58,7 +58,7 @@ def test_closed_form_equals_autograd_to_the_bit(sizes: list[int]) -> None:
     for step in range(3):
         expected = oracle.step([[i + 1000 * step for i in ids] for ids in shards])
     for name, parameter in actual.items():
-        values = torch.tensor(expand(name, expected.after[name]), dtype=torch.float32)
+        values = torch.tensor(expand_parameter(name, expected.after[name]), dtype=torch.float32)
         assert torch.equal(parameter.flatten(), values), name
 
 
@@ -73,7 +73,7 @@ def test_most_gradients_are_not_zero() -> None:
 
 @given(row=st.integers(0, 10**6), column=st.integers(0, 100), span=st.sampled_from([3, 5, 7]))
 def test_both_sides_agree_on_the_data(row: int, column: int, span: int) -> None:
-    assert int(mix(torch.tensor(row), torch.tensor(column), span)) == integer_value(
+    assert int(small_integers(torch.tensor(row), torch.tensor(column), span)) == integer_value(
         row, column, span
     )
 
@@ -81,7 +81,7 @@ def test_both_sides_agree_on_the_data(row: int, column: int, span: int) -> None:
 def test_initial_weights_agree() -> None:
     model = workload.model(sample_shape=(1,), classes=1)
     for name, parameter in model.named_parameters():
-        values = expand(name, [Fraction(v) for v in initial()[name]])
+        values = expand_parameter(name, [Fraction(v) for v in initial_weights()[name]])
         assert torch.equal(parameter.detach().flatten().double(), torch.tensor(values))
 
 

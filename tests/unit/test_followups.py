@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from distcheck.records import Case, CaseReport, Diagnosis, Outcome
-from distcheck.verification.followups import amend_report, follow_ups, leave_out, stands
+from distcheck.verification.followups import (
+    amend_report,
+    failure_stands,
+    follow_ups,
+    leave_out_cases,
+)
 from tests.optional import needs
 
 FINISHED = (Outcome(rank=0, outcome="finished"),)
@@ -85,7 +90,7 @@ def test_a_float64_case_that_does_not_count(
         report("cnn", **of_cnn),
         report("cnn", "float64", **of_double),
     ]
-    kept, out = leave_out(reports)
+    kept, out = leave_out_cases(reports)
     assert set(out) == ({"cnn-float64"} if is_left_out else set())
     assert len(kept) == 3 - is_left_out
     said = [any("pass --dtype float64 to judge it" in note for note in r.notes) for r in kept]
@@ -98,12 +103,12 @@ def test_a_float64_case_that_was_asked_for_counts() -> None:
         double.case, layers=("bitwise", "rounding", "full batch float64")
     )
     asked = msgspec.structs.replace(double, case=case)
-    assert leave_out([report("cnn"), asked])[1] == {}
+    assert leave_out_cases([report("cnn"), asked])[1] == {}
 
 
 def test_cases_of_other_code_decide_nothing() -> None:
     reports = [report("cnn", strategy="other"), report("cnn", "float64", **SHORT)]
-    assert leave_out(reports)[1] == {}
+    assert leave_out_cases(reports)[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,9 @@ def test_composite_runs_again_as_well_and_each_in_its_own_place(finishes: str) -
         "exact:no-scalar", "cnn", f"composite:{finishes}", "composite:no-scalar",
     ]  # fmt: skip
     assert "the one in composite" in taken[2].notes[0]
-    kept, out = leave_out(taken)  # in float64 it crashes without its scalar, too: by the dtype
+    kept, out = leave_out_cases(
+        taken
+    )  # in float64 it crashes without its scalar, too: by the dtype
     assert list(out) == [reports[3].case.id]
     assert "expected scalar type Float" in out[reports[3].case.id]
     assert [r.verdict for r in kept] == ["pass"] * 3
@@ -303,7 +310,7 @@ ABORTED = (Outcome(rank=0, outcome="killed", proven="mismatch", why=MISMATCH),) 
 @pytest.mark.parametrize("ended", [DIES, LEAVES, STOPS], ids=["killed", "left", "stopped"])
 def test_a_rank_that_is_killed_there_counts(ended: dict[str, Any]) -> None:
     reports = [report("cnn"), absent(**ended)]
-    assert leave_out(reports) == (reports, {})
+    assert leave_out_cases(reports) == (reports, {})
 
 
 # Of calls that distcheck does not see, as those of torch's functional collectives.
@@ -322,7 +329,7 @@ UNLIKE_SIZES = (Outcome(rank=0, outcome="killed", sizes_differ=True),)
 )
 def test_a_model_that_the_code_does_not_train_does_not_count(said: dict[str, Any]) -> None:
     reports = [report("cnn"), absent(verdict="fail", **said)]
-    (kept,), out = leave_out(reports)
+    (kept,), out = leave_out_cases(reports)
     assert list(out) == ["absent_on_some-float32"]
     assert [note for note in kept.notes if "--workload absent_on_some to require it" in note]
     assert follow_ups(reports) == []
@@ -332,19 +339,19 @@ def test_wrong_gradients_in_it_count_and_so_does_what_was_asked_for() -> None:
     wrong = absent(verdict="fail", diagnosis=caused("missing-sync", "wrong-divisor"))
     asked = absent(rerun=True, **LOUD)
     for found in (absent(verdict="fail"), wrong, absent(verdict="unknown"), asked):
-        assert leave_out([report("cnn"), found]) == ([report("cnn"), found], {})
-    assert leave_out([absent(**LOUD)]) == ([absent(**LOUD)], {})  # nothing else was judged
+        assert leave_out_cases([report("cnn"), found]) == ([report("cnn"), found], {})
+    assert leave_out_cases([absent(**LOUD)]) == ([absent(**LOUD)], {})  # nothing else was judged
 
 
 def test_beside_a_failure_it_is_left_out_without_a_word() -> None:
-    (kept,), out = leave_out([report("cnn", verdict="fail"), absent(**LOUD)])
+    (kept,), out = leave_out_cases([report("cnn", verdict="fail"), absent(**LOUD)])
     assert kept.notes == ()
     assert list(out) == ["absent_on_some-float32"]
 
 
 def test_it_has_no_say_in_whether_float64_counts() -> None:
     reports = [report("cnn"), report("cnn", "float64", **SHORT), absent(**LOUD)]
-    assert set(leave_out(reports)[1]) == {"cnn-float64", "absent_on_some-float32"}
+    assert set(leave_out_cases(reports)[1]) == {"cnn-float64", "absent_on_some-float32"}
 
 
 @pytest.mark.parametrize(
@@ -360,9 +367,9 @@ def test_it_has_no_say_in_whether_float64_counts() -> None:
     ],
 )
 def test_no_excuse_no_pass(workload: str, dtype: str, said: dict[str, Any], so: bool) -> None:
-    assert stands(report(workload, dtype, **said)) is so
+    assert failure_stands(report(workload, dtype, **said)) is so
 
 
 def test_a_cell_that_is_not_trained_does_not_stand() -> None:
-    assert not stands(absent(**CRASHES))
-    assert stands(absent(verdict="fail"))
+    assert not failure_stands(absent(**CRASHES))
+    assert failure_stands(absent(verdict="fail"))

@@ -12,7 +12,7 @@ from torch import nn
 
 from distcheck.contract import Batch, Contract
 from distcheck.errors import UsageError
-from distcheck.judge.checks.comparison import by_norm
+from distcheck.judge.checks.comparison import compare_by_norm
 from distcheck.judge.oracles.full_batch import FullBatchReference, loss_tolerance
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.recordings.recording import Kind
@@ -390,9 +390,9 @@ def test_the_mean_of_losses_that_cancel_rounds_by_their_size() -> None:
 
 def test_an_infinity_is_owed_as_one() -> None:
     required = torch.tensor([float("inf"), 3.0, 4.0])
-    assert by_norm(required, required, 0.0).ok
+    assert compare_by_norm(required, required, 0.0).ok
     near = torch.tensor([float("inf"), 3.0, 4.5])
-    assert by_norm(near, required, 0.5).ok
-    assert not by_norm(near, required, 0.4).ok
+    assert compare_by_norm(near, required, 0.5).ok
+    assert not compare_by_norm(near, required, 0.4).ok
     for wrong in (1.0, float("-inf"), float("nan")):
-        assert not by_norm(torch.tensor([wrong, 3.0, 4.0]), required, 1e30).ok
+        assert not compare_by_norm(torch.tensor([wrong, 3.0, 4.0]), required, 1e30).ok

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distcheck.records import Adaptation, Case, CaseReport, Contents, Report
+from distcheck.records import Adaptation, Case, CaseContents, CaseReport, Report
 from distcheck.records.run_facts import UsedFeature
 from distcheck.reports.brief import next_step, options_that_exercise, unexercised_features
 from distcheck.training.loading import inspect_strategy
@@ -44,7 +44,7 @@ def test_what_code_uses(tmp_path: Path, body: str, uses: list[tuple[str, int]]) 
 
 
 CASE = Case(id="a", strategy="f.py:f", world=4, steps=12)
-CONTENTS = Contents(
+CONTENTS = CaseContents(
     worlds=1, tensors=6,
     most_elements=100, most_dimensions=2, depth=1, kinds=(), features=("several_dtypes",),
     sizes=(1e-40, 1.0),

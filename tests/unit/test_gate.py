@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from distcheck.cli.commands.plan import command as plan_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.configuration import Configuration, read_configuration
-from distcheck.plan.costs import rough_s
-from distcheck.plan.matrix import Planned, digest_of, parse_shard, plan_run, split
+from distcheck.plan.costs import estimated_s
+from distcheck.plan.matrix import Planned, assign_shards, digest_of_run, parse_shard, plan_run
 from distcheck.records import Case
 from distcheck.records.case import with_unique_ids
 from distcheck.worlds.launchers import Launch
@@ -117,7 +117,7 @@ def test_a_matrix_becomes_cases(folder: Path) -> None:
     assert own.adaptation.arguments == (("lr", "0.5"), ("names", "['a']"))
     assert own.loss == "sum/global"
     assert {c.loss for c in cases if c.strategy != own.strategy} == {"mean"}
-    siblings = [case.siblings for case in cases]
+    siblings = [case.sibling_key for case in cases]
     assert [a for a, b in pairwise(siblings) if a != b] == list(dict.fromkeys(siblings))[:-1], (
         "those that are shown together come one after the other"
     )
@@ -289,28 +289,28 @@ def test_every_case_is_in_one_part_whatever_the_order(
 ) -> None:
     cases = some_cases(cells)
     assert len({case.id for case in cases}) == len(cases) == len(set(cells))
-    assigned = split(cases, parts)
+    assigned = assign_shards(cases, parts)
     assert set(assigned) == {case.id for case in cases}
-    groups = {case.siblings for case in cases}
+    groups = {case.sibling_key for case in cases}
     assert set(assigned.values()) == set(range(1, min(parts, len(groups)) + 1))
     for group in groups:
-        assert len({assigned[case.id] for case in cases if case.siblings == group}) == 1
+        assert len({assigned[case.id] for case in cases if case.sibling_key == group}) == 1
     shuffled = list(cells)
     chance.shuffle(shuffled)
     again = some_cases(shuffled)
-    assert split(again, parts) == assigned
-    assert digest_of(again) == digest_of(cases)
+    assert assign_shards(again, parts) == assigned
+    assert digest_of_run(again) == digest_of_run(cases)
 
 
 @given(CELLS, st.integers(1, 6))
 def test_parts_are_balanced(cells: list[tuple[str, int, str, int]], parts: int) -> None:
     """Graham's bound: no part holds more than the mean and the largest group."""
     cases = some_cases(cells)
-    assigned = split(cases, parts)
-    loads, groups = [0.0] * (parts + 1), dict.fromkeys((c.siblings for c in cases), 0.0)
+    assigned = assign_shards(cases, parts)
+    loads, groups = [0.0] * (parts + 1), dict.fromkeys((c.sibling_key for c in cases), 0.0)
     for case in cases:
-        loads[assigned[case.id]] += rough_s(case)
-        groups[case.siblings] += rough_s(case)
+        loads[assigned[case.id]] += estimated_s(case)
+        groups[case.sibling_key] += estimated_s(case)
     assert max(loads) <= sum(groups.values()) / parts + max(groups.values()) + 1e-6
 
 

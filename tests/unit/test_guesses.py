@@ -7,7 +7,13 @@ import pytest
 from distcheck.errors import UsageError
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_strategy, other_ways
-from distcheck.verification.guesses import Decision, Trial, decide, note_on, question
+from distcheck.verification.guesses import (
+    CallTrial,
+    GuessDecision,
+    ambiguity_error,
+    decide_guess,
+    note_on_replacement,
+)
 
 GUESS = Adaptation(form="wrapper", finish="none")
 OTHER, THIRD = (Adaptation(form="wrapper", finish=name) for name in ("flush", "go"))
@@ -15,8 +21,8 @@ OTHER, THIRD = (Adaptation(form="wrapper", finish=name) for name in ("flush", "g
 ONE, TWO, NO_GROUP = (Adaptation(arguments=(("x", value),)) for value in ("1", "2", "None"))
 
 
-def trial(way: Adaptation = OTHER, **seen: bool) -> Trial:
-    return Trial(way=way, **seen)  # type: ignore[arg-type]
+def trial(way: Adaptation = OTHER, **seen: bool) -> CallTrial:
+    return CallTrial(way=way, **seen)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -60,20 +66,22 @@ def trial(way: Adaptation = OTHER, **seen: bool) -> Trial:
         (trial(GUESS), [trial(), trial(THIRD, exchanged=True)], "ask", [THIRD, OTHER]),
     ],
 )
-def test_after_trials(guess: Trial, others: list[Trial], what: str, ways: list[Adaptation]) -> None:
-    decision = decide(guess, others)
+def test_after_trials(
+    guess: CallTrial, others: list[CallTrial], what: str, ways: list[Adaptation]
+) -> None:
+    decision = decide_guess(guess, others)
     assert (decision.what, [one.way for one in decision.ways]) == (what, ways)
 
 
 def test_a_flag_has_no_third_value() -> None:
     on, off = (Adaptation(arguments=(("x", value),)) for value in ("True", "False"))
-    assert decide(trial(on, exchanged=True, explained=True), [trial(off)]).sure
-    assert not decide(trial(ONE, exchanged=True, explained=True), [trial(TWO)]).sure
+    assert decide_guess(trial(on, exchanged=True, explained=True), [trial(off)]).sure
+    assert not decide_guess(trial(ONE, exchanged=True, explained=True), [trial(TWO)]).sure
 
 
 def test_what_is_asked_can_be_copied() -> None:
     case = Case(id="", strategy="a b.py:C", world=2)
-    error = question(case, Decision("ask", (trial(), trial(THIRD))))
+    error = ambiguity_error(case, GuessDecision("ask", (trial(), trial(THIRD))))
     assert isinstance(error, UsageError)
     assert str(error).splitlines()[1:] == [
         "    distcheck verify --strategy 'a b.py:C' --world 2 --as wrapper --finish flush",
@@ -82,7 +90,7 @@ def test_what_is_asked_can_be_copied() -> None:
 
 
 def test_what_was_found_says_how_to_pin_it() -> None:
-    assert "--as wrapper --finish flush" in note_on(trial(passed=True))
+    assert "--as wrapper --finish flush" in note_on_replacement(trial(passed=True))
 
 
 LOAD = "def __init__(self, module): self.module = module\n    def __call__(self, x): return x\n"

@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 
 from distcheck.errors import RankLostError
-from distcheck.verification.own_code import Allowed
+from distcheck.verification.own_code import AllowedCode
 from distcheck.worlds.launchers import Launch
 from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.agent import Agent
@@ -71,7 +71,7 @@ def serve(
     host = Agent(pool, launch, deadline_s=30)  # type: ignore[arg-type]
     leaving.start()
     try:
-        return host.serve({}, Allowed(()))
+        return host.serve({}, AllowedCode(()))
     finally:
         leaving.join()
         host.close()

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from distcheck.cli.commands.report import command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.records.run_facts import ByModule, ModuleSeen
+from distcheck.records.run_facts import ComparedModule, ModuleComparison
 from distcheck.reports import html_report, json_report
 from distcheck.reports.html_report import breakable
 from distcheck.reports.json_report import decoded
@@ -24,15 +24,15 @@ from tests import documents
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr", "path"}
-MODULES = ByModule(
+MODULES = ModuleComparison(
     first=f"first wrong module: layers.1.up {documents.HOSTILE}", name="layers.1.up",
     is_found=True, compared=8,
     modules=(
-        ModuleSeen(name="layers.0", kind="Block", state="near", error=1e-7, bound=2e-6),
-        ModuleSeen(name="layers.1.up", kind="Linear", state="wrong", error=0.1, bound=2e-6),
-        ModuleSeen(name="layers.1", kind=documents.HOSTILE, state="follows", calls=2),
-        ModuleSeen(name="a." * 3000, kind="", state="unseen"),
-        ModuleSeen(name="", kind="Net", state="follows"),
+        ComparedModule(name="layers.0", kind="Block", state="near", error=1e-7, bound=2e-6),
+        ComparedModule(name="layers.1.up", kind="Linear", state="wrong", error=0.1, bound=2e-6),
+        ComparedModule(name="layers.1", kind=documents.HOSTILE, state="follows", calls=2),
+        ComparedModule(name="a." * 3000, kind="", state="unseen"),
+        ComparedModule(name="", kind="Net", state="follows"),
     ),
 )  # fmt: skip
 ALL = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from distcheck.records.causes import causes, shared
+from distcheck.records.causes import causes, shared_suggestions
 from tests.sources import PACKAGE, ROOT, found, nodes, text_of
 
 _MOST_WHAT = 3.0  # per 1,000 words
@@ -104,7 +104,7 @@ def entries() -> Iterator[tuple[str, str, str]]:
         if cause.in_jobs is not None:
             yield from ((name, "when", one) for one in cause.in_jobs.when)
             yield name, "repair", cause.in_jobs.repair
-    yield from (("shared", "suggestion", one) for one in shared().values())
+    yield from (("shared", "suggestion", one) for one in shared_suggestions().values())
 
 
 def test_causes_use_nouns_and_exact_predicates() -> None:

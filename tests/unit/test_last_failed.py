@@ -50,7 +50,7 @@ def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
     """
     monkeypatch.chdir(tmp_path)
     runs = Path(".distcheck/runs")
-    own = [run_folder.Store.of_own(keep_everything=False).folder for _ in range(2)]
+    own = [run_folder.RunStore.of_own(keep_everything=False).folder for _ in range(2)]
     for place, verdict in zip(own, ("pass", "fail"), strict=True):
         keep(runs, place.name, (A[0], verdict))
         (place / "cases").mkdir()
@@ -59,9 +59,9 @@ def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
     for place in (runs / "zz", *unfinished):
         (place / "cases").mkdir(parents=True)
         shutil.copy(own[1] / "seal", place)  # is valid for one name
-    assert run_folder.kept_runs()[-2:] == own
+    assert run_folder.stored_runs()[-2:] == own
     assert earlier_runs.ids_of_failed_cases(runs, A) == {A[0].id}
-    run_folder.Store.of_own(keep_everything=False)
+    run_folder.RunStore.of_own(keep_everything=False)
     assert [place.exists() for place in own] == [True, True]
     assert sum(place.exists() for place in unfinished) == 7
 
@@ -74,4 +74,4 @@ def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:
 
 def test_the_others_are_left_out_with_the_reason() -> None:
     why = "you passed --last-failed, and it did not fail in its last run"
-    assert earlier_runs.reasons_for_not_failed(A, {A[0].id}) == {A[1].id: why}
+    assert earlier_runs.reasons_to_skip_passed(A, {A[0].id}) == {A[1].id: why}

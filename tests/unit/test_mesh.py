@@ -3,7 +3,7 @@
 import pytest
 
 from distcheck.contract import strategy
-from distcheck.records.mesh import Mesh, axes_of, mesh_in
+from distcheck.records.mesh import Mesh, promised_axes, promised_mesh
 
 TWO_BY_THREE = Mesh((("data", 2), ("tensor", 3)))
 
@@ -25,9 +25,9 @@ def test_a_mesh_without_data_has_one_reader() -> None:
 
 
 def test_one_axis_takes_what_is_left() -> None:
-    axes = axes_of({"data": -1, "tensor": 2})
-    assert str(mesh_in(axes, 6)) == "data 3 x tensor 2"
-    assert mesh_in((), 4) is None
+    axes = promised_axes({"data": -1, "tensor": 2})
+    assert str(promised_mesh(axes, 6)) == "data 3 x tensor 2"
+    assert promised_mesh((), 4) is None
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_one_axis_takes_what_is_left() -> None:
 )
 def test_a_mesh_that_does_not_fit(parallel: dict[str, int], world: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        mesh_in(axes_of(parallel), world)
+        promised_mesh(promised_axes(parallel), world)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_what_is_no_promise(parallel: object, said: str) -> None:
 )
 def test_axes_of_a_damaged_file_are_refused(axes: object) -> None:
     with pytest.raises(ValueError, match=r"a size is a number|named twice"):
-        mesh_in(axes, 4)  # type: ignore[arg-type]
+        promised_mesh(axes, 4)  # type: ignore[arg-type]

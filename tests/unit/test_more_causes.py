@@ -6,8 +6,8 @@ import pytest
 from distcheck.judge.diagnosis import diagnose, gradients
 from distcheck.judge.diagnosis.gradients import explain_step
 from distcheck.judge.diagnosis.measurements import (
+    GradientMatch,
     LocalGradientFacts,
-    Match,
     Measurements,
     NonFiniteGradient,
     ParameterFacts,
@@ -155,7 +155,9 @@ def with_matches(step: StepFacts, pairs: dict[str, str]) -> StepFacts:
     return msgspec.structs.replace(
         step,
         matches=tuple(
-            Match(kind="parameter", rank=rank, parameter=one, other=other, distance=0.0, bound=1.0)
+            GradientMatch(
+                kind="parameter", rank=rank, parameter=one, other=other, distance=0.0, bound=1.0
+            )
             for one, other in pairs.items()
             for rank in range(4)
         ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distcheck.errors import UsageError
-from distcheck.verification.given_objects import names_of
+from distcheck.verification.given_objects import importable_names
 
 
 def doubles(strategy: Callable[..., None]) -> Callable[..., None]:
@@ -53,7 +53,7 @@ class Sync:
      (Sync.of_the_class, "Sync.of_the_class"), (Sync.of_nobody, "Sync.of_nobody")],
 )  # fmt: skip
 def test_what_its_module_has_under_its_name(given: Callable[..., None], name: str) -> None:
-    assert names_of(given) == (f"{__name__}:{name}",)
+    assert importable_names(given) == (f"{__name__}:{name}",)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_what_its_module_has_under_its_name(given: Callable[..., None], name: st
 )
 def test_what_ranks_would_not_find_is_refused(given: object, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        names_of(given)  # type: ignore[arg-type]
+        importable_names(given)  # type: ignore[arg-type]
 
 
 def test_a_name_that_stands_for_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     given = once
     monkeypatch.setattr(sys.modules[__name__], "once", twice)
     with pytest.raises(UsageError, match="is not the object that ranks import"):
-        names_of(given)
+        importable_names(given)
 
 
 def test_a_script_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_script_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     script.__file__ = "/somewhere/train.py"
     exec("def sync(model): pass", script.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert names_of(script.sync) == ("/somewhere/train.py:sync",)
+    assert importable_names(script.sync) == ("/somewhere/train.py:sync",)
 
 
 class Notebook:
@@ -107,7 +107,7 @@ class Notebook:
 
     def copy_of(self, name: str) -> ModuleType:
         """What ranks import."""
-        ((path, own),) = (named.split(":") for named in names_of(vars(self.module)[name]))
+        ((path, own),) = (named.split(":") for named in importable_names(vars(self.module)[name]))
         assert (own, Path(path).parent) == (name, Path(".distcheck/cells"))
         made = ModuleType("copy")
         exec(compile(Path(path).read_text(), path, "exec"), vars(made))
@@ -145,13 +145,16 @@ def test_a_cell_is_copied_with_what_it_names(notebook: Notebook) -> None:
     assert again.Sync.kind is torch.float64
     assert again.Sync().sync(None)[1:] == (again.Sync, copy.sync(None))
     assert (
-        "import xml.etree.ElementTree" in Path(names_of(notebook.module.Sync)[0][:-5]).read_text()
+        "import xml.etree.ElementTree"
+        in Path(importable_names(notebook.module.Sync)[0][:-5]).read_text()
     )
-    changed = names_of(notebook.module.sync)
+    changed = importable_names(notebook.module.sync)
     Path(changed[0].removesuffix(":sync")).write_text("edited")
     assert notebook.copy_of("sync").sync(None) == copy.sync(None)
     notebook.cell("SIZES = {'a': []}\n")
-    assert names_of(notebook.module.sync) != changed  # no rank is given what was true before
+    assert (
+        importable_names(notebook.module.sync) != changed
+    )  # no rank is given what was true before
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_a_cell_is_copied_with_what_it_names(notebook: Notebook) -> None:
 def test_what_cannot_be_copied_is_refused(notebook: Notebook, cell: str, why: str) -> None:
     notebook.cell(cell)
     with pytest.raises(UsageError, match=f"{why}.+file.py:sync"):
-        names_of(notebook.module.sync)
+        importable_names(notebook.module.sync)
     assert not Path(".distcheck/cells").exists()
 
 
@@ -176,7 +179,7 @@ def test_what_cannot_be_copied_is_refused(notebook: Notebook, cell: str, why: st
 def test_a_script_that_would_run_once_more_is_copied(tmp_path: Path, guard: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "from distcheck.verification.given_objects import names_of\n"
+        "from distcheck.verification.given_objects import importable_names\n"
         f"def sync(model): pass\n{guard or 'if True:'}\n    print(*names_of(sync))\n"
     )
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
@@ -185,6 +188,6 @@ def test_a_script_that_would_run_once_more_is_copied(tmp_path: Path, guard: str)
 
 
 def test_names_are_names() -> None:
-    assert names_of("ddp") == ("ddp",)
-    assert names_of(["ddp", "ring"]) == ("ddp", "ring")
-    assert names_of(name for name in ("ddp", Path("a.py:f"))) == ("ddp", "a.py:f")
+    assert importable_names("ddp") == ("ddp",)
+    assert importable_names(["ddp", "ring"]) == ("ddp", "ring")
+    assert importable_names(name for name in ("ddp", Path("a.py:f"))) == ("ddp", "a.py:f")

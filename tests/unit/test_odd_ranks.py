@@ -8,7 +8,7 @@ import pytest
 from distcheck.judge.diagnosis import outcomes
 from distcheck.records import Collective, Outcome
 from distcheck.records.exit_status import RankEnd
-from distcheck.records.odd_ranks import majority_call, outside_the_majority
+from distcheck.records.odd_ranks import majority_call, ranks_outside_the_majority
 from distcheck.reports.pictures import timeline
 
 Known = dict[str, Any]
@@ -137,9 +137,9 @@ def test_the_picture_names_no_victim_for_what_it_did_not_call() -> None:
 
 
 def test_majorities() -> None:
-    assert outside_the_majority({"a": [0, 2], "b": [1]}) == [1]
-    assert outside_the_majority({"a": [0], "b": [1]}) == []
-    assert outside_the_majority({"a": [0, 1]}) == []
+    assert ranks_outside_the_majority({"a": [0, 2], "b": [1]}) == [1]
+    assert ranks_outside_the_majority({"a": [0], "b": [1]}) == []
+    assert ranks_outside_the_majority({"a": [0, 1]}) == []
     assert majority_call({"a": [0, 2], "b": [1]}) == "a"
     assert majority_call({"a": [0, 2], "b": [1]}, unknown=1) == ""
     assert majority_call({"a": [0]}, unknown=3) == "a"

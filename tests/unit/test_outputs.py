@@ -13,7 +13,7 @@ from distcheck.contract import Batch
 from distcheck.judge.checks import outputs as check
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Near, Outputs
+from distcheck.judge.oracles.forms import ExpectedOutputs, WithinNorm
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.recordings.traces.reader import TraceReader
@@ -22,7 +22,7 @@ from distcheck.records import Case, CheckResult, ModelLayout, TensorSpec
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.records.mesh import Mesh
 from distcheck.training.losses import LossOfShard
-from distcheck.training.outputs import MOST_NUMBERS, calls_of, per_sample
+from distcheck.training.outputs import MOST_NUMBERS, outputs_per_sample, record_outputs
 from distcheck.training.recorder import TraceRecorder
 
 CPU = torch.device("cpu")
@@ -41,20 +41,20 @@ CPU = torch.device("cpu")
     ],
 )
 def test_each_sample_has_a_row(made: Any, shape: tuple[int, ...]) -> None:
-    rows = per_sample(made, 4)
+    rows = outputs_per_sample(made, 4)
     assert rows is not None
     assert rows.shape == shape
 
 
 @pytest.mark.parametrize("made", [torch.zeros(()), torch.zeros(8, 3), torch.zeros(4, 0), None, "a"])
 def test_what_has_no_row_for_each_sample_is_nothing(made: Any) -> None:
-    assert per_sample(made, 4) is None
+    assert outputs_per_sample(made, 4) is None
 
 
 def test_a_look_at_calls_changes_nothing() -> None:
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
-    with calls_of(model, 4) as calls:
+    with record_outputs(model, 4) as calls:
         made = model(torch.ones(4, 3))
         with torch.no_grad():
             right = made.clone()
@@ -64,7 +64,7 @@ def test_a_look_at_calls_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert calls.rows is not None
     assert torch.equal(calls.rows, torch.cat([right, right], 1))
-    with pytest.raises(RuntimeError), calls_of(model, 4):
+    with pytest.raises(RuntimeError), record_outputs(model, 4):
         model(torch.ones(4, 7))
     assert not model._forward_hooks
 
@@ -151,7 +151,7 @@ def test_a_bad_table_is_refused(fd: int, returned: Returned, state: EntryState) 
     assert TraceReader(fd, LAYOUT).entry(0, Kind.OUTPUT, 0, 0).state is state
 
 
-def judged(fd: int, mesh: Mesh, expected: Outputs) -> CheckResult:
+def judged(fd: int, mesh: Mesh, expected: ExpectedOutputs) -> CheckResult:
     header: Any = SimpleNamespace(written=True)
     evidence = Evidence(
         case=Case(id="one", strategy="s", world=2, batch=3), facts=None, mesh=mesh,
@@ -166,9 +166,9 @@ def judged(fd: int, mesh: Mesh, expected: Outputs) -> CheckResult:
 ONE_SHARD, TWO_SHARDS = Mesh((("tensor", 2),)), Mesh((("data", 2),))
 
 
-def near(*expected: torch.Tensor, rounding: float = 0.0) -> Outputs:
-    forms = [Near(part, 0.5, rounding=rounding, why="it cancels") for part in expected]
-    return Outputs(tuple(forms))
+def near(*expected: torch.Tensor, rounding: float = 0.0) -> ExpectedOutputs:
+    forms = [WithinNorm(part, 0.5, rounding=rounding, why="it cancels") for part in expected]
+    return ExpectedOutputs(tuple(forms))
 
 
 def test_every_rank_is_compared_with_its_own_samples(fd: int) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from distcheck.contract import BackendAllReduce, Contract, DDPBuckets
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.plan.case_remarks import notes_on, why_left_out, why_no_full_batch
+from distcheck.plan.case_remarks import notes_on_case, why_left_out, why_no_full_batch
 from distcheck.plan.cases import check_case, plan_cases, plan_checks
-from distcheck.plan.cells_to_run import counts_if_finished
+from distcheck.plan.cells_to_run import counts_only_if_finished
 from distcheck.plan.settings import Request
 from distcheck.records import Case, Compared, ModelLayout, PlannedCheck, TensorSpec
 from distcheck.training.jobs import CaseFacts
@@ -91,7 +91,7 @@ def test_the_default_run() -> None:
     assert {layer for check, layer in checks(semantic)} == {"full batch float64", "bitwise", "-"}
     assert {layer for check, layer in checks(late)} == {"bitwise", "rounding", "-"}
     assert [c.rerun for c in cases()] == [False, True, False, False, False, False]
-    assert [counts_if_finished(c) for c in cases()] == [False] * 5 + [True]
+    assert [counts_only_if_finished(c) for c in cases()] == [False] * 5 + [True]
     assert (absent.deadline_s, cnn.deadline_s) == (3.0, 30.0)
 
 
@@ -106,18 +106,18 @@ def test_the_default_run() -> None:
 )  # fmt: skip
 def test_unneeded_is_skipped(asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcheck.backends.missing", lambda name: "")
-    assert not any(counts_if_finished(case) for case in cases(**asked))
+    assert not any(counts_only_if_finished(case) for case in cases(**asked))
 
 
 def test_what_the_default_run_need_not_finish_keeps_its_steps_and_may_be_asked_for() -> None:
     """Fewer would not show what it is for; asked for, it counts whatever happens."""
-    (absent,) = (c for c in cases(steps=1, batch=8, deadline_s=2.0) if counts_if_finished(c))
+    (absent,) = (c for c in cases(steps=1, batch=8, deadline_s=2.0) if counts_only_if_finished(c))
     assert (absent.steps, absent.batch, absent.deadline_s) == (3, 256, 2.0)
     assert check_case(absent) == absent
     thorough = [c for c in cases(thorough=True) if c.workload == "absent_on_some"]
     for asked in (cases(workloads=["absent_on_some"]), thorough):
         (case,) = asked
-        assert not counts_if_finished(case)
+        assert not counts_only_if_finished(case)
 
 
 def test_what_is_asked_for_by_name_is_run_in_full() -> None:
@@ -127,7 +127,7 @@ def test_what_is_asked_for_by_name_is_run_in_full() -> None:
         ("cnn", "float32", True), ("cnn", "float64", False),
         ("composite", "float32", True), ("composite", "float64", False),
     ]  # fmt: skip
-    assert {c.steps for c in cases(steps=5) if not counts_if_finished(c)} == {5}
+    assert {c.steps for c in cases(steps=5) if not counts_only_if_finished(c)} == {5}
     (alone,) = cases(workloads=["composite"], dtype="float64")
     assert (alone.steps, alone.layers) == (3, ("bitwise", "rounding", "full batch float64"))
 
@@ -141,7 +141,9 @@ def test_out_of_sight_owes_no_local_gradients_and_says_so() -> None:
     gradients = cnn.world * cnn.steps * 10
     rerun = ("rerun", "-")
     assert unseen[rerun].required.elements == seen[rerun].required.elements - gradients
-    assert "no hook can record the local gradients" in " ".join(notes_on(cnn, [(64,) * 4], hidden))
+    assert "no hook can record the local gradients" in " ".join(
+        notes_on_case(cnn, [(64,) * 4], hidden)
+    )
 
 
 def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
@@ -155,7 +157,7 @@ def test_sharded_state_is_owed_once_by_all_ranks_together() -> None:
     assert there.tensors == here.tensors == 2
     assert there.elements == here.elements - (cnn.world - 1) * momentum
     assert parts["agreement", "-"].required.tensors == 1
-    assert "sharded" in " ".join(notes_on(cnn, [(64,) * 4], sharded))
+    assert "sharded" in " ".join(notes_on_case(cnn, [(64,) * 4], sharded))
 
 
 def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
@@ -165,7 +167,7 @@ def test_updates_of_pieces_are_owed_where_position_does_not_matter() -> None:
     (short,) = cases(workloads=["cnn"], dtype="bfloat16")
     assert ("parameters", "bitwise") in checks(short, Contract(weighting="loss"))
     assert ("parameters", "bitwise") not in checks(short, cut)
-    assert "so it is not checked" in " ".join(notes_on(short, [(64,) * 4], cut))
+    assert "so it is not checked" in " ".join(notes_on_case(short, [(64,) * 4], cut))
 
 
 def test_what_a_wire_makes_inexact_or_cannot_carry() -> None:
@@ -366,10 +368,10 @@ def test_checks_owe_everything_on_every_rank_at_every_step() -> None:
 
 def test_notes() -> None:
     (one, *_), (two, *_) = cases(worlds=[1]), cases(worlds=[2])
-    assert "world size 1 has nothing to synchronize" in notes_on(one, [(256,)])[0]
-    assert "cannot distinguish reduction orders" in notes_on(two, [(128, 128)])[0]
+    assert "world size 1 has nothing to synchronize" in notes_on_case(one, [(256,)])[0]
+    assert "cannot distinguish reduction orders" in notes_on_case(two, [(128, 128)])[0]
     (three, *_) = cases(worlds=[3])
-    assert notes_on(three, [(86, 85, 85)]) == [
+    assert notes_on_case(three, [(86, 85, 85)]) == [
         "uneven shards (86 + 85 + 85): each must be weighted by its number of samples (step.weight)"
     ]
 

@@ -6,7 +6,7 @@ from torch.utils.data import DistributedSampler
 
 from distcheck.training.epoch_positions import epoch_segment_of_step, shard_sizes, steps_per_epoch
 from distcheck.training.loading import load_workload
-from distcheck.training.loop import Shards
+from distcheck.training.loop import ShardReader
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(0, 300)).map(
     lambda t: (t[0], max(t[0], t[1]), max(t[0], t[1]) + t[2])  # world <= batch <= size
@@ -16,7 +16,7 @@ SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(0, 300)).m
 def read(size: int, batch: int, world: int, step: int) -> list[list[int]]:
     loaded = load_workload("mlp")
     return [
-        Shards(loaded, size=size, batch=batch, world=world, rank=rank, seed=7)
+        ShardReader(loaded, size=size, batch=batch, world=world, rank=rank, seed=7)
         .read(step)[1]
         .tolist()
         for rank in range(world)
@@ -51,7 +51,7 @@ def test_ranks_walk_torchs_sampler() -> None:
         range(1000),  # type: ignore[arg-type]
         num_replicas=4,
         rank=2,
-        seed=Shards(load_workload("mlp"), size=8, batch=8, world=1, rank=0, seed=7)._seed,
+        seed=ShardReader(load_workload("mlp"), size=8, batch=8, world=1, rank=0, seed=7)._seed,
     )
     order = list(sampler)
     shards = [read(1000, 64, 4, step)[2] for step in range(3)]

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.records import CallSite
-from distcheck.verification.process_state import lines_of, state_lines, with_code
+from distcheck.verification.process_state import (
+    process_state_lines,
+    shown_state_lines,
+    with_source_text,
+)
 
 SET, HASH, ADDRESS = "iterates over a set", "calls hash()", "reads a memory address"
 MACHINE, ENVIRONMENT = "reads the node or local rank", "iterates over the environment"
@@ -16,7 +20,7 @@ CHANCE = "reads a clock, a process ID or random bytes"
 def found(folder: Path, code: str) -> list[str]:
     file = folder / "sync.py"
     file.write_text(code)
-    return [line.what for line in lines_of(file)]
+    return [line.what for line in process_state_lines(file)]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,10 @@ def test_only_what_the_strategy_leads_to_is_listed(tmp_path: Path) -> None:
         "    return helper(model), ORDER\n"
     )
     (tmp_path / "beside.py").write_text("def f(x):\n    return [y for y in set(x)]\n")
-    assert [(line.file, line.line) for line in lines_of(file, 7)] == [
+    assert [(line.file, line.line) for line in process_state_lines(file, 7)] == [
         ("sync.py", 2), ("sync.py", 6), ("beside.py", 2),
     ]  # fmt: skip
-    assert [line.line for line in lines_of(file)] == [2, 4, 6, 2]
+    assert [line.line for line in process_state_lines(file)] == [2, 4, 6, 2]
 
 
 def test_lines_are_of_what_made_the_difference_and_few(tmp_path: Path) -> None:
@@ -97,14 +101,16 @@ def test_lines_are_of_what_made_the_difference_and_few(tmp_path: Path) -> None:
     several = "".join(f"    f(hash({n}))\n" for n in range(6))
     file.write_text(f"def sync(model, step):\n    g(os.environ['LOCAL_RANK'])\n{several}")
     by = {
-        factor: state_lines(str(file), 1, Separation(depends=True, factors=(factor,), worlds=8))
+        factor: shown_state_lines(
+            str(file), 1, BisectionResult(depends=True, factors=(factor,), worlds=8)
+        )
         for factor in ("nodes", "interpreters", "environment")
     }
     assert by["nodes"] == (f"sync.py:2 {MACHINE}: g(os.environ['LOCAL_RANK'])",)
     assert by["interpreters"][0] == f"sync.py:3 {HASH}: f(hash(0))"
     assert by["interpreters"][4:] == ("and 2 more",)
     assert by["environment"] == ()
-    chance = state_lines(str(file), 1, Separation(depends=False, worlds=1))
+    chance = shown_state_lines(str(file), 1, BisectionResult(depends=False, worlds=1))
     assert len(chance) == 5, "hashes as well: of an object it is an address"
 
 
@@ -116,14 +122,14 @@ def test_lines_are_of_what_made_the_difference_and_few(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_has_no_lines(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "sync.py"
     file.write_bytes(content)
-    assert lines_of(file) == []
-    assert lines_of(tmp_path / "none.py") == []
+    assert process_state_lines(file) == []
+    assert process_state_lines(tmp_path / "none.py") == []
 
 
 def test_what_a_file_says_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     file = tmp_path / "sync.py"
     file.write_text(f"f(hash('\x1b[2J'), {'x' * 100!r})\n")
-    (line,) = lines_of(file)
+    (line,) = process_state_lines(file)
     assert "\x1b" not in str(line)
     assert r"\x1b[2J" in line.text
     assert len(line.text) == 80
@@ -140,11 +146,11 @@ def test_the_text_of_a_line_is_read_beside_the_strategy_alone(tmp_path: Path) ->
         (own, "own = 1"), (beside, "beside = 2"), (secret, ""),
         (own.parent / ".." / "key", ""), (tmp_path / "none.py", ""),
     ):  # fmt: skip
-        found = with_code(CallSite(file=str(file), line=2), str(own))
+        found = with_source_text(CallSite(file=str(file), line=2), str(own))
         assert found is not None
         assert (found.file, found.code) == (str(file), code)
     link = own.parent / "link.py"
     link.symlink_to(secret)
-    found = with_code(CallSite(file=str(link), line=2), str(own))
+    found = with_source_text(CallSite(file=str(link), line=2), str(own))
     assert found is not None
     assert found.code == ""

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from distcheck.records.posted_calls import PostedCall, counts_of, splits_of
+from distcheck.records.posted_calls import PostedCall, all_to_all_splits, counts_that_must_match
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Blocked, Unblocked
 from distcheck.worlds.proofs import ProofWatch, proof
@@ -224,16 +224,18 @@ def test_a_proof_must_hold_for_a_moment_in_which_no_rank_runs() -> None:
 
 
 def test_what_must_be_alike_is_counted_in_elements() -> None:
-    assert counts_of("scatter", [], [[2, 3]]) == (6,)
-    assert counts_of("gather", [[2, 3]], [[4, 2, 3]]) == (6,)
+    assert counts_that_must_match("scatter", [], [[2, 3]]) == (6,)
+    assert counts_that_must_match("gather", [[2, 3]], [[4, 2, 3]]) == (6,)
     parts = [[2, 3]] * 4
-    assert counts_of("reduce_scatter", parts, []) == counts_of("reduce_scatter", [[8, 3]], [])
+    assert counts_that_must_match("reduce_scatter", parts, []) == counts_that_must_match(
+        "reduce_scatter", [[8, 3]], []
+    )
     single = "all_to_all_single"
-    assert splits_of(single, (), [[6, 2]], [[6, 2]], 3) == ((4, 4, 4), (4, 4, 4))
+    assert all_to_all_splits(single, (), [[6, 2]], [[6, 2]], 3) == ((4, 4, 4), (4, 4, 4))
     rows = ((1, 2, 3), (2, 2, 2))
-    assert splits_of(single, rows, [[6, 2]], [[6, 2]], 3) == ((2, 4, 6), (4, 4, 4))
-    assert splits_of("all_to_all", (), [[2], [3]], [[2], [2]], 2) == ((2, 3), (2, 2))
-    assert splits_of(single, (), [], [], 0) == ((), ())
+    assert all_to_all_splits(single, rows, [[6, 2]], [[6, 2]], 3) == ((2, 4, 6), (4, 4, 4))
+    assert all_to_all_splits("all_to_all", (), [[2], [3]], [[2], [2]], 2) == ((2, 3), (2, 2))
+    assert all_to_all_splits(single, (), [], [], 0) == ((), ())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from distcheck.judge.checks import evidence, purpose
 from distcheck.judge.oracles import (
     averaging,
     closed_form,
-    expect,
+    compute_expectation,
     forms,
     full_batch,
     full_batch_bound,
@@ -26,7 +26,7 @@ from distcheck.judge.oracles import (
     shares,
 )
 from distcheck.records.expected_events import Happening
-from distcheck.records.layers import LAYERS, NO_LAYER, oracle_of
+from distcheck.records.layers import LAYERS, NO_LAYER, oracle_file
 
 ROOT = Path(__file__).parents[2]
 CHECKS = "distcheck.judge.checks"
@@ -211,17 +211,17 @@ def test_a_check_that_keeps_something_would_be_found() -> None:
 
 @pytest.mark.parametrize("alias", [*LAYERS, NO_LAYER])
 def test_a_layer_is_a_file_that_its_line_names(alias: str) -> None:
-    name = f"distcheck.judge.oracles.{oracle_of(alias)}"
+    name = f"distcheck.judge.oracles.{oracle_file(alias)}"
     assert name in SOURCES
     functions = {n.name for n in ast.parse(SOURCES[name]).body if isinstance(n, ast.FunctionDef)}
     assert functions & {"gradients", "initial_state"}
 
 
 def test_nothing_is_expected_where_a_check_compares_ranks_alone() -> None:
-    assert expect("agreement", NO_LAYER, None) is None  # type: ignore[arg-type]
+    assert compute_expectation("agreement", NO_LAYER, None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("event", get_args(Happening), ids=lambda event: event.__name__)
 def test_every_event_is_looked_for(event: type[Happening]) -> None:
-    look = purpose.look_for(event)
+    look = purpose.detector_of_event(event)
     assert inspect.signature(look).parameters["event"].annotation is event

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from distcheck.judge.diagnosis import outcomes
-from distcheck.plan.case_remarks import not_run_after_hang
+from distcheck.plan.case_remarks import why_not_run_after_hang
 from distcheck.records import (
     Adaptation,
     CallSite,
@@ -437,7 +437,7 @@ def hung(world: int) -> list[CaseReport]:
     """A case that hung, and one that was not run after it, for that reason."""
     first = failing("exact", "hang", world=world)
     other = msgspec.structs.replace(first.case, workload="cnn")
-    why = not_run_after_hang(other, first.case)
+    why = why_not_run_after_hang(other, first.case)
     not_run = msgspec.structs.replace(
         first, case=other, verdict="unknown", outcomes=(), diagnosis=(),
         checks=(check("outcome", "-", "unknown", reason=why),),
@@ -643,7 +643,7 @@ def test_quiet_keeps_the_cause() -> None:
 def test_one_screen_is_one_screen() -> None:
     for name, report in REPORTS.items():
         for width in (100, 80):
-            groups = len({case.case.siblings for case in report.cases})
+            groups = len({case.case.sibling_key for case in report.cases})
             lines = render_text(report, width=width).splitlines()
             assert len(lines) <= 12 * groups + 3, name  # replay, saved, more
 

@@ -12,12 +12,12 @@ from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, Delay, Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.store.run_folder import SavedCase
-from distcheck.training.jobs import Calibration
+from distcheck.training.jobs import CalibrationResult
 from distcheck.verification import preparation
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.preparation import Data
-from distcheck.verification.report_builder import run_of
-from distcheck.verification.session import Session, Silent, steps_of_judges
+from distcheck.verification.preparation import SharedDataset
+from distcheck.verification.report_builder import restore_run
+from distcheck.verification.session import Session, SilentListener, steps_of_judges
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.surroundings import TOGETHER, separate
 from tests.unit.test_plan import MODEL, ORDERED, cases, facts_of
@@ -44,7 +44,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
     run = CaseRun(case=case, facts=facts_of(ORDERED), planned=(), layout=layout)
     if seconds is not None:
         run.timings_s["world"] = seconds
-    session = Session(Pool(), Data(), Silent())
+    session = Session(Pool(), SharedDataset(), SilentListener())
     shares = steps_of_judges(run, 12, session._most_judges, session._cores)
     assert len(shares) == judges
     assert [step for share in shares for step in share] == list(range(12))
@@ -66,7 +66,7 @@ def test_a_world_is_judged_by_as_many_as_it_kept_cores_busy(
 def test_what_gloo_has_confirmed_is_kept(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], asked: int
 ) -> None:
-    calls = of_calibrating(monkeypatch, Calibration(failures=((BackendAllReduce(), ""),)))
+    calls = of_calibrating(monkeypatch, CalibrationResult(failures=((BackendAllReduce(), ""),)))
     case, pool = Case(id="it", strategy="it", world=4), Pool()
     for one in (case, msgspec.structs.replace(case, **change)):
         assert preparation._calibrate_for(pool, one, [one], [facts_of(ORDERED)]).failures
@@ -76,7 +76,7 @@ def test_what_gloo_has_confirmed_is_kept(
 
 
 def test_what_another_library_adds_up_with_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Calibration(failures=((BackendAllReduce(), ""),))
+    found = CalibrationResult(failures=((BackendAllReduce(), ""),))
     calls = of_calibrating(monkeypatch, found)
     case, pool = Case(id="it", strategy="it", world=4, backend="mpi"), Pool()
     for _ in range(2):
@@ -84,11 +84,13 @@ def test_what_another_library_adds_up_with_is_not_kept(monkeypatch: pytest.Monke
     assert len(calls) == 2
 
 
-def of_calibrating(monkeypatch: pytest.MonkeyPatch, found: Calibration) -> list[dict[str, Any]]:
+def of_calibrating(
+    monkeypatch: pytest.MonkeyPatch, found: CalibrationResult
+) -> list[dict[str, Any]]:
     """Every time that a world would have been started, and what it finds."""
     calls: list[dict[str, Any]] = []
 
-    def calibrate(pool: Pool, **about: Any) -> Calibration:
+    def calibrate(pool: Pool, **about: Any) -> CalibrationResult:
         calls.append(about)
         return found
 
@@ -133,7 +135,7 @@ def test_a_world_that_takes_a_rerun_apart_may_hang_for_less_long() -> None:
 @pytest.mark.parametrize("after_hang", [False, True])
 def test_other_cases_are_not_run_after_a_hang_unless_they_were_asked_for(after_hang: bool) -> None:
     hung, other, elsewhere = case_run(id="a"), case_run(id="b"), case_run(id="c", world=3)
-    session = Session(Pool(), Data(), Silent())
+    session = Session(Pool(), SharedDataset(), SilentListener())
     session.after_hang = after_hang
     session._worlds += [(other, "world"), (elsewhere, "world")]
     session._leave_out_others(hung)
@@ -161,7 +163,7 @@ def test_a_saved_case_comes_back_as_it_was_and_closes_its_traces() -> None:
     said = {name: getattr(run, name) for name in same}
     trace = os.open(os.devnull, os.O_RDONLY)
     saved = SavedCase(**said, defect=("lost", "a traceback"), environment={}, digests={})
-    back = run_of(saved, [trace])
+    back = restore_run(saved, [trace])
     assert {name: getattr(back, name) for name in same} == said
     assert back.defect is not None
     assert (str(back.defect), back.defect.traceback) == ("lost", "a traceback")

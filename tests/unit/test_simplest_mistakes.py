@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distcheck.judge.checks.comparison import by_norm, within
-from distcheck.judge.checks.sensitivity import MeanSummands, shown_by
+from distcheck.judge.checks.comparison import compare_by_norm, compare_within
+from distcheck.judge.checks.sensitivity import MeanSummands, mistakes_shown_by_sum
 from distcheck.records.mistakes import (
     MISTAKES,
     NOTHING,
-    Shown,
-    merge_shown,
-    merge_two_shown,
-    scales,
+    RevealedMistakes,
+    merge_revealed_mistakes,
+    merge_two_revealed_mistakes,
+    smallest_revealed_scale_errors,
 )
 
 
@@ -28,7 +28,7 @@ def parts_of(
     )  # fmt: skip
 
 
-def shown(gradients: torch.Tensor, bound: torch.Tensor | float, **more: object) -> Shown:
+def shown(gradients: torch.Tensor, bound: torch.Tensor | float, **more: object) -> RevealedMistakes:
     world, elements = gradients.shape
     even = torch.full((world,), 1 / world, dtype=torch.float64)
 
@@ -36,7 +36,7 @@ def shown(gradients: torch.Tensor, bound: torch.Tensor | float, **more: object) 
         wide = bound[::stride] if isinstance(bound, torch.Tensor) else bound
         return parts_of(gradients[:, ::stride], even, wide)
 
-    return shown_by(at, elements=elements, ranks=range(world), **more)  # type: ignore[arg-type]
+    return mistakes_shown_by_sum(at, elements=elements, ranks=range(world), **more)  # type: ignore[arg-type]
 
 
 def worlds_of_gradients() -> st.SearchStrategy[torch.Tensor]:
@@ -75,7 +75,7 @@ def test_what_shows_fails_however_it_was_rounded(gradients: torch.Tensor, coarse
                 slack = terms * unit + 1e-12 if name != "missing-sync" else torch.zeros_like(terms)
                 gap = mean - result
                 moved = result + gap.sign() * torch.minimum(gap.abs(), slack)
-                assert not within(moved, mean, bound).ok, (name, rank)
+                assert not compare_within(moved, mean, bound).ok, (name, rank)
 
 
 @given(worlds_of_gradients(), st.sampled_from([1e-6, 1e-2, 0.5]))
@@ -84,9 +84,9 @@ def test_what_shows_by_norm_fails(gradients: torch.Tensor, tolerance: float) -> 
     mean = gradients.mean(0)
     found = shown(gradients, tolerance)
     for rank in found.shown["missing-sync"]:
-        assert not by_norm(gradients[rank], mean, tolerance).ok
+        assert not compare_by_norm(gradients[rank], mean, tolerance).ok
     for rank in found.shown["lost-rank"]:
-        assert not by_norm(mean - gradients[rank] / len(gradients), mean, tolerance).ok
+        assert not compare_by_norm(mean - gradients[rank] / len(gradients), mean, tolerance).ok
 
 
 def test_gradients_that_are_alike_show_no_missing_sync() -> None:
@@ -139,19 +139,21 @@ def test_the_scale_that_shows_is_twice_the_bound() -> None:
     bound = torch.tensor([1e-3, 1e-3], dtype=torch.float64)
     found = shown(gradients, bound)
     assert abs(float(found.scale) - 2e-3 / 4.0) < 1e-12
-    assert scales({"a": found, "b": NOTHING}) == (found.scale, found.scale)
-    assert scales({"b": NOTHING}) is None
+    assert smallest_revealed_scale_errors({"a": found, "b": NOTHING}) == (found.scale, found.scale)
+    assert smallest_revealed_scale_errors({"b": NOTHING}) is None
 
 
 def test_steps_add_up_and_mistakes_are_united() -> None:
-    one = Shown(
+    one = RevealedMistakes(
         shown={"missing-sync": (0,), "stale": ()}, scale=0.5, zero=True, alike=True, steps=1
     )
-    two = Shown(shown={"missing-sync": (1,)}, scale="inf", zero=False, alike=True, steps=2)
-    merged = merge_two_shown(one, two)
+    two = RevealedMistakes(
+        shown={"missing-sync": (1,)}, scale="inf", zero=False, alike=True, steps=2
+    )
+    merged = merge_two_revealed_mistakes(one, two)
     assert merged.shown == {"missing-sync": (0, 1), "stale": ()}
     assert (merged.scale, merged.zero, merged.alike, merged.steps) == (0.5, False, True, 3)
-    assert merge_shown([{"a": one}, {"a": two, "b": two}]) == {"a": merged, "b": two}
+    assert merge_revealed_mistakes([{"a": one}, {"a": two, "b": two}]) == {"a": merged, "b": two}
 
 
 def test_where_bits_are_compared_a_wide_bound_hides_nothing_recorded() -> None:
@@ -160,12 +162,12 @@ def test_where_bits_are_compared_a_wide_bound_hides_nothing_recorded() -> None:
     mean, wide = gradients.mean(0), gradients.abs().mean(0)
     even = torch.full((2,), 0.5, dtype=torch.float64)
 
-    def found(bits: torch.Tensor | None, before: torch.Tensor) -> Shown:
+    def found(bits: torch.Tensor | None, before: torch.Tensor) -> RevealedMistakes:
         def at(stride: int) -> MeanSummands:
             parts = parts_of(gradients, even, wide)
             return dataclasses.replace(parts, expected=bits)
 
-        return shown_by(at, elements=2, ranks=range(2), before=before)
+        return mistakes_shown_by_sum(at, elements=2, ranks=range(2), before=before)
 
     other, rounded = mean + 2.0**-8, mean + 2.0**-9
     assert found(None, other).shown["stale"] == ()

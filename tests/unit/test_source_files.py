@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distcheck.plan.source_files import files_of, is_in_sources
+from distcheck.plan.source_files import matches_in_sources, project_files_of
 from distcheck.verification.run import _USES_COMPILER
 
 
@@ -23,16 +23,16 @@ from distcheck.verification.run import _USES_COMPILER
     ],
 )
 def test_what_uses_the_compiler(spec: str, uses: bool) -> None:
-    assert is_in_sources(_USES_COMPILER, spec) == uses
+    assert matches_in_sources(_USES_COMPILER, spec) == uses
 
 
 def test_modules_beside_a_file_count(tmp_path: Path) -> None:
     (tmp_path / "sync.py").write_text("raise SystemExit('imported')\nfrom beside import wrap\n")
     (tmp_path / "beside.py").write_text("x = 1\n")
     spec = f"{tmp_path / 'sync.py'}:wrap"
-    assert not is_in_sources(_USES_COMPILER, spec)
+    assert not matches_in_sources(_USES_COMPILER, spec)
     (tmp_path / "beside.py").write_text("from torch.nn.parallel import DistributedDataParallel\n")
-    assert is_in_sources(_USES_COMPILER, spec)
+    assert matches_in_sources(_USES_COMPILER, spec)
 
 
 def written(folder: Path, texts: dict[str, str]) -> None:
@@ -78,7 +78,7 @@ def test_imported_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         },
     )
     (tmp_path / "src/linked/link").symlink_to(tmp_path / "elsewhere")
-    found = files_of(Path("src/pkg/sub/sync.py"))
+    found = project_files_of(Path("src/pkg/sub/sync.py"))
     assert next(iter(found)) == "pkg/sub/sync.py"
     assert set(found) == {
         "pkg/sub/sync.py", "pkg/sub/__init__.py", "pkg/__init__.py", "pkg/setup.py", "pkg/up.py",
@@ -92,7 +92,7 @@ def test_imported_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_relative_import_that_leads_out_of_everything_is_passed_over(tmp_path: Path) -> None:
     written(tmp_path, {"a/sync.py": f"from {'.' * 40}x import y\n", "x.py": ""})
-    assert [file.path for file in files_of(tmp_path / "a/sync.py").values()] == [
+    assert [file.path for file in project_files_of(tmp_path / "a/sync.py").values()] == [
         tmp_path / "a/sync.py"
     ]
 
@@ -104,6 +104,6 @@ def test_equal_module_names_all_count(tmp_path: Path, monkeypatch: pytest.Monkey
                        for file in ("near.py", "main.py")})  # fmt: skip
     monkeypatch.chdir(tmp_path / "here")
     others = [tmp_path / place / "main.py" for place in ("one", "two")]
-    found = files_of(tmp_path / "own/main.py", others)
+    found = project_files_of(tmp_path / "own/main.py", others)
     near = {file.path for file in found.values() if file.path.name == "near.py"}
     assert near == {tmp_path / place / "near.py" for place in places}

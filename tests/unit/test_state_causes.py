@@ -1,8 +1,8 @@
 """Causes beside the gradients, and what stands beside causes in them."""
 
 from distcheck.judge.diagnosis import diagnose
-from distcheck.judge.diagnosis.measurements import Measurements, Overlap
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.diagnosis.measurements import Measurements, SampleOverlap
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.records import CheckResult, Diagnosis, Difference, Outcome
 from tests.unit.test_diagnosis import ENDS, equal, failed, measured, named
 
@@ -20,8 +20,8 @@ def test_state_causes() -> None:
     assert named([failed("rerun")]) == ["nondeterministic"]
     assert named([failed("initial state")]) == ["initial-state-differs"]
     assert named([failed("buffers", "bitwise")]) == ["buffers-differ"]
-    same = Overlap(ranks=(0, 1), shared=8, read=8, whole_steps=True)
-    some = Overlap(ranks=(0, 1), shared=3, read=8, whole_steps=False)
+    same = SampleOverlap(ranks=(0, 1), shared=8, read=8, whole_steps=True)
+    some = SampleOverlap(ranks=(0, 1), shared=3, read=8, whole_steps=False)
     assert named([failed("data")], Measurements(world=4, overlaps=(same, some))) == ["same-data"]
     assert named([failed("data")], Measurements(world=4, overlaps=(some,))) == ["overlapping-data"]
     assert named([failed("data")], Measurements(world=4)) == ["unexplained"]
@@ -79,18 +79,18 @@ def test_randomness_is_named_beside_what_failed() -> None:
 def test_process_state_is_named_where_further_worlds_have_shown_it() -> None:
     rerun = differing("w (gradient)", 1.0, 0.5)
     lines = ("sync.py:3 iterates over a set: for x in s:",)
-    shown = Separation(depends=True, factors=("interpreters",), worlds=10, lines=lines)
+    shown = BisectionResult(depends=True, factors=("interpreters",), worlds=10, lines=lines)
     (cause,) = diagnose(ENDS, [rerun], None, shown)
     assert cause.cause == "depends-on-process-state"
     assert cause.evidence.startswith("the first world, in which ranks share their process state,")
     for part in ("step 2, w (gradient), rank 1", "PYTHONHASHSEED", "10 more worlds", *lines):
         assert part in cause.evidence
     assert "sorted(...)" in cause.suggestion
-    machines = Separation(depends=True, factors=("nodes",), worlds=6)
+    machines = BisectionResult(depends=True, factors=("nodes",), worlds=6)
     (cause,) = diagnose(ENDS, [rerun], None, machines)
     assert "no line that reads such state was found" in cause.evidence
     assert "dist.get_rank()" in cause.suggestion
-    together = Separation(depends=True, factors=("nodes", "memory"), worlds=10)
+    together = BisectionResult(depends=True, factors=("nodes", "memory"), worlds=10)
     (cause,) = diagnose(ENDS, [rerun], None, together)
     assert "no single factor" in cause.evidence
 
@@ -98,10 +98,10 @@ def test_process_state_is_named_where_further_worlds_have_shown_it() -> None:
 def test_a_race_is_no_process_state() -> None:
     rerun = differing("w (gradient)", 1.0, 0.5)
     lines = ("sync.py:3 reads a memory address: sorted(ps, key=id)",)
-    (cause,) = diagnose(ENDS, [rerun], None, Separation(depends=False, worlds=1, lines=lines))
+    (cause,) = diagnose(ENDS, [rerun], None, BisectionResult(depends=False, worlds=1, lines=lines))
     assert cause.cause == "nondeterministic"
     assert lines[0] in cause.evidence
-    late = Separation(depends=False, factors=("delays",), worlds=2)
+    late = BisectionResult(depends=False, factors=("delays",), worlds=2)
     (cause,) = diagnose(ENDS, [rerun], None, late)
     assert cause.cause == "nondeterministic"
     assert "ranks delayed by some milliseconds" in cause.evidence
@@ -109,7 +109,7 @@ def test_a_race_is_no_process_state() -> None:
 
 
 def test_process_state_comes_before_how_it_ended_and_after_what_was_wrong_anyway() -> None:
-    shown = Separation(depends=True, factors=("nodes",), worlds=6)
+    shown = BisectionResult(depends=True, factors=("nodes",), worlds=6)
     ends = [Outcome(rank=0, outcome="raised", text="ValueError"), *ENDS[1:]]
     causes = [d.cause for d in diagnose(ends, [failed("outcome")], None, shown)]
     assert causes == ["depends-on-process-state", "crash"]

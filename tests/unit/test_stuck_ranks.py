@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from distcheck.records.posted_calls import Wait, cycle_of, why_stuck
+from distcheck.records.posted_calls import Wait, find_wait_cycle, why_stuck
 from tests.unit.test_proofs import message
 
 
@@ -55,4 +55,4 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     ],
 )
 def test_cycles_have_only_waiting(missing: dict[int, Sequence[int]], cycle: list[int]) -> None:
-    assert cycle_of(missing) == cycle
+    assert find_wait_cycle(missing) == cycle

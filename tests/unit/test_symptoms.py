@@ -16,7 +16,7 @@ from distcheck.cli import root_command
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.job.guard import records
 from distcheck.records.causes import causes
-from distcheck.records.symptoms import closest, search, symptoms
+from distcheck.records.symptoms import closest_symptoms, search_symptoms, symptoms
 from tests.unit.test_ci_files import takes
 from tests.unit.test_command_line import refusal
 
@@ -103,18 +103,20 @@ def test_a_symptom_names_commands_that_exist_and_causes_that_they_name(one: Any)
 
 @pytest.mark.parametrize(("words", "expected"), [*REPORTS, *ASKED])
 def test_people_s_words_lead_to_their_symptom(words: str, expected: str) -> None:
-    found, _ = search(words)
+    found, _ = search_symptoms(words)
     assert found, words
     assert re.search(expected, found[0].text)
 
 
 def test_every_symptom_is_found_by_its_own_words() -> None:
-    assert [one for one in symptoms() if search(one)[0][0].text != one] == []
+    assert [one for one in symptoms() if search_symptoms(one)[0][0].text != one] == []
 
 
 def test_causes_are_found_too() -> None:
-    assert "missing-set-epoch" in search("every epoch has the sample order of the first")[1]
-    assert "chained-mean" in search("running average of the gradients")[1]
+    assert (
+        "missing-set-epoch" in search_symptoms("every epoch has the sample order of the first")[1]
+    )
+    assert "chained-mean" in search_symptoms("running average of the gradients")[1]
 
 
 @pytest.mark.parametrize("words", [
@@ -122,8 +124,8 @@ def test_causes_are_found_too() -> None:
     "the docker image does not build", "tokenizer vocabulary size", "install on windows",
 ])  # fmt: skip
 def test_words_that_match_nothing_are_answered_by_the_five_closest(words: str) -> None:
-    assert search(words) == ([], [])
-    assert len({*closest(words)}) == 5
+    assert search_symptoms(words) == ([], [])
+    assert len({*closest_symptoms(words)}) == 5
     if " " in words:
         said = refusal("explain", *words.split())
         assert said.startswith(f"no cause or symptom matches {words!r}; the closest symptoms are ")

@@ -5,7 +5,7 @@ import torch
 
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.workloads.datasets import synthetic
-from distcheck.workloads.datasets.synthetic import RememberedSamples, SyntheticSamples, hash24
+from distcheck.workloads.datasets.synthetic import CachedSamples, SyntheticSamples, hash24
 
 SAMPLES = SyntheticSamples()
 
@@ -66,7 +66,7 @@ PINNED_DIGEST = "50e2cd4124cfcac9"
 
 
 def test_remembered_samples_are_the_same_and_each_readers_own() -> None:
-    remembered, ids = RememberedSamples(), torch.tensor([3, 40_000])
+    remembered, ids = CachedSamples(), torch.tensor([3, 40_000])
     for train in (True, False):
         for dtype in (torch.float32, torch.float64):
             of_test = ids if train else ids % 10_000
@@ -85,5 +85,5 @@ def test_what_is_too_large_is_made_each_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(synthetic, "_MOST_BYTES", 3 * 32 * 32 * 4)
     ids = torch.tensor([1]), torch.tensor([2])
     for one in ids:
-        RememberedSamples().read(one, train=True, dtype=torch.float32)
+        CachedSamples().read(one, train=True, dtype=torch.float32)
     assert len(synthetic._made) == 1

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distcheck.judge.rerun_bisection import RerunBisection, Separation
+from distcheck.judge.rerun_bisection import BisectionResult, RerunBisection
 from distcheck.worlds.surroundings import FACTORS, TOGETHER, Surroundings, separate
 
 ALL = separate(3, delayed=True)
@@ -12,7 +12,7 @@ ALL = separate(3, delayed=True)
 
 def taken_apart(
     differs: Callable[[Surroundings, int], bool], given: Surroundings = ALL
-) -> tuple[Separation, list[Surroundings]]:
+) -> tuple[BisectionResult, list[Surroundings]]:
     apart, asked = RerunBisection(given), []
     while apart.next is not None:
         assert apart.conclusion is None

@@ -12,12 +12,12 @@ from distcheck.contract import BackendAllReduce, Batch, Contract, contract_of, s
 from distcheck.errors import UsageError
 from distcheck.judge.checks import happened
 from distcheck.judge.diagnosis import tokens, weights
-from distcheck.judge.diagnosis.combinations import readings
+from distcheck.judge.diagnosis.combinations import fitting_readings
 from distcheck.judge.oracles.shares import Shares
-from distcheck.plan.source_files import promises_of
+from distcheck.plan.source_files import declared_promises
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.records import expected_events as events
-from distcheck.training.building import with_tokens
+from distcheck.training.building import with_token_mask
 from distcheck.training.loaded import LoadedStrategy
 from distcheck.verification.inspection import check_global_sum, check_loss
 from distcheck.workloads.tokens import IGNORED, LENGTH, PADDING, workload
@@ -43,7 +43,7 @@ def shares(tokens: Sequence[int], loss: Any = "mean", **promised: Any) -> Shares
 def batch(rows: int = 5) -> Batch:
     inputs, labels = workload.samples().read(torch.arange(rows), train=True, dtype=torch.float32)
     found = Batch(inputs=inputs, labels=labels, ids=torch.arange(rows), total=rows)
-    return with_tokens(workload, "tokens", found)
+    return with_token_mask(workload, "tokens", found)
 
 
 def test_sequences_are_of_very_unequal_length_and_some_have_no_target() -> None:
@@ -79,18 +79,20 @@ def test_what_is_no_table_of_positions_is_refused(found: object, said: str) -> N
             return found
 
     with pytest.raises(UsageError, match=said):
-        with_tokens(Other(), "mine", batch())
+        with_token_mask(Other(), "mine", batch())
 
 
 def test_a_rank_counts_by_its_tokens_and_one_without_any_for_nothing() -> None:
-    assert shares(TOKENS).in_mean == pytest.approx(PLENTY)
+    assert shares(TOKENS).mean_weights == pytest.approx(PLENTY)
     summed = shares((30, 0, 24), "tokens")
     assert summed.loss_factors == [30.0, 1.0, 24.0]
-    assert summed.in_mean == pytest.approx([1 / 54, 0.0, 1 / 54])
+    assert summed.mean_weights == pytest.approx([1 / 54, 0.0, 1 / 54])
     assert not summed.lost
-    by_loss = shares(TOKENS, weighting="loss").in_mean  # what the strategy did by samples counts
+    by_loss = shares(
+        TOKENS, weighting="loss"
+    ).mean_weights  # what the strategy did by samples counts
     assert [s * n / 8 for s, n in zip(by_loss, (9, 9, 6), strict=True)] == pytest.approx(PLENTY)
-    assert shares((0, 0, 0)).in_mean == [0.0, 0.0, 0.0]
+    assert shares((0, 0, 0)).mean_weights == [0.0, 0.0, 0.0]
 
 
 def test_a_step_whose_ranks_have_as_many_tokens_shows_nothing() -> None:
@@ -100,13 +102,13 @@ def test_a_step_whose_ranks_have_as_many_tokens_shows_nothing() -> None:
             self.steps = [step]
 
     def apart(*counts: int) -> str:
-        return happened.tokens_apart(events.TokensApart(), Run(*counts))  # type: ignore[arg-type]
+        return happened.tokens_per_sample_differ(events.TokensPerSampleDiffer(), Run(*counts))  # type: ignore[arg-type]
 
     assert apart(7, 8) == apart(7) == ""
     assert apart(7, 7) == "seen: equally many on every rank, at every step"
     run: Any = Run(48, 48)
-    assert happened.padding(events.Padding(), run) == "seen: none"
-    assert happened.padding(events.Padding(), Run(48, 47)) == ""  # type: ignore[arg-type]
+    assert happened.padded_positions(events.PaddedPositions(), run) == "seen: none"
+    assert happened.padded_positions(events.PaddedPositions(), Run(48, 47)) == ""  # type: ignore[arg-type]
 
 
 def counted(combined: Sequence[float], *, summed: bool = True, **said: Any) -> Any:
@@ -154,9 +156,9 @@ def test_right_weights_and_other_workloads_have_none_of_these_names() -> None:
     assert causes(counted(PLENTY)) == []
     plain = measured([[1 / 3] * 3] * 3, PLENTY)
     assert causes(plain) == ["unweighted-mean"]
-    assert tokens.other_weights(plain) == {} == dict.fromkeys(tokens.named_factors(plain))
+    assert tokens.mistaken_weights(plain) == {} == dict.fromkeys(tokens.token_factors(plain))
     assert tokens.causes_of_token_factor(plain, 0.5, "") == []
-    assert [way.kind for way in readings(plain, plain.parameters, 0)][:1] == ["plain mean"]
+    assert [way.kind for way in fitting_readings(plain, plain.parameters, 0)][:1] == ["plain mean"]
 
 
 def test_the_promise_goes_with_no_other_of_weights() -> None:
@@ -173,10 +175,10 @@ def test_a_promise_is_read_from_a_decorator_without_an_import(tmp_path: Path) ->
         "raise RuntimeError\n@strategy(loss='tokens')\nclass Yes: ...\n"
         "@strategy(loss=other)\ndef no(model): 'loss=tokens'\n"
     )
-    assert promises_of(f"{file}:Yes") == {"loss": "tokens"}
-    assert promises_of("token_weighted") == {"loss": "tokens"}
+    assert declared_promises(f"{file}:Yes") == {"loss": "tokens"}
+    assert declared_promises("token_weighted") == {"loss": "tokens"}
     for other in (f"{file}:no", f"{file}:missing", str(file), "allreduce", "nothing", "a/b.py:c"):
-        assert "loss" not in promises_of(other)
+        assert "loss" not in declared_promises(other)
 
 
 def test_what_does_not_go_with_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcheck.judge.checks.comparison import bitwise
+from distcheck.judge.checks.comparison import compare_bitwise
 from distcheck.recordings.recording import EntrySource, EntryState, Kind
 from distcheck.recordings.traces import files
-from distcheck.recordings.traces.header import StepHeader, StepLines, room_for_lines
+from distcheck.recordings.traces.header import StepHeader, StepLines, lines_capacity
 from distcheck.recordings.traces.layout import (
     BYTES,
     OWNED_BY,
@@ -59,7 +59,7 @@ LINES = StepLines(("", "/a.py:3"), (1,), ((1,), (), (1,), ()), ((), (0,), (), ()
 
 
 def test_lines_are_read_as_they_were_written() -> None:
-    layout = msgspec.structs.replace(LAYOUT, line_bytes=room_for_lines(4))
+    layout = msgspec.structs.replace(LAYOUT, line_bytes=lines_capacity(4))
     fd = os.memfd_create("lines")
     os.ftruncate(fd, layout.total_bytes)
     TraceWriter(fd, layout, 1).put_lines(1, LINES)
@@ -79,7 +79,7 @@ def test_lines_are_read_as_they_were_written() -> None:
     ],
 )
 def test_lines_that_do_not_fit_are_none(wrong: StepLines) -> None:
-    layout = msgspec.structs.replace(LAYOUT, line_bytes=room_for_lines(4))
+    layout = msgspec.structs.replace(LAYOUT, line_bytes=lines_capacity(4))
     with tempfile.TemporaryFile() as file:
         file.truncate(layout.total_bytes)
         TraceWriter(file.fileno(), layout, 0).put_lines(0, wrong)
@@ -89,7 +89,7 @@ def test_lines_that_do_not_fit_are_none(wrong: StepLines) -> None:
 
 @given(st.binary(max_size=256))
 def test_any_bytes_in_the_place_of_lines_are_lines_or_none(data: bytes) -> None:
-    layout = msgspec.structs.replace(LAYOUT, world=1, steps=1, line_bytes=room_for_lines(4))
+    layout = msgspec.structs.replace(LAYOUT, world=1, steps=1, line_bytes=lines_capacity(4))
     with tempfile.TemporaryFile() as file:
         file.truncate(layout.total_bytes)
         at = layout.lines_offset(0, 0)
@@ -233,7 +233,7 @@ def test_every_dtype_comes_back_also_from_files(fd: int, dtype: str, tmp_path: P
             found = TraceReader(file, layout).tensor(0, Kind.BUFFER, 1, 0)
             assert found is not None
             assert found.dtype == tensor.dtype
-            assert bitwise(found, tensor).ok
+            assert compare_bitwise(found, tensor).ok
             assert torch.empty_like(tensor).copy_(found).shape == spec.shape  # as references do
     finally:
         os.close(again)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from distcheck.contract import Contract
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import (
     Case,
@@ -22,7 +22,7 @@ from distcheck.records import (
 from distcheck.records.layers import NO_OUTPUTS
 from distcheck.training.jobs import CaseFacts
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.verdicts import recorded_elsewhere, report_of
+from distcheck.verification.verdicts import build_case_report, machine_differences
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.surroundings import separate
 
@@ -68,7 +68,7 @@ def run(planned: list[PlannedCheck], results: list[CheckResult], **given: Any) -
         notes=("a note",), results=list(results), seen=seen, timings_s={"judging": 1.23456},
         **{"outcomes": tuple(FINISHED), **ends, **given},
     )  # fmt: skip
-    return report_of(made, replay="distcheck replay one", elsewhere=elsewhere)
+    return build_case_report(made, replay="distcheck replay one", elsewhere=elsewhere)
 
 
 def checks(report: CaseReport) -> dict[str, tuple[str, str]]:
@@ -143,7 +143,7 @@ def test_a_rerun_says_where_it_was() -> None:
 
 
 def test_other_roundings_on_other_machines_pass_and_are_said() -> None:
-    machines = Separation(depends=True, factors=("nodes",), worlds=6, harmless=True)
+    machines = BisectionResult(depends=True, factors=("nodes",), worlds=6, harmless=True)
     failing = result(RERUN, "fail", at=1)
     report = run([OUTCOME, RERUN], [failing], separation=machines, rerun_in="in two")
     assert (report.verdict, report.diagnosis) == ("pass", ())
@@ -250,9 +250,9 @@ HERE = {"torch": "2", "cpu": "one", "cpu_capability": "AVX2", "threads": 1, "mkl
 def test_what_bits_depend_on_is_said_where_it_differs(name: str, there: object) -> None:
     note = f"recorded elsewhere ({name} {there} there, {HERE.get(name)} here): results"
     whole = f"{note} computed here may not be bit-identical"
-    assert recorded_elsewhere({**HERE, name: there}, HERE) == whole
-    assert not recorded_elsewhere(dict(HERE), dict(HERE))
-    assert not recorded_elsewhere({**HERE, "python": "4"}, HERE)
+    assert machine_differences({**HERE, name: there}, HERE) == whole
+    assert not machine_differences(dict(HERE), dict(HERE))
+    assert not machine_differences({**HERE, "python": "4"}, HERE)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,13 @@ from distcheck.contract import Contract, Step
 from distcheck.errors import UsageError
 from distcheck.judge.diagnosis import diagnose
 from distcheck.judge.diagnosis.gradients import explain, explain_step
-from distcheck.judge.diagnosis.measurements import Match, Measurements, NonFiniteGradient, StepFacts
-from distcheck.plan.case_remarks import notes_on
+from distcheck.judge.diagnosis.measurements import (
+    GradientMatch,
+    Measurements,
+    NonFiniteGradient,
+    StepFacts,
+)
+from distcheck.plan.case_remarks import notes_on_case
 from distcheck.plan.cases import check_request, plan_cases
 from distcheck.plan.configuration import read_configuration
 from distcheck.plan.settings import Request
@@ -25,7 +30,7 @@ from distcheck.recordings.traces.reader import TraceReader
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import Adaptation, Case
 from distcheck.training.loading import load_workload
-from distcheck.training.loop import Shards
+from distcheck.training.loop import ShardReader
 from tests.optional import needs
 from tests.unit.test_diagnosis import ENDS, Weights, equal, failed, measured
 from tests.unit.test_plan import checks
@@ -55,7 +60,7 @@ def test_usual_shards_of_the_others(world: int, more: int, step: int, data: st.D
     loaded, batch = load_workload("mlp"), len(ranks) + more
 
     def read(count: int, rank: int | None) -> list[int]:
-        shards = Shards(loaded, size=3 * batch, batch=batch, world=count, rank=rank, seed=7)
+        shards = ShardReader(loaded, size=3 * batch, batch=batch, world=count, rank=rank, seed=7)
         return shards.read(step)[1].tolist()
 
     found = [i for position in range(len(ranks)) for i in read(len(ranks), position)]
@@ -81,7 +86,7 @@ def test_owed_is_what_ranks_with_data_have() -> None:
             assert planned.required.elements * 4 == every[check].required.elements * 3, check
     assert some["data", "-"].required.elements == 255 * asked.steps
     assert "the expectation is the mean over the 3 with data" in " ".join(
-        notes_on(asked, [(85,) * 3])
+        notes_on_case(asked, [(85,) * 3])
     )
 
 
@@ -136,7 +141,7 @@ def test_a_trace_of_some_ranks_is_that_of_a_smaller_world() -> None:
 
 
 THIRD = [1 / 3] * 3
-MIXED = Match(
+MIXED = GradientMatch(
     kind="mixed", rank=0, parameter="p0", distance=0.0, bound=1.0, other="p2", ranks=(0, 2)
 )  # fmt: skip
 NOT_FINITE = NonFiniteGradient(rank=0, parameter="p0", count=2, before=(0, 2))

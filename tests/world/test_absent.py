@@ -11,11 +11,11 @@ from distcheck.plan.cases import plan_cases
 from distcheck.plan.settings import Request
 from distcheck.records import Case, Report
 from distcheck.verification.run import RunOptions, verify_cases
-from distcheck.verification.session import NOT_FINISHED, Silent
+from distcheck.verification.session import NOT_FINISHED, SilentListener
 from tests.world.test_verify import assert_everything_compared
 
 
-class Heard(Silent):
+class Heard(SilentListener):
     """What a run has said of each case, by workload."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Heard(Silent):
         self.of[case.workload] = verdict
 
 
-def judged(code: object, listener: Silent | None = None) -> Report:
+def judged(code: object, listener: SilentListener | None = None) -> Report:
     """Workload `exact` and the cell of a default run at world 3."""
     spec = f"{__name__}:{code.__qualname__}"  # type: ignore[attr-defined]
     cases = plan_cases(Request(strategies=(spec,), worlds=(3,)))

@@ -24,7 +24,7 @@ from distcheck.reports.documents import check_document
 from distcheck.reports.findings import finding_of
 from distcheck.reports.json_report import decoded
 from distcheck.training.jobs import INSPECT
-from distcheck.verification.followups import leave_out
+from distcheck.verification.followups import leave_out_cases
 from distcheck.workloads.datasets import PREPARE
 from distcheck.worlds.jobs import Descriptors, Job
 from distcheck.worlds.launch import run_job
@@ -103,7 +103,7 @@ def test_a_traceback_hides_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_crashing_check_is_unknown_with_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call with arguments that the function does not take fails in judge/job.py."""
     broken = SimpleNamespace(compare=lambda: None, OVER_STEPS=True)
-    monkeypatch.setattr(checks, "load", lambda name: broken)
+    monkeypatch.setattr(checks, "load_check", lambda name: broken)
     monkeypatch.setattr(job, "References", lambda *given: None)
     seen = Evidence(case=None, facts=None, trace=None)  # type: ignore[arg-type]
     monkeypatch.setattr(job, "evidence_of", lambda *given: seen)
@@ -149,7 +149,7 @@ def test_a_defect_in_a_rank_is_no_failure_of_the_case() -> None:
     of_float32 = msgspec.structs.replace(
         whole, case=msgspec.structs.replace(whole.case, id="other", dtype="float32")
     )
-    kept, out = leave_out([of_float32, companion])
+    kept, out = leave_out_cases([of_float32, companion])
     assert (len(kept), out) == (2, {}), "it does not say that the code computes in float32 alone"
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distcheck
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.training.loading import load_strategy, not_installed
+from distcheck.training.loading import load_strategy, missing_package_error
 from distcheck.worlds.messages import SETTING_UP, Progress
 from distcheck.worlds.stalls import SETTING_UP_S, StallWatch
 from tests.world.test_verify import assert_everything_compared
@@ -141,7 +141,10 @@ def test_a_missing_import_has_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_library_that_is_not_an_engines_has_no_pip_line() -> None:
-    assert not_installed(ModuleNotFoundError("No module named 'nothing'", name="nothing")) is None
+    assert (
+        missing_package_error(ModuleNotFoundError("No module named 'nothing'", name="nothing"))
+        is None
+    )
 
 
 class Rank:

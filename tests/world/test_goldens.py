@@ -17,8 +17,8 @@ import pytest
 import distcheck
 from distcheck.compare.command import compare_command
 from distcheck.errors import CannotRunError, UsageError
-from distcheck.store.bundle import make_bundle, read_replay
-from distcheck.store.run_folder import Store
+from distcheck.store.bundle import make_bundle, read_cases_to_replay
+from distcheck.store.run_folder import RunStore
 from tests.sealing import rewrite_about
 from tests.waiting import wait_until
 from tests.world.command import COMMAND, Run, complaints
@@ -349,7 +349,7 @@ def test_a_second_run(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runs = Path(".distcheck/runs")
     for number in range(12):
         (runs / f"0000-{number:02}-0" / "traces").mkdir(parents=True)
-    store = Store.of_own(keep_everything=True, spare=runs / "0000-00-0" / "traces")
+    store = RunStore.of_own(keep_everything=True, spare=runs / "0000-00-0" / "traces")
     kept = sorted(path.name for path in runs.iterdir())
     assert kept == ["0000-00-0", *(f"0000-{n:02}-0" for n in range(3, 12)), store.folder.name]
 
@@ -456,5 +456,5 @@ def test_a_bundle_writes_nowhere_else(tmp_path: Path, monkeypatch: pytest.Monkey
             if name:
                 archive.writestr(name, "evil")
         with pytest.raises(UsageError, match=sentence):
-            read_replay("bad.zip")
+            read_cases_to_replay("bad.zip")
     assert not (tmp_path.parent / "evil.py").exists()

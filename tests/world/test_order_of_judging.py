@@ -27,7 +27,7 @@ from distcheck.records import CheckResult
 from distcheck.store.run_folder import read_trace, saved_traces
 from distcheck.training.building import open_ingredients
 from distcheck.verification.case_run import CaseRun
-from distcheck.verification.report_builder import run_of
+from distcheck.verification.report_builder import restore_run
 from distcheck.workloads.cells import CELLS
 from distcheck.worlds.jobs import Descriptors, Job, Reporter
 from distcheck.worlds.launch import run_job
@@ -124,7 +124,7 @@ def judge_out_of_order(
 
 
 def over_steps(check: str) -> bool:
-    return getattr(checks.load(check), "OVER_STEPS", False)
+    return getattr(checks.load_check(check), "OVER_STEPS", False)
 
 
 def compared(
@@ -139,7 +139,7 @@ def compared(
     patch.setattr(torch.optim.Optimizer, "__init__", refuse)
     try:
         seen = dataclasses.replace(evidence, expectations=tuple(expectations))
-        checks.load(pair[0]).compare(seen, tally)
+        checks.load_check(pair[0]).compare(seen, tally)
     finally:
         patch.undo()
     return tally.result()
@@ -149,7 +149,7 @@ def test_a_check_that_trains_would_be_refused(monkeypatch: pytest.MonkeyPatch) -
     def trains(evidence: Evidence, tally: Tally) -> None:
         torch.nn.Linear(1, 1)(torch.ones(1)).backward()
 
-    monkeypatch.setattr(checks, "load", lambda name: SimpleNamespace(compare=trains))
+    monkeypatch.setattr(checks, "load_check", lambda name: SimpleNamespace(compare=trains))
     nothing = Evidence(case=None, facts=None, trace=None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="a check trains"):
         compared(nothing, ("loss", "-"), [])
@@ -166,7 +166,7 @@ def saved(
     )  # fmt: skip
     for trace in saved_traces(folder):
         fds = read_trace(pool, trace)
-        yield run_of(trace.saved, fds)
+        yield restore_run(trace.saved, fds)
         for fd in fds:
             os.close(fd)
 

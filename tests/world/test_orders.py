@@ -13,7 +13,7 @@ import distcheck
 from distcheck.backends.gloo import all_reduce_sum, reduce_sum
 from distcheck.contract import BackendAllReduce, BackendReduce, DDPBuckets
 from distcheck.testing import WorldView
-from distcheck.training.jobs import Calibration
+from distcheck.training.jobs import CalibrationResult
 from distcheck.verification import preparation
 from distcheck.verification.preparation import calibrate
 from distcheck.worlds.pool import Pool
@@ -94,7 +94,7 @@ def test_calibration_confirms_the_ring_and_ddps_buckets(pool: Pool, world: int) 
 def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def counted(pool: Pool, **about: Any) -> Calibration:
+    def counted(pool: Pool, **about: Any) -> CalibrationResult:
         asked.append((about["world"], about["dtypes"]))
         return calibrate(pool, **about)
 
@@ -118,9 +118,11 @@ def test_orders_are_confirmed_once_in_an_environment(monkeypatch: pytest.MonkeyP
 def test_orders_that_did_not_hold_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def refuted(pool: Pool, **about: Any) -> Calibration:
+    def refuted(pool: Pool, **about: Any) -> CalibrationResult:
         asked.append(about["world"])
-        return Calibration(failures=tuple((order, "it did not hold") for order in about["orders"]))
+        return CalibrationResult(
+            failures=tuple((order, "it did not hold") for order in about["orders"])
+        )
 
     monkeypatch.setattr(preparation, "calibrate", refuted)
     monkeypatch.setenv("OF_THIS_TEST", str(uuid4()))

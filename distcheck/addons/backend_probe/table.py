@@ -27,7 +27,7 @@ from distcheck.addons.backend_probe.records import (
 )
 from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import displayable
-from distcheck.records.decoding import read_written
+from distcheck.records.decoding import read_distcheck_document
 from distcheck.reports import json_report
 from distcheck.reports.wrapping import print_trimmed
 
@@ -218,7 +218,7 @@ def render_json(
 
 def read_sweeps(path: Path) -> list[Sweep]:
     """Return the sweeps of an earlier document. Raises UsageError for anything else."""
-    document = read_written(
+    document = read_distcheck_document(
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",
         why="was not written by distcheck backends --json: {error}",
     )  # fmt: skip

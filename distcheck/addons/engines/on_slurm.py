@@ -13,7 +13,7 @@ from typing import Any
 from distcheck import private
 from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_part
 from distcheck.errors import CannotRunError
-from distcheck.store.run_folder import own_folder
+from distcheck.store.run_folder import private_folder
 
 _LOOK_EVERY_S = 1.0
 _MOST_MINUTES = 24 * 60  # of a part, unless SBATCH_TIMELIMIT is set
@@ -77,7 +77,7 @@ def start(address: str, work: Sequence[MatrixTask]) -> SlurmEngine:
             "--on slurm needs sbatch, which is not on PATH; run it on a machine that submits jobs"
         )
     # Jobs and results are pickles: the folder is new, and belongs to this user only.
-    place = own_folder("slurm").absolute() / private.unique("jobs-")
+    place = private_folder("slurm").absolute() / private.unique("jobs-")
     try:
         private.folder(place, is_new=True, strictly=True)
         private.check_stays(place)

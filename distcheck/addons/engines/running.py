@@ -106,7 +106,7 @@ def run_on(
     if importlib.util.find_spec(library) is None:
         raise CannotRunError(f"--on {name} needs {library}, which is not installed; run {install}")
     first = plan(None)
-    number = len({case.siblings for case in first.every})
+    number = len({case.sibling_key for case in first.every})
     planned = plan(f"1/{number}") if number > 1 else first
     work = _make_tasks(planned, number)
     started: EngineTasks = importlib.import_module(f"distcheck.addons.engines.{module}").start(

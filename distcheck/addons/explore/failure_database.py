@@ -6,17 +6,17 @@ from pathlib import Path
 import xxhash
 
 from distcheck.errors import DistcheckError
-from distcheck.plan.provenance import is_sealed, provenance_of
+from distcheck.plan.provenance import is_sealed_by_user, provenance_of
 from distcheck.private import is_private_folder
 from distcheck.records import Case
 from distcheck.store.run_folder import (
     DEFAULT_FOLDER,
-    own_folder,
+    private_folder,
     read_case,
     read_provenance,
     write_case,
 )
-from distcheck.store.trust import unknown_code
+from distcheck.store.trust import untrusted_code
 
 _FOLDER = DEFAULT_FOLDER / "explore"
 _DEFAULT_DEADLINE_S = 30.0
@@ -45,7 +45,7 @@ class FailureDatabase:
         """Store a case and return its path; None if it cannot be written."""
         path = self.folder / f"{case.id}.json"
         try:
-            own_folder(_FOLDER.name)
+            private_folder(_FOLDER.name)
             write_case(path, case, provenance_of(case, {}))
         except (OSError, DistcheckError):
             return None
@@ -57,11 +57,11 @@ class FailureDatabase:
         """
         try:
             case, made = read_case(file), read_provenance(file)
-            unknown = unknown_code([case], made={} if made is None else {case.id: made})
+            unknown = untrusted_code([case], made={} if made is None else {case.id: made})
         except DistcheckError as error:
             self.unreadable.append(str(error))
             return None
-        if is_sealed(case, made) and all(code.what == "strategy" for code in unknown):
+        if is_sealed_by_user(case, made) and all(code.what == "strategy" for code in unknown):
             return case
         self.unreadable.append(
             f"{file} is not a case of your own runs; look at distcheck replay {file}"

@@ -15,10 +15,10 @@ from distcheck.addons.explore.search import Finding, Search
 from distcheck.backends import name_of
 from distcheck.errors import ExitCode
 from distcheck.errors.shown_text import displayable
-from distcheck.judge.sensitivity import why_alone_unknown
-from distcheck.plan.declined import notes_on
+from distcheck.judge.sensitivity import only_unrevealed_mistakes
+from distcheck.plan.declined import notes_on_words
 from distcheck.records import Case
-from distcheck.records.generated_words import PREFIX, parse
+from distcheck.records.generated_words import PREFIX, parse_model_words
 from distcheck.reports import json_report
 from distcheck.reports.brief import add_failure
 from distcheck.reports.terminal import console_for
@@ -72,7 +72,7 @@ def cases_by_value(cases: list[Case]) -> dict[str, dict[str, int]]:
         counts.setdefault(dimension, Counter()).update(values)
 
     for case in cases:
-        model = parse(case.workload.removeprefix(PREFIX))
+        model = parse_model_words(case.workload.removeprefix(PREFIX))
         count("world", {str(case.world)})
         count("steps", {str(case.steps)})
         count("dtype", {case.dtype})
@@ -231,7 +231,7 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
             f"it failed in only {finding.failed} of {finding.replays} replays on fresh ranks: a "
             "race condition",
         )
-    for note in notes_on(case):
+    for note in notes_on_words(case):
         yield "note", note
     if finding.unshrunk:
         yield "note", f"a smaller failing case may exist: {finding.unshrunk}"
@@ -245,7 +245,7 @@ def _about_insensitive(search: Search) -> str:
         f"{count} of {of} cases {'do' if count > 1 else 'does'} not count as passed: nothing "
         "differed, but not every simple mistake would have been revealed. In "
         f"{first.case.workload}, "
-        f"world {first.case.world}, {first.case.dtype}: {why_alone_unknown(first.checks)}"
+        f"world {first.case.world}, {first.case.dtype}: {only_unrevealed_mistakes(first.checks)}"
     )
 
 

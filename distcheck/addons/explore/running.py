@@ -17,11 +17,11 @@ from distcheck.addons.explore.messages import (
 )
 from distcheck.contract import Contract
 from distcheck.errors import CannotRunError, DistcheckError, ExitCode
-from distcheck.plan.declined import declined_words, words_in
+from distcheck.plan.declined import declinable_words, declined_words
 from distcheck.records import Adaptation, Case, CaseReport, Outcome
 from distcheck.records.generated_words import EXPLORED_DTYPES
 from distcheck.verification import preparation
-from distcheck.verification.preparation import Data
+from distcheck.verification.preparation import SharedDataset
 from distcheck.verification.run import run_cases
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import Ranks, error_of
@@ -158,7 +158,7 @@ class Runner:
 
     def look_at(self, samples: Sequence[Case]) -> None:
         """Load the strategy, with each adaptation in `samples`. Raises DistcheckError."""
-        facts = preparation.inspect(self._pool, samples, Data())
+        facts = preparation.inspect(self._pool, samples, SharedDataset())
         for case, about in zip(samples, facts.cases, strict=True):
             contract = about.contract
             if contract.parallel:
@@ -188,7 +188,7 @@ class Runner:
 
     def why_left_out(self, case: Case) -> str:
         """Return why a case must not be run with the current strategy; empty if it may be."""
-        words = words_in(case.workload)
+        words = declinable_words(case.workload)
         if words and case.adaptation not in self._declined:
             self.look_at([case])
         declined = self._declined.get(case.adaptation, {})

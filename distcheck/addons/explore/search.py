@@ -203,7 +203,7 @@ class Search:
         if report.verdict == "fail":
             self._failed[case.id] = report
         elif report.verdict == "unknown":
-            could_not_show = sensitivity.why_alone_unknown(report.checks)
+            could_not_show = sensitivity.only_unrevealed_mistakes(report.checks)
             (self.insensitive if could_not_show else self.unknown).append(report)
         else:
             self.passed.append(case)

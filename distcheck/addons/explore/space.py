@@ -29,8 +29,8 @@ from distcheck.records.generated_words import (
     OPTIMIZERS,
     SAMPLES,
     SCHEDULE,
-    ModelLayer,
-    ModelWords,
+    GeneratedLayer,
+    GeneratedModelSpec,
     is_trainable_layer,
 )
 from distcheck.training.adapters.options import adaptation_of
@@ -62,7 +62,7 @@ _RARE = (False,) * 7 + (True,)
 
 
 @st.composite
-def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> ModelLayer:
+def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> GeneratedLayer:
     """Draw one layer of a generated model, without the kinds and marks in `without`.
 
     Every kind draws equally many, and few, choices: one kind therefore shrinks to another with
@@ -76,7 +76,7 @@ def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> ModelLayer:
     sizes = _SIZES.get(kind, (0,))
     marks = [mark for bit, mark in enumerate(MARKS) if chosen >> bit & 1 and mark not in without]
     kept = tuple(mark for mark in marks if mark in MARKS_OF[kind])
-    return ModelLayer(kind, sizes[place % len(sizes)], kept, nested)
+    return GeneratedLayer(kind, sizes[place % len(sizes)], kept, nested)
 
 
 @st.composite
@@ -87,7 +87,7 @@ def models(
     samples: int = SAMPLES,
     accumulate: int = 1,
     without: Collection[str] = (),
-) -> ModelWords:
+) -> GeneratedModelSpec:
     """Draw a model that a workload's name can describe, to be trained on that many `samples` with
     that many backward passes per step; `.workload` is the name, from which
     `distcheck.workloads.generated` builds a module.
@@ -101,7 +101,7 @@ def models(
     if not any(is_trainable_layer(layer) for layer in ordered):
         ordered = [_remove_mark(layer, "frozen") for layer in ordered]
     if not any(is_trainable_layer(layer) for layer in ordered):
-        ordered.append(ModelLayer("linear", 1))  # possible after any layer
+        ordered.append(GeneratedLayer("linear", 1))  # possible after any layer
     optimizer = draw(st.sampled_from([name for name in OPTIMIZERS if name not in without]))
     groups = draw(st.sampled_from(_UNCOMMON)) and GROUPS not in without
     schedule = draw(st.sampled_from(_UNCOMMON)) and SCHEDULE not in without
@@ -111,14 +111,14 @@ def models(
     if not absent or not any(ABSENT in layer.marks for layer in ordered):
         ordered = [_remove_mark(layer, ABSENT) for layer in ordered]
         groups = groups and _count_parameters(ordered) > 1
-        return ModelWords(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
+        return GeneratedModelSpec(tuple(ordered), optimizer, samples, accumulate, groups, schedule)
     # If no rank has a gradient, a zero gradient is correct only if it does not move the parameter.
     # Momentum and weight decay would, and no strategy can detect that without asking the other
     # ranks.
-    return ModelWords(tuple(ordered), "sgd", samples, accumulate, False, schedule)
+    return GeneratedModelSpec(tuple(ordered), "sgd", samples, accumulate, False, schedule)
 
 
-def _make_one_layer_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
+def _make_one_layer_absent(ordered: Sequence[GeneratedLayer]) -> list[GeneratedLayer]:
     """Return the layers with at least one trained layer absent, if another one trains for all
     samples: a loss without parameters has no backward.
     """
@@ -133,11 +133,11 @@ def _make_one_layer_absent(ordered: Sequence[ModelLayer]) -> list[ModelLayer]:
     return found
 
 
-def _remove_mark(layer: ModelLayer, mark: str) -> ModelLayer:
+def _remove_mark(layer: GeneratedLayer, mark: str) -> GeneratedLayer:
     return msgspec.structs.replace(layer, marks=tuple(m for m in layer.marks if m != mark))
 
 
-def _count_parameters(layers: Sequence[ModelLayer]) -> int:
+def _count_parameters(layers: Sequence[GeneratedLayer]) -> int:
     two = sum(layer.kind == "norm" or "bias" in layer.marks for layer in layers)
     return two + sum(layer.kind != "running" for layer in layers)
 

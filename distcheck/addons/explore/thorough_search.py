@@ -11,12 +11,12 @@ import msgspec
 from distcheck.addons.explore.failure_database import FailureDatabase
 from distcheck.errors import CannotRunError, DistcheckError
 from distcheck.plan import cases as plan
-from distcheck.plan.declined import notes_on, words_of_cells
+from distcheck.plan.declined import notes_on_words, words_of_cells
 from distcheck.plan.settings import Request
 from distcheck.plan.thorough import ThoroughSearch as Asked
 from distcheck.records import Case, CaseReport
 from distcheck.records.generated_words import EXPLORED_DTYPES
-from distcheck.records.run_facts import Explored
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.worlds.pool import Pool
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MOST_UNKNOWN = 3  # shown in the report
 _AFTER_FAILURE = "not searched: its cases already fail"
 _FLOAT64_ALONE = "its code computes only in float32"
 
-Enter = Callable[[Explored, Sequence[CaseReport]], None]
+Enter = Callable[[ExploredSearch, Sequence[CaseReport]], None]
 
 
 def search_thoroughly(
@@ -54,7 +54,7 @@ def search_thoroughly(
         if any(report.verdict == "fail" for report in counting):
             why_not = why_not or _AFTER_FAILURE
         if why_not:
-            about = Explored(
+            about = ExploredSearch(
                 strategy=asked.strategy, verdict="not run", budget_s=asked.budget_s, reason=why_not
             )
             enter(about, ())
@@ -109,7 +109,7 @@ def _explore(
         until=begun + asked.budget_s,
         show=lambda text: show(f"explore {asked.strategy}: {text}"),
     )
-    about = Explored(
+    about = ExploredSearch(
         strategy=asked.strategy, verdict="unknown", budget_s=asked.budget_s, seed=asked.seed,
         most_world=MOST_WORLD, most_steps=MOST_STEPS,
     )  # fmt: skip
@@ -176,11 +176,11 @@ def _sample(asked: Asked, world: int) -> Case:
 
 def _summarize_search(
     search: "Search",
-    about: Explored,
+    about: ExploredSearch,
     spent_s: float,
     left_out: dict[str, str],
     kept: FailureDatabase | None,
-) -> tuple[Explored, list[CaseReport]]:
+) -> tuple[ExploredSearch, list[CaseReport]]:
     finding = search.finding
     added = list(search.once[:1]) if finding is None else [_report_of_finding(finding, kept)]
     failed = bool(added)
@@ -217,7 +217,7 @@ def _report_of_finding(finding: "Finding", kept: FailureDatabase | None) -> Case
         )
     if finding.unshrunk:
         notes.append(f"a smaller failing case may exist: {finding.unshrunk}")
-    notes += notes_on(report.case)
+    notes += notes_on_words(report.case)
     path = None if kept is None else kept.keep(report.case)
     replay = report.case.command_line if path is None else f"distcheck replay {quote(str(path))}"
     return msgspec.structs.replace(report, replay=replay, notes=(*report.notes, *notes))

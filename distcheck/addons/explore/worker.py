@@ -30,10 +30,10 @@ from distcheck.training.delays import RankDelays
 from distcheck.training.epoch_positions import shard_sizes
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
-from distcheck.training.recorder import Observer, TraceRecorder
+from distcheck.training.recorder import LoopObserver, TraceRecorder
 from distcheck.verification.case_run import CaseRun
 from distcheck.verification.inspection import inspect_workload
-from distcheck.verification.verdicts import report_of
+from distcheck.verification.verdicts import build_case_report
 from distcheck.workloads.generated import describe
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
@@ -65,7 +65,7 @@ def _train(
     mine = [delay for delay in case.delays if delay.rank == rank]
     late.begin([] if turn.again else mine)
     strategy = load_strategy(case.strategy, case.adaptation)
-    observer: Observer = Observer()
+    observer: LoopObserver = LoopObserver()
     if not turn.bare:
         first, second = traces[:2]
         fds = (second, first) if turn.again else (first, None)
@@ -150,4 +150,4 @@ def _judge(judge_case: JudgeCase, fds: list[int]) -> bytes:
         outcomes=tuple(outcomes),
         results=judge_trace(request, ingredients, trace, rerun),
     )
-    return msgspec.msgpack.encode(report_of(run, replay=""))
+    return msgspec.msgpack.encode(build_case_report(run, replay=""))

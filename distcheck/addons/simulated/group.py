@@ -24,7 +24,7 @@ from distcheck.backends._python_group import (
     check_parts,
     elements_by_rank,
 )
-from distcheck.records.posted_calls import own_limit_s
+from distcheck.records.posted_calls import call_timeout_s
 from distcheck.worlds.callers import is_tested_code
 
 TORCH_NAME = "distcheck_simulated"
@@ -239,7 +239,7 @@ class SimulatedGroup(PythonGroup):
             stack=calling_stack(),
             **about,
         )
-        limit_s = own_limit_s(opts) or self._limit_s
+        limit_s = call_timeout_s(opts) or self._limit_s
         if limit_s < self._world.usual_limit_s:
             call.limit_s = limit_s
         self._world.post(self._channel, call)

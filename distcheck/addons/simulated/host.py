@@ -27,7 +27,7 @@ from distcheck.addons.simulated.share import TURN, TURN_FD, HostRequest
 from distcheck.errors import NotSimulatedError
 from distcheck.machine import compat
 from distcheck.records.exit_status import MISUSES
-from distcheck.records.schedules import Schedule, read_schedule
+from distcheck.records.schedules import Schedule, parse_schedule
 from distcheck.worlds import flight, messages
 from distcheck.worlds.callers import place_of_caller
 from distcheck.worlds.jobs import Descriptors, Reporter, owned_by
@@ -120,7 +120,7 @@ class SimulatedHost:
             deadline_s=asked.deadline_s,
             switch=self._switch,
             ended=self._report_end,
-            schedule=read_schedule(asked.schedule) if asked.schedule else schedule,
+            schedule=parse_schedule(asked.schedule) if asked.schedule else schedule,
             keeps_choices=keeps_choices,
         )
         self._turn = mmap.mmap(fds.get(TURN_FD, -1), TURN.size)  # a private mapping in a search

@@ -7,11 +7,11 @@ from distcheck.records.causes import name_cause
 from distcheck.records.schedules import (
     BUFFERED,
     KINDS,
+    PostedTurn,
     ScheduleRun,
     ScheduleSearchResult,
     SearchCoverage,
-    Turn,
-    read_schedule,
+    parse_schedule,
 )
 
 CHECK = "schedules"
@@ -113,7 +113,7 @@ def _depends(
 ) -> tuple[CheckResult, list[Diagnosis]]:
     other = found.other
     assert other is not None
-    differences = [BUFFERED + " sends"] if read_schedule(other.schedule).buffered else []
+    differences = [BUFFERED + " sends"] if parse_schedule(other.schedule).buffered else []
     differences += [_preemptions(len(other.preemptions))] if other.preemptions else []
     evidence = (
         f"with {' and '.join(differences) or 'the same interleaving'}, the same inputs "
@@ -140,8 +140,8 @@ def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
     return ""
 
 
-def _receives(run: ScheduleRun) -> dict[tuple[int, int], Turn]:
-    found: dict[tuple[int, int], Turn] = {}
+def _receives(run: ScheduleRun) -> dict[tuple[int, int], PostedTurn]:
+    found: dict[tuple[int, int], PostedTurn] = {}
     counts: dict[int, int] = {}
     for turn in run.turns:
         if turn.took:
@@ -193,6 +193,6 @@ def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
             yield f"  {'>' if place == apart else ' '} {_format_turn(turn)}"
 
 
-def _format_turn(turn: Turn) -> str:
+def _format_turn(turn: PostedTurn) -> str:
     switched = "  (switched to this rank)" if turn.switched else ""
     return f"rank {turn.rank}: {turn.call}{turn.where}{switched}"

@@ -103,7 +103,7 @@ def _per_rank_places(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | No
     yield (_this_module(), "_memo"), None
     yield (session, "_line"), lambda: None
     yield (item, "funcargs"), lambda: dict(item.funcargs)
-    for owner, name, make in pytest_compat.own_state(item):
+    for owner, name, make in pytest_compat.per_rank_state(item):
         yield (owner, name), make
     for name in ("filters", "showwarning", "_showwarnmsg_impl"):
         yield (warnings, name), _shallow_copy(warnings, name)

@@ -16,11 +16,11 @@ import msgspec
 
 from distcheck.records.schedules import (
     KINDS,
-    Choice,
     Schedule,
+    ScheduleChoice,
     ScheduleRun,
     SearchCoverage,
-    read_schedule,
+    parse_schedule,
 )
 
 TURNS = 400  # of one run that are kept
@@ -38,7 +38,7 @@ class SchedulePolicy:
 
     def __init__(self, schedule: Schedule, size: int, *, keeps: int = 0) -> None:
         self._keeps = keeps
-        self.choices: list[Choice] = []
+        self.choices: list[ScheduleChoice] = []
         self.cut = False
         self._schedule = schedule
         self._random = random.Random(schedule.seed)
@@ -61,7 +61,7 @@ class SchedulePolicy:
         self._choices += 1
         if len(self.choices) < self._keeps:
             others = tuple(rank for rank in ranks if rank != usual)
-            self.choices.append(Choice(usual, others))
+            self.choices.append(ScheduleChoice(usual, others))
         else:
             self.cut = self._keeps > 0
         if asking is None or not self._schedule.seed:
@@ -97,7 +97,7 @@ def random_schedules(schedules: int) -> Iterator[list[Schedule]]:
     first, size = 1, _FIRST_ROUND
     while first <= schedules:
         seeds = range(first, min(first + size, schedules + 1))
-        yield [read_schedule(str(seed)) for seed in seeds]
+        yield [parse_schedule(str(seed)) for seed in seeds]
         first, size = first + size, min(2 * size, _LAST_ROUND)
 
 
@@ -149,7 +149,7 @@ class ScheduleTree:
     def _children(parents: Sequence[ScheduleRun]) -> Iterator[Schedule]:
         """Yield schedules with one more preemption after the last, so that each occurs once."""
         for parent in parents:
-            begun = read_schedule(parent.schedule)
+            begun = parse_schedule(parent.schedule)
             last = max((place for place, _ in begun.preemptions), default=0)
             for place, choice in enumerate(parent.choices[last:], last + 1):
                 for rank in choice.others:

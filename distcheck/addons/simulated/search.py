@@ -27,11 +27,11 @@ from distcheck.addons.simulated.share import SEARCH, SearchRequest
 from distcheck.errors import ExitCode
 from distcheck.machine.resources import cores
 from distcheck.records.schedules import (
+    PostedTurn,
     Schedule,
     ScheduleRun,
     ScheduleSearchResult,
-    Turn,
-    read_schedule,
+    parse_schedule,
 )
 from distcheck.worlds import messages
 from distcheck.worlds.framing import Frames, frame, write_all
@@ -87,7 +87,7 @@ def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> Sch
                     one, usual
                 ):  # nondeterministic, so the other result may be as well
                     return ScheduleSearchResult(usual, one)
-            repeated = run_all([read_schedule(smallest.schedule)] * _REPEATS)
+            repeated = run_all([parse_schedule(smallest.schedule)] * _REPEATS)
             return ScheduleSearchResult(
                 usual,
                 again,
@@ -114,7 +114,7 @@ def minimize_preemptions(
     """Return the run with the fewest preemptions that still differs from the default one, and the
     number of runs needed (ddmin: Zeller and Hildebrandt, 2002).
     """
-    buffered = read_schedule(found.schedule).buffered
+    buffered = parse_schedule(found.schedule).buffered
     tried = 0
 
     def other(preemptions: Sequence[tuple[int, int]], *, buffers: bool) -> ScheduleRun | None:
@@ -341,12 +341,12 @@ def _import_once(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def _make_turns(noted: Sequence[tuple[Any, int]]) -> Iterator[Turn]:
+def _make_turns(noted: Sequence[tuple[Any, int]]) -> Iterator[PostedTurn]:
     before = 0
     for call, preemptions in noted[:TURNS]:
         words = messages.printable(call.in_words())
         where = messages.printable(call.where)
-        yield Turn(call.rank, words, where, preemptions > before, _taken_by(call))
+        yield PostedTurn(call.rank, words, where, preemptions > before, _taken_by(call))
         before = preemptions
 
 

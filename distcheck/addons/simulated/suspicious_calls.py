@@ -58,7 +58,7 @@ class SuspiciousCalls:
     def _look_at_shapes(self, calls: Sequence[SimulatedCall]) -> None:
         alike = [call for call in calls if call.name == calls[0].name]
         if len({_shapes(call) for call in alike}) > 1:
-            said = posted_calls.called_in_words(alike)
+            said = posted_calls.calls_in_words(alike)
             self._warn(
                 "other-shapes",
                 alike[0],
@@ -73,7 +73,7 @@ class SuspiciousCalls:
             orders.setdefault(tuple(map(_order, own)), []).append(call)
         if len(orders) > 1:
             said = " and ".join(
-                f"{posted_calls.called_in_words(own)} with strides {', '.join(map(str, order))}"
+                f"{posted_calls.calls_in_words(own)} with strides {', '.join(map(str, order))}"
                 for order, own in orders.items()
             )
             self._warn("other-shapes", alike[0], f"{said}: elements are read in memory order")

@@ -112,9 +112,9 @@ class GroupCalls:
             if meeting.apart:
                 missing = [rank for rank in self.ranks if rank not in meeting.calls]
                 calls = list(meeting.calls.values())
-                return posted_calls.meeting_in_words(number, calls, missing)
+                return posted_calls.call_mismatch_in_words(number, calls, missing)
         for sent, received in self.misfits:
-            return posted_calls.message_in_words(sent, received)
+            return posted_calls.message_mismatch_in_words(sent, received)
         return ""
 
 

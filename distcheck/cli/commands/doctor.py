@@ -14,7 +14,7 @@ from distcheck.errors import DistcheckError, ExitCode
 from distcheck.machine.resources import available_bytes
 from distcheck.reports.files import check_writable, write_answer
 from distcheck.training import loading
-from distcheck.training.jobs import EXAMINE, Calibration
+from distcheck.training.jobs import EXAMINE, CalibrationResult
 from distcheck.verification import preparation
 from distcheck.workloads.datasets import dataset_names
 from distcheck.worlds.launch import run_job
@@ -103,7 +103,7 @@ def _torch_remark(torch_version: str) -> Iterator[tuple[str, str]]:
 def _calibrations(pool: Pool) -> Iterator[tuple[str, str]]:
     for world in _WORLDS:
         try:
-            calibration: Calibration = preparation.calibrate(
+            calibration: CalibrationResult = preparation.calibrate(
                 pool,
                 backend="gloo",
                 world=world,

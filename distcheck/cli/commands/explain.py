@@ -59,9 +59,9 @@ def command(what: tuple[str, ...], json_file: str | None) -> int:
     found: Sequence[Any] = ()
     names = [words] if words in table else [*table]
     if what and words not in table:
-        found, names = symptoms.search(words)
+        found, names = symptoms.search_symptoms(words)
         if not found and not names:
-            closest = ", ".join(f'"{one}"' for one in symptoms.closest(words))
+            closest = ", ".join(f'"{one}"' for one in symptoms.closest_symptoms(words))
             raise UsageError(
                 f"no cause or symptom matches {words!r}; the closest symptoms are {closest}"
             )

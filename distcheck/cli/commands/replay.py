@@ -29,11 +29,11 @@ def command(
     that have changed, are listed first, with a digest. They run only after confirmation on a
     terminal, or with --trust.
     """  # fmt: skip
-    from distcheck.store.bundle import read_replay
+    from distcheck.store.bundle import read_cases_to_replay
     from distcheck.store.trust import require_trust
     from distcheck.worlds.launchers import launch_of
 
-    replay = read_replay(case_file)
+    replay = read_cases_to_replay(case_file)
     cases, made = replay.cases, replay.made
     launch, _ = launch_of({}, tuple(dict.fromkeys(case.world for case in cases)))
     require_trust(

@@ -12,7 +12,7 @@ from distcheck.errors import DistcheckError, ExitCode
 from distcheck.errors.shown_text import one_line, print_displayable
 from distcheck.reports.files import write_answer
 from distcheck.reports.json_report import read_document
-from distcheck.store.run_folder import DEFAULT_FOLDER, kept_runs
+from distcheck.store.run_folder import DEFAULT_FOLDER, stored_runs
 
 
 @click.command("runs", cls=OnceCommand)
@@ -25,7 +25,7 @@ def command(json_file: str | None) -> int:
     distcheck open .distcheck/runs/20260131-120000-4711
     """  # fmt: skip
     names = ("folder", "date", "verdict", "command")
-    runs = [(str(folder), *_describe_run(folder)) for folder in kept_runs()]
+    runs = [(str(folder), *_describe_run(folder)) for folder in stored_runs()]
     entries = [dict(zip(names, one, strict=True)) for one in runs]
     if write_answer(json_file, "distcheck.runs/1", runs=entries):
         return int(ExitCode.PASS)

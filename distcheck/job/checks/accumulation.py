@@ -25,7 +25,7 @@ from distcheck.job.checks import terms
 from distcheck.job.fitting import fit
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
-from distcheck.judge.checks.comparison import by_norm
+from distcheck.judge.checks.comparison import compare_by_norm
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of
 from distcheck.machine.numerics import gamma, unit_roundoff
@@ -191,7 +191,7 @@ def _compare(job: JobRecording, tally: Tally, one: MergedStep, factor: float) ->
     for name, raw in one.raw.items():
         expected = factor * one.expected[name].double()
         bound = bounds[name] + of_factor * norm_of(expected)
-        tally.add(by_norm(raw, expected, bound), parameter=name, rank=0, step=one.step)
+        tally.add(compare_by_norm(raw, expected, bound), parameter=name, rank=0, step=one.step)
 
 
 def _norms(job: JobRecording, step: int, name: str) -> float:

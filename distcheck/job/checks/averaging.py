@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from distcheck.job.fitting import fit
-from distcheck.judge.checks.comparison import within
+from distcheck.judge.checks.comparison import compare_within
 from distcheck.judge.checks.tally import Tally
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.jobs import sketches
@@ -47,7 +47,9 @@ def averaging(job: JobRecording) -> CheckResult | None:
             continue
         joined.append(later)
         sums = _sums(job, step, later, apart)
-        compared = {name: within(own, mean, bound) for name, (own, mean, bound) in sums.items()}
+        compared = {
+            name: compare_within(own, mean, bound) for name, (own, mean, bound) in sums.items()
+        }
         factor, left = _factor(sums)
         # Neither the mean nor a multiple: an outer optimizer computes something else.
         if all(one.ok for one in compared.values()) or left <= _SHARE * abs(factor - 1):
@@ -98,9 +100,9 @@ def _sums(job: JobRecording, step: int, later: int, names: Iterable[str]) -> dic
         if own is None or before is None or len(there) < job.world:
             continue
         # Derived: W summands are added and divided, each element rounded in its dtype.
-        size = sketches.magnitudes(own) + sketches.magnitudes(before)
+        size = sketches.project_magnitudes(own) + sketches.project_magnitudes(before)
         bound = _ROOM * gamma(job.world + 1, unit_roundoff(own.dtype)) * size
-        found[name] = sketches.sketch(own), torch.stack(there).mean(0), bound
+        found[name] = sketches.project(own), torch.stack(there).mean(0), bound
     return found
 
 

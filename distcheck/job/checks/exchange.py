@@ -14,7 +14,7 @@ from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.inside import state
 from distcheck.job.inside.moved_gradients import fate_of_cleared
 from distcheck.job.step_view import JobStep
-from distcheck.judge.checks.comparison import Comparison, within
+from distcheck.judge.checks.comparison import Comparison, compare_within
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.diagnosis.measurements import SAME_FACTOR
 from distcheck.machine.numerics import NotBoundedError, gamma, unit_roundoff
@@ -139,9 +139,9 @@ def _compare(view: JobStep, tally: Tally, index: int) -> int:
                        parameter=name, rank=rank, step=step)  # fmt: skip
             continue
         of = f"{record.whole} {record.digests[f'raw/{name}']}"
-        known[of] = one = known.get(of) or within(raw, found.mean, found.bound)
+        known[of] = one = known.get(of) or compare_within(raw, found.mean, found.bound)
         if not one.ok and job.world > 1:
-            total = within(raw, found.mean * job.world, found.bound * job.world)
+            total = compare_within(raw, found.mean * job.world, found.bound * job.world)
             if total.ok:
                 one, sums = total, sums + 1
         tally.add(one, parameter=name, rank=rank, step=step)
@@ -205,7 +205,7 @@ def _compare_product(
     """Compare with `raw * factor`: torch rounds the factor three times, and the product once."""
     expected = raw.double() * factor
     bound = expected.abs() * gamma(roundings, unit_roundoff(raw.dtype)) + 2.0**-126
-    return within(clipped, expected, bound)
+    return compare_within(clipped, expected, bound)
 
 
 def loss_factors(job: JobRecording, step: int) -> list[float] | None:

@@ -24,7 +24,12 @@ from distcheck.job.checks.exchange import token_weights
 from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
-from distcheck.judge.checks.comparison import ComparedElement, Comparison, by_norm, within
+from distcheck.judge.checks.comparison import (
+    ComparedElement,
+    Comparison,
+    compare_by_norm,
+    compare_within,
+)
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of, tolerance
 from distcheck.machine.numerics import gamma, unit_roundoff
@@ -110,7 +115,7 @@ def _compare_step(
             else:
                 held = job.records[rank, step].digests[f"{STEMS[kind]}/{name}"]
                 if held not in known:
-                    known[held] = by_norm(actual, expected, bounds[name])
+                    known[held] = compare_by_norm(actual, expected, bounds[name])
                 results.append((name, rank, known[held]))
     return results
 
@@ -327,6 +332,6 @@ def parameters(job: JobRecording, reference: Reference) -> CheckResult:
             room = gamma(16, unit_roundoff(actual.dtype))
             size = torch.maximum(start.abs(), expected.double().abs())
             bound = size * room + (expected.double() - start).abs() * room
-            tally.add(within(actual, expected.double(), bound + 2.0**-126),
+            tally.add(compare_within(actual, expected.double(), bound + 2.0**-126),
                       parameter=name, rank=rank, step=seen.step)  # fmt: skip
     return tally.result()

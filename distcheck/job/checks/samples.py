@@ -17,7 +17,7 @@ import torch
 from distcheck.job.inside import tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import MOST_ROWS, Iteration, LoadedBatch
+from distcheck.recordings.jobs.records import MOST_ROWS, LoadedBatch, LoaderIteration
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER
 
@@ -285,7 +285,7 @@ def order(job: JobRecording) -> Iterator[CheckResult]:
     tally = Tally("epoch order", NO_LAYER)
     compared = False
     for rank in range(job.world):
-        by_loader: dict[int, list[tuple[int, Iteration]]] = {}
+        by_loader: dict[int, list[tuple[int, LoaderIteration]]] = {}
         passes = (one for step in job.steps for one in job.records[rank, step].passes)
         used = {place[:2] for one in passes if one.live for place in one.batches}
         for step in job.steps:

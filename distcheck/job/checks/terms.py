@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import Factor, Pass, StepRecord, Term
+from distcheck.recordings.jobs.records import ForwardPass, LossFactor, LossTerm, StepRecord
 
 _SAME = 1e-6  # Heuristic: a script's factors are float64 or float32 (2^-24)
 
@@ -55,7 +55,7 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     return _judge_partly(terms, divisions)
 
 
-def own_divisors(passes: Sequence[Pass]) -> list[float]:
+def own_divisors(passes: Sequence[ForwardPass]) -> list[float]:
     """Return the divisors of losses that are one sum each, if each pass has its own, such as the
     number of targets within a mask; else nothing.
     """
@@ -64,7 +64,7 @@ def own_divisors(passes: Sequence[Pass]) -> list[float]:
     return [1 / math.prod(several) for several in numbers] if places else []
 
 
-def _own_factors(passes: Sequence[Pass]) -> list[int]:
+def _own_factors(passes: Sequence[ForwardPass]) -> list[int]:
     """Return the places of the divisors of sums that differ between passes."""
     terms = [one.terms[0] for one in passes if len(one.terms) == 1]
     if len(terms) < len(passes) or {term.reduction for term in terms} != {"sum"}:
@@ -76,7 +76,7 @@ def _own_factors(passes: Sequence[Pass]) -> list[int]:
     return places if all(one.divides for place in places for one in factors[place]) else []
 
 
-def _as_means(passes: Sequence[Pass]) -> Iterator[Pass]:
+def _as_means(passes: Sequence[ForwardPass]) -> Iterator[ForwardPass]:
     """Yield passes; a sum that is divided by a number of its own pass becomes a mean."""
     places, replace = _own_factors(passes), msgspec.structs.replace
     for one in passes:
@@ -101,7 +101,7 @@ def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: floa
     )
 
 
-def _why_no_common_terms(passes: Sequence[Pass]) -> str:
+def _why_no_common_terms(passes: Sequence[ForwardPass]) -> str:
     """Return why the passes of a step have no common terms, or ""."""
     if not passes:
         return "no backward pass was recorded"
@@ -113,10 +113,10 @@ def _why_no_common_terms(passes: Sequence[Pass]) -> str:
     return ""
 
 
-def _remove_loss_scale(term: Term, record: StepRecord) -> Term:
+def _remove_loss_scale(term: LossTerm, record: StepRecord) -> LossTerm:
     scale = [factor for factor in term.factors if factor.number == record.scale][:1]
     rest = [factor for factor in term.factors if not scale or factor is not scale[0]]
-    return Term(name=term.name, reduction=term.reduction, call=term.call, factors=tuple(rest))
+    return LossTerm(name=term.name, reduction=term.reduction, call=term.call, factors=tuple(rest))
 
 
 def _numbers_of_passes(job: JobRecording, rank: int) -> set[int]:
@@ -125,14 +125,14 @@ def _numbers_of_passes(job: JobRecording, rank: int) -> set[int]:
     return {count for count in counts if count > 1}
 
 
-def _count_divisions(factors: Sequence[Factor], numbers: set[int]) -> int:
+def _count_divisions(factors: Sequence[LossFactor], numbers: set[int]) -> int:
     return sum(
         any(abs(abs(factor.number) * number - 1) <= _SAME for number in numbers)
         for factor in factors
     )
 
 
-def _has_weight_one(terms: Sequence[Term], times: float) -> bool:
+def _has_weight_one(terms: Sequence[LossTerm], times: float) -> bool:
     """Return True if a mean among the terms, or all terms together, have weight 1 / `times`."""
     means = [times * term.weight for term in terms if term.reduction == "mean"]
     together = len(means) == len(terms) and abs(sum(means) - 1) <= _SAME
@@ -140,7 +140,7 @@ def _has_weight_one(terms: Sequence[Term], times: float) -> bool:
 
 
 def _judge_sum(
-    job: JobRecording, rank: int, step: int, term: Term, numbers: set[int]
+    job: JobRecording, rank: int, step: int, term: LossTerm, numbers: set[int]
 ) -> LossWeight | None:
     """Judge a loss that is one sum; return None if its divisor is unknown."""
     passes, divisions = job.records[rank, step].trained, _count_divisions(term.factors, numbers)
@@ -178,7 +178,7 @@ def _is_determined_by_step(job: JobRecording, rank: int, number: int) -> bool:
     return several and len({factor for factors in found for factor in factors}) > 1
 
 
-def _judge_undivided(terms: Sequence[Term], passes: int) -> LossWeight:
+def _judge_undivided(terms: Sequence[LossTerm], passes: int) -> LossWeight:
     if _has_weight_one(terms, 1.0):
         return LossWeight(times=float(passes))
     return LossWeight(
@@ -187,7 +187,7 @@ def _judge_undivided(terms: Sequence[Term], passes: int) -> LossWeight:
 
 
 def _judge_divided(
-    terms: Sequence[Term], divisions: Sequence[int], numbers: set[int], passes: int
+    terms: Sequence[LossTerm], divisions: Sequence[int], numbers: set[int], passes: int
 ) -> LossWeight:
     if min(divisions) < 2 or any(_has_weight_one(terms, float(number)) for number in numbers):
         return LossWeight()
@@ -200,7 +200,7 @@ def _judge_divided(
     )
 
 
-def _judge_partly(terms: Sequence[Term], divisions: Sequence[int]) -> LossWeight:
+def _judge_partly(terms: Sequence[LossTerm], divisions: Sequence[int]) -> LossWeight:
     """Judge a loss with some terms divided by the number of passes."""
     alone = [term for term, count in zip(terms, divisions, strict=True) if not count]
     others = tuple(term.name for term, count in zip(terms, divisions, strict=True) if count)

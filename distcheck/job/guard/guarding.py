@@ -29,7 +29,7 @@ from distcheck.job.guard.records import (
 from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.job.inside.parameters import places_in
-from distcheck.recordings.jobs.sketches import sketch
+from distcheck.recordings.jobs.sketches import project
 
 Rows = list[list[float | None]]  # JSON has no NaN
 
@@ -420,7 +420,7 @@ class Guard:
         for name in names:
             tensor = own.tensors.get(name)
             if tensor is not None and tensor.is_floating_point():
-                sums = sketch(tensor)
+                sums = project(tensor)
                 if bool(sums.isfinite().all()):
                     mine[name] = (tensor.numel(), sums.tolist())
         kind = dict[str, tuple[int, list[float]]]

@@ -7,7 +7,7 @@ import msgspec
 
 from distcheck import private
 from distcheck.errors import UsageError
-from distcheck.records.decoding import decode_json, read_bounded, read_written
+from distcheck.records.decoding import decode_json, read_bounded, read_distcheck_document
 
 SCHEMA = "distcheck.guard/1"
 _MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
@@ -139,9 +139,9 @@ def write(difference: Divergence, folder: Path) -> Path:
     """
     if folder.parent.name == ".distcheck":
         # Imported here because training needs nothing else of that module.
-        from distcheck.store.run_folder import own_folder
+        from distcheck.store.run_folder import private_folder
 
-        own_folder(folder.name, folder.parent)
+        private_folder(folder.name, folder.parent)
     else:
         private.folder(folder)
     stem = f"step-{difference.step:06d}"
@@ -158,7 +158,7 @@ def write(difference: Divergence, folder: Path) -> Path:
 
 def read(file: Path) -> Divergence:
     """Read a bundle. Raises UsageError for another or a damaged file."""
-    found = read_written(
+    found = read_distcheck_document(
         file, Divergence, schema=SCHEMA, name=str(file), most=_MOST_BYTES,
         why="is not a bundle of distcheck.guard ({error}); pass the file that its message names",
     )  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine import compat
-from distcheck.recordings.jobs.records import SHARING, Axis
-from distcheck.records.mesh import mesh_from_text
+from distcheck.recordings.jobs.records import SHARING, MeshAxis
+from distcheck.records.mesh import parse_mesh
 
 # Kinds of axes by common names; a name is split at underscores.
 _WORDS = {
@@ -28,14 +28,14 @@ _WORDS = {
 }
 
 
-def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
+def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[MeshAxis, ...]:
     """Return the axes with more than one rank; empty if no mesh is known."""
     if asked:
         try:
-            mesh = mesh_from_text(asked, world)
+            mesh = parse_mesh(asked, world)
         except ValueError:  # reported when the job is judged
             return ()
-        found = [Axis(name=name, kind=name, size=size) for name, size in mesh.axes]
+        found = [MeshAxis(name=name, kind=name, size=size) for name, size in mesh.axes]
     else:
         found = _mesh_axes(parameters, world)
         if not any(axis.kind == "pipeline" for axis in found):
@@ -44,7 +44,7 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[Axis, ...]:
     return tuple(axis for axis in found if axis.size > 1)
 
 
-def _megatron_axes(world: int) -> list[Axis]:
+def _megatron_axes(world: int) -> list[MeshAxis]:
     """Return Megatron-core's axes in its own order, the last axis first."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
@@ -60,7 +60,7 @@ def _megatron_axes(world: int) -> list[Axis]:
         ("pp", size_of("pipeline_model")), ("dp", data // experts), ("ep", experts),
         ("cp", size_of("context")), ("tp", size_of("tensor_model")),
     )  # fmt: skip
-    axes = [Axis(name=name, kind=kind_of_axis(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
+    axes = [MeshAxis(name=name, kind=kind_of_axis(name), size=size) for name, size in sizes]  # type: ignore[arg-type]
     is_divided = any(axis.size > 1 for axis in axes if axis.kind != "data")
     return axes if is_divided and math.prod(axis.size for axis in axes) == world else []
 
@@ -74,13 +74,13 @@ def kind_of_axis(name: str) -> str:
     return ""
 
 
-def _mesh_axes(parameters: Parameters, world: int) -> list[Axis]:
+def _mesh_axes(parameters: Parameters, world: int) -> list[MeshAxis]:
     """Return the axes of a mesh of all ranks in row-major order; the most informative mesh wins."""
     if world < 2 or "torch.distributed.device_mesh" not in sys.modules:
         return []
     from torch.distributed.device_mesh import DeviceMesh
 
-    meshes: dict[Any, list[Axis]] = {}
+    meshes: dict[Any, list[MeshAxis]] = {}
     for one in gc.get_objects():
         if type(one) is not DeviceMesh:
             continue
@@ -93,16 +93,16 @@ def _mesh_axes(parameters: Parameters, world: int) -> list[Axis]:
     return max(meshes.values(), key=_informativeness, default=[])
 
 
-def _informativeness(axes: Sequence[Axis]) -> tuple[int, int]:
+def _informativeness(axes: Sequence[MeshAxis]) -> tuple[int, int]:
     return sum(axis.kind in SHARING for axis in axes), len(axes)
 
 
-def _axes_of_mesh(mesh: Any, parameters: Parameters) -> list[Axis]:
+def _axes_of_mesh(mesh: Any, parameters: Parameters) -> list[MeshAxis]:
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.mesh.dim())]
     found = []
     for number, (name, size) in enumerate(zip(names, mesh.mesh.shape, strict=True)):
         kind: Any = kind_of_axis(name) or _kind_by_use(mesh, number, parameters)
-        found.append(Axis(name=name, kind=kind, size=size))
+        found.append(MeshAxis(name=name, kind=kind, size=size))
     return found
 
 
@@ -121,7 +121,7 @@ def _kind_by_use(mesh: Any, number: int, parameters: Parameters) -> str:
     return "data"
 
 
-def _pipeline_axes(world: int) -> list[Axis]:
+def _pipeline_axes(world: int) -> list[MeshAxis]:
     """Return the axes of a pipeline whose ranks are consecutive or maximally strided."""
     if world < 2 or "torch.distributed.pipelining.stage" not in sys.modules:
         return []
@@ -132,8 +132,8 @@ def _pipeline_axes(world: int) -> list[Axis]:
     group = stages[0].group or torch.distributed.group.WORLD
     ranks = torch.distributed.get_process_group_ranks(group)
     others = world // len(ranks)
-    pipeline = Axis(name="pipeline", kind="pipeline", size=len(ranks))
-    data = Axis(name="data", kind="data", size=others)
+    pipeline = MeshAxis(name="pipeline", kind="pipeline", size=len(ranks))
+    data = MeshAxis(name="data", kind="data", size=others)
     if ranks == list(range(ranks[0], ranks[0] + len(ranks))):
         return [data, pipeline]
     return [pipeline, data]

@@ -7,7 +7,7 @@ import torch
 
 from distcheck.job.inside.loaders import Place
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import LoadedBatch, Pass
+from distcheck.recordings.jobs.records import ForwardPass, LoadedBatch
 
 ALL = -1
 Pairs = Sequence[tuple[int, int]]  # (rank, forward pass), in the order of concatenation
@@ -36,7 +36,7 @@ class BatchSource:
                 if begun.length >= 0 and rank == 0:
                     self.lengths[begun.loader] = begun.length
 
-    def passes(self, step: int, rank: int) -> list[Pass]:
+    def passes(self, step: int, rank: int) -> list[ForwardPass]:
         return list(self._job.records[rank, step].passes)
 
     def begins_at(self, step: int) -> int:

@@ -14,7 +14,7 @@ from distcheck.job.settings import SampleComparison
 from distcheck.machine.compat import MapFetcher
 from distcheck.machine.seeds import seed_everything
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import LoadedBatch, Sample
+from distcheck.recordings.jobs.records import LoadedBatch, RereadSample
 
 _LEAST_ROWS = 8  # Heuristic: labels of ten classes then agree by chance once in 10^8
 _MOST_BATCHES = 8
@@ -34,7 +34,7 @@ def compare_reread_samples(job: JobRecording, number: int, loader: Any) -> list[
         tensors.set_random_state(before)
 
 
-def read_with_equal_rng(loaders: Mapping[int, Any]) -> Iterator[Sample]:
+def read_with_equal_rng(loaders: Mapping[int, Any]) -> Iterator[RereadSample]:
     """Yield this rank's samples for the first indices of each loader. Call it after recording: a
     data set may change by being read.
     """
@@ -44,7 +44,7 @@ def read_with_equal_rng(loaders: Mapping[int, Any]) -> Iterator[Sample]:
             for index in range(min(_LEAST_ROWS, len(loader.dataset))):
                 once, again = (_parts(_make_fetcher(loader), index) for _ in range(2))
                 if once == again and once:
-                    yield Sample(loader=number, index=index, parts=once)
+                    yield RereadSample(loader=number, index=index, parts=once)
                 if time.monotonic() > until:
                     break
     tensors.set_random_state(before)

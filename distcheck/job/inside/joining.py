@@ -12,7 +12,7 @@ import msgspec
 from distcheck.job.inside.batch_source import AND
 from distcheck.job.inside.merged_batch import why_not_merged
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import LossCall, Pass, StepRecord
+from distcheck.recordings.jobs.records import ForwardPass, LossCall, StepRecord
 
 _replace = msgspec.structs.replace
 
@@ -48,7 +48,7 @@ def _with_one_pass(record: StepRecord) -> StepRecord:
     return _replace(record, passes=(_join(record.trained),), backwards=1)
 
 
-def _join(passes: list[Pass]) -> Pass:
+def _join(passes: list[ForwardPass]) -> ForwardPass:
     inputs = zip(*(one.inputs for one in passes), strict=True)
     calls = zip(*(one.losses for one in passes), strict=True)
     return _replace(

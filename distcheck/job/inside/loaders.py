@@ -15,7 +15,7 @@ from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.job.inside.listener import NullListener
 from distcheck.machine.compat import wrap_index_iterator
-from distcheck.recordings.jobs.records import Iteration, LoadedBatch, digest
+from distcheck.recordings.jobs.records import LoadedBatch, LoaderIteration, digest
 
 if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
@@ -57,7 +57,7 @@ class Loaders:
         self._given: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
         self.datasets: dict[int, Any] = {}  # of loaders whose sampler yields indices
         self._handed: list[_HandedOut] = []
-        self._iterations: list[Iteration] = []
+        self._iterations: list[LoaderIteration] = []
         self._before: dict[str, str] = {}
         self._drawn: dict[str, str] = {}
 
@@ -94,7 +94,7 @@ class Loaders:
         is_custom = batches is not None and type(batches) is not torch.utils.data.BatchSampler
         settings = {name: getattr(sampler, name, None) for name in _SETTINGS}
         self._iterations.append(
-            Iteration(
+            LoaderIteration(
                 loader=number,
                 epoch=epoch,
                 length=length_of(loader),
@@ -189,7 +189,7 @@ class Loaders:
         self._handed = [one for one in self._handed if not one.is_used]
         return tuple(taken)
 
-    def take_iterations(self) -> tuple[Iteration, ...]:
+    def take_iterations(self) -> tuple[LoaderIteration, ...]:
         """Return the passes that started since the last step."""
         taken, self._iterations = tuple(self._iterations), []
         return taken

@@ -17,7 +17,7 @@ import torch
 from distcheck.job.inside import hooks, tensors
 from distcheck.machine.compat import is_compiled, version_of
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.sketches import SLOTS, sketch
+from distcheck.recordings.jobs.sketches import SLOTS, project
 from distcheck.recordings.jobs.watched import (
     MOST_CALLS,
     MOST_TENSORS,
@@ -235,4 +235,4 @@ def _digest_and_sketch(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     is_complex = dense.is_complex()
     numbers = torch.view_as_real(dense.resolve_conj()) if is_complex else dense
     has_sums = numbers.is_floating_point()
-    return tensors.digest_of(dense), sketch(numbers) if has_sums else _NONE
+    return tensors.digest_of(dense), project(numbers) if has_sums else _NONE

@@ -19,7 +19,7 @@ from distcheck.machine.compat import (
     written_arguments,
 )
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.records import COMPILED, MOST_OPS, OpCall, Ops
+from distcheck.recordings.jobs.records import COMPILED, MOST_OPS, OpCall, RecordedOps
 
 # They overwrite the tensor, whatever its contents.
 _FILLS = {
@@ -53,8 +53,8 @@ class OpLog(OpMode):
         finally:
             self._part = ""
 
-    def taken(self) -> Ops:
-        return Ops(tuple(self._calls), self._left_out)
+    def taken(self) -> RecordedOps:
+        return RecordedOps(tuple(self._calls), self._left_out)
 
     def region(self, name: str, inputs: Iterable[str], outputs: Iterable[str]) -> None:
         """Record the call of a compiled module."""

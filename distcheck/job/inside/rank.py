@@ -53,7 +53,11 @@ class SharedRankError(Exception):
 
 
 def write_rank_record(
-    folder: Path, rank: int, world: int, parameters: Parameters, axes: Sequence[records.Axis] = ()
+    folder: Path,
+    rank: int,
+    world: int,
+    parameters: Parameters,
+    axes: Sequence[records.MeshAxis] = (),
 ) -> None:
     mine = records.rank_folder(folder, rank)
     if mine.exists():
@@ -257,9 +261,9 @@ def number_of_targets(name: str, target: Any, ignored: int) -> int:
 
 def clip_of(
     kind: str, most: float, norm: Any, *, passes: int, scaled: bool, names: Sequence[str]
-) -> records.Clip:
+) -> records.ClipCall:
     """Return the record of a clipping call."""
-    return records.Clip(
+    return records.ClipCall(
         kind=kind,
         most=float(most) if float(most) < float("inf") else None,
         norm=float(norm) if isinstance(norm, torch.Tensor | float) else None,

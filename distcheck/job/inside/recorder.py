@@ -20,7 +20,14 @@ from distcheck.job.inside.step_file import ParameterAfterStep, StepFile
 from distcheck.job.inside.terms import Heard, terms_of
 from distcheck.job.settings import JobSettings
 from distcheck.recordings.jobs import records
-from distcheck.recordings.jobs.records import MOST_LINES, Clip, CollectiveCall, LossCall, Pass, Term
+from distcheck.recordings.jobs.records import (
+    MOST_LINES,
+    ClipCall,
+    CollectiveCall,
+    ForwardPass,
+    LossCall,
+    LossTerm,
+)
 from distcheck.worlds.callers import line_of_script
 
 _numbers = itertools.count()
@@ -61,7 +68,7 @@ class PendingLosses:
         """True if a backward pass has visited every loss."""
         return len(self._done) == len(self._calls)
 
-    def of_backward(self, one: Pass) -> tuple[tuple[LossCall, ...], tuple[Term, ...]]:
+    def of_backward(self, one: ForwardPass) -> tuple[tuple[LossCall, ...], tuple[LossTerm, ...]]:
         """Return the losses that a backward pass came from, and its terms with indices of these."""
         kept = sorted(self._reached)
         self._done |= self._reached
@@ -73,10 +80,10 @@ class PendingLosses:
 def new_pass_record(
     file: StepFile, model: torch.nn.Module, given: Sequence[torch.Tensor], loaders: Loaders,
     drew: bool,
-) -> Pass:  # fmt: skip
+) -> ForwardPass:  # fmt: skip
     """Return the record of a starting pass, with the model's input tensors."""
     autocast = next((d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)), "")
-    return Pass(
+    return ForwardPass(
         inputs=tuple(file.add_data(t) for t in given),
         rows=tensors.digests_of_samples([*given]) if given else (),
         batches=loaders.for_pass([*given]),
@@ -91,7 +98,7 @@ def new_pass_record(
 
 
 def move_loss_to_visited_pass(
-    passes: list[Pass], before: Pass | None, reached: Sequence[int]
+    passes: list[ForwardPass], before: ForwardPass | None, reached: Sequence[int]
 ) -> None:
     """Move the loss of the last pass (previously `before`) to the only pass that backward visited,
     if several forward passes come first, as in a pipeline.
@@ -147,15 +154,15 @@ class Recorder(NullListener):
 
     def _begin_step(self) -> None:
         self._file: StepFile | None = None
-        self._passes: list[Pass] = []
+        self._passes: list[ForwardPass] = []
         self._roots: list[torch.nn.Module] = []  # the models of these passes
         self._opaque: list[tuple[int, int]] = []  # passes whose output has no graph
         self._losses = PendingLosses()
-        self._clips: list[Clip] = []
+        self._clips: list[ClipCall] = []
         self._calls: list[CollectiveCall] = []
         self._lines = RecordedLines()
         self._backwards, self._evaluations = 0, 0
-        self._before: Pass | None = None  # the last pass, before a backward pass
+        self._before: ForwardPass | None = None  # the last pass, before a backward pass
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # names in `_raw` whose gradients are reduced
         self._looked, self._is_scaled = False, False

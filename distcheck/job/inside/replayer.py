@@ -65,7 +65,7 @@ class Replayer(NullListener):
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._folder, self._settings = folder, settings
-        job = with_moved_gradients(reading.read(Path(settings.recording)))
+        job = with_moved_gradients(reading.read_recording(Path(settings.recording)))
         self._job = joined(job) if settings.joins else job
         self._hands = BatchInjector(self._job, settings, self._fail)
         self._copies = ReplayTasks(self._job, self._hands, settings, folder, self._fail)

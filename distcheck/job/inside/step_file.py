@@ -12,7 +12,7 @@ from distcheck import private
 from distcheck.job.inside import tensors
 from distcheck.machine import devices
 from distcheck.recordings.jobs import records, sketches
-from distcheck.recordings.jobs.records import Ops, Shard, StepRecord
+from distcheck.recordings.jobs.records import RecordedOps, Shard, StepRecord
 from distcheck.recordings.jobs.watched import SUMS, WatchedCalls, WatchedStep
 
 _STATE = ("before/", "buffer/")
@@ -45,7 +45,7 @@ class StepFile:
         self._dtypes: dict[str, str] = {}
         self._parts: dict[str, Shard] = {}
         self._modules: WatchedCalls | None = None
-        self.ops: Ops | None = None
+        self.ops: RecordedOps | None = None
         self.has_restarted = False
 
     def digest(self, name: str) -> str | None:
@@ -109,13 +109,13 @@ class StepFile:
             self._kept[name] = plain.clone()
         elif not keep:
             known = last.sums if last is not None and is_written else None
-            self._kept[f"sums/{name}"] = sketches.sketch(plain) if known is None else known
+            self._kept[f"sums/{name}"] = sketches.project(plain) if known is None else known
 
     def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
         """Record a parameter after the step. It is not copied, since `write` follows."""
         keep = self._is_part(f"after/{name}", tensor) or keep
         plain = tensors.local_shard_on_cpu(tensor)
-        sums = None if keep else sketches.sketch(plain)
+        sums = None if keep else sketches.project(plain)
         self.after[name] = ParameterAfterStep(
             tensors.digest_of(plain), plain.dtype, plain.shape, sums
         )
@@ -177,9 +177,9 @@ class StepFile:
             for name, gradient in self._gradients.items():
                 if name.startswith(("sizes/", "cleared")):
                     continue  # included in the magnitudes of local gradients, or not compared
-                kept[name] = sketches.sketch(gradient)
+                kept[name] = sketches.project(gradient)
                 sizes = self._gradients.get(name.replace("local/", "sizes/", 1), gradient)
-                kept[f"magnitude/{name}"] = sketches.magnitudes(sizes)
+                kept[f"magnitude/{name}"] = sketches.project_magnitudes(sizes)
             self.after = {name: one for name, one in self.after.items() if one.sums is not None}
         stem = f"step-{self._step:06d}"
         with private.replaced_atomically(self._folder / f"{stem}.safetensors") as draft:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distcheck.machine.compat import DDP_NODE, output_of_node
-from distcheck.recordings.jobs.records import Factor, Term
+from distcheck.recordings.jobs.records import LossFactor, LossTerm
 
 MOST_TERMS = 32
 _MOST_NODES = 256
@@ -36,7 +36,7 @@ class _UnreadableError(Exception):
     """The reason why a loss has no readable terms."""
 
 
-def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[Term, ...], str]:
+def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[LossTerm, ...], str]:
     """Return the terms of a loss, or the reason why there are none: the loss is not a sum, with
     constant weights, of recorded losses and the script's own means and sums.
     """
@@ -71,7 +71,7 @@ def _round_if_integer(number: float) -> float:
     return float(near) if near and abs(number - near) < 1e-3 else number
 
 
-def _is_times(term: Term, rows: int) -> bool:
+def _is_times(term: LossTerm, rows: int) -> bool:
     """Return True if the whole loss was multiplied by the number of samples."""
     return any(one.outer and not one.computed and one.number == rows for one in term.factors)
 
@@ -96,7 +96,7 @@ def gradients_of_term(
 
 def ends_of(
     loss: torch.Tensor, heard: Sequence[Heard]
-) -> tuple[list[tuple[Term, NodeOutput]], str]:
+) -> tuple[list[tuple[LossTerm, NodeOutput]], str]:
     """Return the terms with their places in the graph, or the reason why there are none."""
     try:
         return _terms_in_graph(loss, heard), ""
@@ -106,14 +106,16 @@ def ends_of(
         return [], f"its graph cannot be read ({error})"
 
 
-def _terms_in_graph(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Term, NodeOutput]]:
+def _terms_in_graph(
+    loss: torch.Tensor, heard: Sequence[Heard]
+) -> list[tuple[LossTerm, NodeOutput]]:
     ends = {
         value.grad_fn: number
         for number, (_, _, value, _) in enumerate(heard)
         if value.grad_fn is not None and value.numel() == 1
     }
-    found: list[tuple[Term, NodeOutput]] = []
-    waiting: list[tuple[Node, int, tuple[Factor, ...], bool]] = [
+    found: list[tuple[LossTerm, NodeOutput]] = []
+    waiting: list[tuple[Node, int, tuple[LossFactor, ...], bool]] = [
         (loss.grad_fn, loss.output_nr, (), True)
     ]
     for _ in range(_MOST_NODES):
@@ -122,11 +124,13 @@ def _terms_in_graph(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Te
         node, output, factors, outer = waiting.pop()
         if node in ends:
             name, reduction, *_ = heard[ends[node]]
-            term = Term(name=name, reduction=reduction, call=ends[node], factors=factors)
+            term = LossTerm(name=name, reduction=reduction, call=ends[node], factors=factors)
             found.append((term, NodeOutput(node, output)))
         elif (reduction := _reduces(node)) and not _passes(node):
             own = tuple(_to_factor(factor, outer=outer) for factor in _inside(node))
-            term = Term(name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own)
+            term = LossTerm(
+                name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own
+            )
             found.append((term, NodeOutput(node, output)))
         else:
             parts = _summands(node, output)
@@ -141,8 +145,8 @@ def _terms_in_graph(loss: torch.Tensor, heard: Sequence[Heard]) -> list[tuple[Te
     raise _UnreadableError(f"it has more than {MOST_TERMS} terms")
 
 
-def _to_factor(factor: By, *, outer: bool) -> Factor:
-    return Factor(number=factor[0], computed=factor[1], outer=outer, divides=factor[2])
+def _to_factor(factor: By, *, outer: bool) -> LossFactor:
+    return LossFactor(number=factor[0], computed=factor[1], outer=outer, divides=factor[2])
 
 
 def _inside(node: Node) -> Iterator[By]:

@@ -14,10 +14,10 @@ from distcheck.recordings.jobs.watched import (
     OF_RANKS,
     Shape,
     WatchedStep,
-    packed,
+    pack_modules,
     prefix_of_rank,
-    shapes_of,
-    unpacked,
+    shapes_by_role,
+    unpack_modules,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +37,9 @@ class ModulesOfCopies:
             left[task] = one
             if one is not None and any(name.startswith(OF_RANKS) for name in one):
                 left[task] = {n: t for n, t in one.items() if not n.startswith(OF_RANKS)}
-                several = {rank: unpacked(one, prefix_of_rank(rank)) for rank in range(self._world)}
+                several = {
+                    rank: unpack_modules(one, prefix_of_rank(rank)) for rank in range(self._world)
+                }
                 self._found[task] = {r: seen for r, seen in several.items() if seen is not None}
         return left
 
@@ -52,7 +54,10 @@ class ModulesOfCopies:
                 self._get(rank, step, draw).get(rank) for draw in range(1, self._draws + 1)
             ]
             spread = distances_from_farthest(seen, [one for one in perturbed if one is not None])
-            out |= {**packed(seen, prefix_of_rank(rank)), f"{prefix_of_rank(rank)}spread": spread}
+            out |= {
+                **pack_modules(seen, prefix_of_rank(rank)),
+                f"{prefix_of_rank(rank)}spread": spread,
+            }
         self._found = {task: one for task, one in self._found.items() if task.step != step}
         return out
 
@@ -65,7 +70,9 @@ class ModulesOfCopies:
 
 def packed_all(seen: dict[int, WatchedStep]) -> Tensors:
     return {
-        n: t for rank, one in seen.items() for n, t in packed(one, prefix_of_rank(rank)).items()
+        n: t
+        for rank, one in seen.items()
+        for n, t in pack_modules(one, prefix_of_rank(rank)).items()
     }
 
 
@@ -86,4 +93,4 @@ def distances_from_farthest(seen: WatchedStep, perturbed: list[WatchedStep]) -> 
 def shapes_at(job: JobRecording, rank: int, step: int) -> dict[str, Shape | None]:
     """Return the shapes of a rank's module inputs and outputs."""
     watched = job.records[rank, step].modules
-    return {} if watched is None else shapes_of(watched)
+    return {} if watched is None else shapes_by_role(watched)

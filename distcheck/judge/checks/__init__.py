@@ -60,7 +60,7 @@ def module_names() -> dict[str, str]:
     return {name.replace("_", " "): f"{__name__}.{name}" for name in ORDER}
 
 
-def load(name: str) -> Check:
+def load_check(name: str) -> Check:
     place = f"{__name__}.{name.replace(' ', '_')}"
     module: Check = importlib.import_module(place)  # type: ignore[assignment]
     return module

@@ -7,7 +7,7 @@ average. Tensors that ranks unshard collectively are always equal, and do not co
 
 from functools import partial
 
-from distcheck.judge.checks.comparison import bitwise
+from distcheck.judge.checks.comparison import compare_bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
@@ -40,11 +40,11 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                     continue  # nothing to agree with: counted as not compared
                 together = trace.entry(compared_with, kind, slot, index).together
                 name = layout.specs(kind)[index].name
-                tally.can_differ(name, expectation.step, can=not together)
+                tally.record_may_differ(name, expectation.step, can=not together)
                 if together:
                     found.add(kind)
                 first = trace.tensor(compared_with, kind, slot, index)
-                alike = None if first is None else partial(bitwise, expected=first)
+                alike = None if first is None else partial(compare_bitwise, expected=first)
                 match_ranks(
                     tally, trace, kind, expectation.step, index,
                     ranks=evidence.holding, compare=alike,

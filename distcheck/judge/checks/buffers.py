@@ -12,20 +12,20 @@ from functools import partial
 
 import torch
 
-from distcheck.judge.checks.comparison import bitwise, within
+from distcheck.judge.checks.comparison import compare_bitwise, compare_within
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import Compare, comparison_with, match_ranks
+from distcheck.judge.checks.matching import Compare, comparison_for_form, match_ranks
 from distcheck.judge.checks.sensitivity import mistakes_shown_by_buffers
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles import rounding
-from distcheck.judge.oracles.forms import AfterBatch, AllowedBuffers
+from distcheck.judge.oracles.forms import AllowedBuffers, FullBatchBuffers
 from distcheck.recordings.recording import Kind
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Compare each rank bitwise with the recomputed forward pass of its shard."""
     for expectation in evidence.expectations:
-        if isinstance(expectation.what, AfterBatch):
+        if isinstance(expectation.what, FullBatchBuffers):
             _compare_batch(evidence, expectation, expectation.what, tally)
             continue
         for position, rank in enumerate(evidence.with_data):
@@ -40,7 +40,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 
 
 def _compare_batch(
-    evidence: Evidence, expectation: Expectation, after: AfterBatch, tally: Tally
+    evidence: Evidence, expectation: Expectation, after: FullBatchBuffers, tally: Tally
 ) -> None:
     """Compare every rank with the full batch in a single process, if that changes any buffer."""
     specs = evidence.trace.layout.model.buffers
@@ -48,10 +48,10 @@ def _compare_batch(
     for index, near in enumerate(after.buffers):
         if any(one.counts for one in shown):
             name, step = specs[index].name, expectation.step
-            tally.would_show(shown[index], parameter=name, step=step)
+            tally.record_revealed(shown[index], parameter=name, step=step)
         match_ranks(
             tally, evidence.trace, Kind.BUFFER, expectation.step, index,
-            ranks=evidence.holding, compare=comparison_with(near, tally),
+            ranks=evidence.holding, compare=comparison_for_form(near, tally),
         )  # fmt: skip
 
 
@@ -65,25 +65,25 @@ def _comparison(
 ) -> Compare:
     """Compare bitwise, unless the buffer is the mean over the ranks' forward passes."""
     actual = evidence.trace.tensor(rank, Kind.BUFFER, expectation.step + 1, index)
-    to_the_bit = partial(bitwise, expected=expected)
+    to_the_bit = partial(compare_bitwise, expected=expected)
     if actual is None or not evidence.contract.takes_any_buffers or torch.equal(actual, expected):
         return to_the_bit
     ways: AllowedBuffers = expectation.what
     left = [of_rank[0][index] for of_rank in ways.ways]
     if (source := _sent_by(evidence, expectation, index, left)) is not None:
         tally.remark("after the forward pass one rank's buffers are broadcast to every rank")
-        return partial(bitwise, expected=source)
+        return partial(compare_bitwise, expected=source)
     if not actual.is_floating_point() or actual.itemsize == 1:  # no known rounding
         return to_the_bit
     even = [1.0 / len(left)] * len(left)
     for shares in (even, [weight / len(left) for weight in ways.shares.weights]):
         mean = rounding.interval(left, shares)
-        if within(actual, mean.mean, mean.bound).ok:
+        if compare_within(actual, mean.mean, mean.bound).ok:
             tally.remark(
                 "buffers are averaged over the ranks after the forward pass, and compared with "
                 "the mean of the ranks' local buffers within the rounding of a mean"
             )
-            return partial(within, expected=mean.mean, bound=mean.bound)
+            return partial(compare_within, expected=mean.mean, bound=mean.bound)
     return to_the_bit
 
 

@@ -50,20 +50,20 @@ class Comparison:
     undecided: str = ""
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def integer_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bits as integers: -0 differs from +0, and NaN equals the same NaN."""
     tensor = real_parts(tensor).contiguous()
     return tensor.view(_INTEGER[tensor.element_size()])
 
 
-def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
+def compare_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Compare bitwise. NaN equals any NaN: IEEE 754 does not define the sign and payload of a sum
     of two NaNs (2019, section 6.2.3), and processors and compilers differ.
     """
     expected = expected.to(actual.device)
-    if torch.equal(bits(actual), bits(expected)):
+    if torch.equal(integer_bits(actual), integer_bits(expected)):
         return Comparison(True, actual.numel())
-    same = (bits(actual) == bits(expected)) | (
+    same = (integer_bits(actual) == integer_bits(expected)) | (
         real_parts(actual).isnan() & real_parts(expected).isnan()
     )
     if bool(same.all()):
@@ -81,12 +81,12 @@ def bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     )
 
 
-def equal_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
+def compare_numbers(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """Compare bitwise, but -0 equals +0: for expectations that are exact numbers."""
-    return bitwise(actual + 0.0, expected + 0.0)
+    return compare_bitwise(actual + 0.0, expected + 0.0)
 
 
-def within(
+def compare_within(
     actual: torch.Tensor,
     expected: torch.Tensor,
     bound: torch.Tensor,
@@ -101,7 +101,7 @@ def within(
     part.
     """
     if actual.is_complex():
-        parts = within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
+        parts = compare_within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
         return replace(parts, elements=actual.numel())
     if actual.numel() == 0:
         return Comparison(True, 0)
@@ -142,7 +142,7 @@ def _closest_if_all_within(
     return worst if float(share[worst]) <= 1.0 else None
 
 
-def by_norm(
+def compare_by_norm(
     actual: torch.Tensor,
     expected: torch.Tensor,
     tolerance: float,
@@ -150,12 +150,11 @@ def by_norm(
     nan_is_expected: bool = False,
 ) -> Comparison:
     """Compare the L2 norm of the difference with `tolerance`; everything is within an infinite one.
-    An expected infinity must be matched exactly. `nan_is_expected` has the same meaning as in
-    `within`.
+    An expected infinity must match exactly. `nan_is_expected` is as in `compare_within`.
     """
     if actual.is_complex():
         pair = real_parts(actual), real_parts(expected)
-        parts = by_norm(*pair, tolerance, nan_is_expected=nan_is_expected)
+        parts = compare_by_norm(*pair, tolerance, nan_is_expected=nan_is_expected)
         return replace(parts, elements=actual.numel())
     wanted = expected.to(actual.device).double()
     error = float((actual.double() - wanted).norm())
@@ -229,8 +228,8 @@ def _place(
         bound=float(limit),
         ulp=None if distance is None else abs(distance),
         unit="absolute",
-        actual_bits=bits_of(actual_value, actual.dtype),
-        expected_bits=bits_of(expected_value, actual.dtype),
+        actual_bits=hex_bits(actual_value, actual.dtype),
+        expected_bits=hex_bits(expected_value, actual.dtype),
     )
 
 
@@ -242,7 +241,7 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def bits_of(value: float, dtype: torch.dtype) -> str:
+def hex_bits(value: float, dtype: torch.dtype) -> str:
     """Return the bits of a number in a dtype as hexadecimal digits, or ""."""
     if dtype not in _STRUCT:
         return ""

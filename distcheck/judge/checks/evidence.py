@@ -9,7 +9,7 @@ from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
 from distcheck.records.mesh import Mesh
-from distcheck.records.mistakes import Shown
+from distcheck.records.mistakes import RevealedMistakes
 from distcheck.training.jobs import CaseFacts
 
 
@@ -25,7 +25,7 @@ class Expectation:
     step: int
     headers: tuple[StepHeader, ...]
     what: Any = None
-    shown: tuple[Shown | None, ...] = ()
+    shown: tuple[RevealedMistakes | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,5 @@ class Evidence:
 
     @property
     def with_data(self) -> tuple[int, ...]:
-        """Return the ranks that read a shard, in the order of the expectations; in a mesh, one per
-        data coordinate.
-        """
+        """Return the ranks that read a shard, as in expectations; one per data coordinate."""
         return self.case.with_data if self.mesh is None else self.mesh.readers

@@ -15,10 +15,10 @@ from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import (
     Compare,
-    comparison_of,
-    comparison_with,
+    comparison_for_form,
+    low_rank_comparison,
     match_ranks,
-    note_not_given,
+    report_omitted_tensors,
 )
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import Form, TensorsOfEachRank
@@ -36,7 +36,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 for index, own in enumerate(forms.parts[rank]):
                     match_ranks(
                         tally, evidence.trace, Kind.GRADIENT, expectation.step, index,
-                        ranks=[rank], compare=comparison_with(own, tally),
+                        ranks=[rank], compare=comparison_for_form(own, tally),
                     )  # fmt: skip
             continue
         if forms.opening:
@@ -45,14 +45,14 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for index, spec in enumerate(evidence.trace.layout.model.parameters):
             shown = expectation.shown[index]
             if shown is not None:
-                tally.would_show(shown, parameter=spec.name, step=expectation.step)
+                tally.record_revealed(shown, parameter=spec.name, step=expectation.step)
             compare_with = _comparison(forms.of(index), tally, spec, expectation.step, kept)
             match_ranks(
                 tally, evidence.trace, Kind.GRADIENT, expectation.step, index,
                 ranks=evidence.holding, compare=compare_with, zero_will_do=True,
             )  # fmt: skip
             if evidence.mesh is not None:
-                note_not_given(
+                report_omitted_tensors(
                     tally, evidence.trace, Kind.GRADIENT, expectation.step, index, evidence.holding
                 )
         _remark_on_rank(expectation, kept, tally)
@@ -66,14 +66,14 @@ def _comparison(
     form: Form | None, tally: Tally, spec: TensorSpec, step: int, kept: list[float]
 ) -> Compare | None:
     if not isinstance(form, Projection):
-        return comparison_with(form, tally)
+        return comparison_for_form(form, tally)
 
     def as_projection(actual: torch.Tensor) -> Comparison:
         found = fit_to_projection(actual, form)
         kept.append(found.kept)
         if found.why:
             tally.remark(f"{spec.name} at step {step} is {found.why}")
-        return comparison_of(actual, form, found)
+        return low_rank_comparison(actual, form, found)
 
     return as_projection
 

@@ -33,7 +33,7 @@ class RunOfEvents:
         return self.trace.layout.model.parameters
 
     @property
-    def as_prepared(self) -> list[IndependentStep]:
+    def prepared_steps(self) -> list[IndependentStep]:
         return [expectation.what for expectation in self.steps]
 
     def own(self, expectation: Expectation, index: int) -> Gradients:
@@ -108,7 +108,7 @@ def zero_gradient(event: events.ZeroGradient, run: RunOfEvents) -> str:
     return _describe_counts(found, f"a zero gradient of {event.parameter}")
 
 
-def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
+def nonfinite_gradient(event: events.NonfiniteGradient, run: RunOfEvents) -> str:
     if run.training.loss_scale is not None:
         return "seen: a GradScaler"
     for _, own in run.named(event.parameter):
@@ -117,7 +117,7 @@ def not_finite(event: events.NotFinite, run: RunOfEvents) -> str:
     return f"seen: finite gradients of {event.parameter} in all {len(run.steps)} steps"
 
 
-def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
+def gradient_magnitude(event: events.GradientMagnitude, run: RunOfEvents) -> str:
     """Detect the magnitudes if all ranks have them at the same step."""
     seen = f"seen: no gradient of {event.parameter} on every rank"
     for step, own in run.named(event.parameter):
@@ -133,7 +133,7 @@ def magnitude(event: events.Magnitude, run: RunOfEvents) -> str:
     return seen
 
 
-def rows_apart(event: events.RowsApart, run: RunOfEvents) -> str:
+def nonzero_rows_differ(event: events.NonzeroRowsDiffer, run: RunOfEvents) -> str:
     """Detect ranks with different nonzero rows."""
     for _, own in run.named(event.parameter):
         rows = {tuple(g.reshape(len(g), -1).any(1).tolist()) for g in own if g is not None}
@@ -149,7 +149,7 @@ def _is_nonzero(gradient: torch.Tensor | None) -> bool:
     return holds_any(gradient.real) and holds_any(gradient.imag)
 
 
-def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
+def gradient_dtypes(event: events.GradientDtypes, run: RunOfEvents) -> str:
     """Detect nonzero gradients of all dtypes; complex gradients must be nonzero in both parts."""
     found = {
         spec.dtype
@@ -161,7 +161,7 @@ def dtypes(event: events.Dtypes, run: RunOfEvents) -> str:
     return f"seen: none of {', '.join(missing)}" if missing else ""
 
 
-def twins(event: events.Twins, run: RunOfEvents) -> str:
+def same_shape_parameters(event: events.SameShapeParameters, run: RunOfEvents) -> str:
     """Detect parameters of equal shape with different gradients, at one step on one rank."""
     most = 0
     for step in run.steps:
@@ -187,30 +187,30 @@ def _there(run: RunOfEvents, holds: Callable[[TensorSpec], bool]) -> list[Tensor
     ]
 
 
-def shapes(event: events.Shapes, run: RunOfEvents) -> str:
+def gradient_shapes(event: events.GradientShapes, run: RunOfEvents) -> str:
     """Detect shapes, including shapes without elements, whose gradients are always zero."""
     found = {spec.shape for spec in _there(run, lambda spec: spec.shape in event.shapes)}
     missing = [shape for shape in event.shapes if shape not in found]
     return f"seen: none of shape {', '.join(map(str, missing))}" if missing else ""
 
 
-def more_elements(event: events.MoreElements, run: RunOfEvents) -> str:
+def gradient_with_more_elements(event: events.GradientWithMoreElements, run: RunOfEvents) -> str:
     most = max((s.elements for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.elements else f"seen: at most {most:,}"
 
 
-def more_bytes(event: events.MoreBytes, run: RunOfEvents) -> str:
+def gradient_with_more_bytes(event: events.GradientWithMoreBytes, run: RunOfEvents) -> str:
     most = max((spec_bytes(s) for i, s in enumerate(run.specs) if run.exchanged(i)), default=0)
     return "" if most > event.nbytes else f"seen: at most {most:,}"
 
 
-def remainder(event: events.Remainder, run: RunOfEvents) -> str:
+def indivisible_parameter(event: events.IndivisibleParameter, run: RunOfEvents) -> str:
     world = len(run.ranks)
     found = _there(run, lambda spec: spec.elements % world != 0)
     return "" if found else f"seen: every number of elements is divisible by {world}"
 
 
-def permuted(event: events.Permuted, run: RunOfEvents) -> str:
+def permuted_memory_layout(event: events.PermutedMemoryLayout, run: RunOfEvents) -> str:
     """Detect permuted memory, as recorded before the first step."""
     for index, spec in enumerate(run.specs):
         strides = torch.empty(spec.shape, device="meta").stride()
@@ -220,23 +220,23 @@ def permuted(event: events.Permuted, run: RunOfEvents) -> str:
     return "seen: every parameter has its memory layout in index order"
 
 
-def tied(event: events.Tied, run: RunOfEvents) -> str:
+def tied_parameter(event: events.TiedParameter, run: RunOfEvents) -> str:
     """Detect tied parameters by their names in the model."""
-    twice = run.as_prepared[0].twice_named
+    twice = run.prepared_steps[0].twice_named
     found = [i for i, spec in enumerate(run.specs) if spec.name in twice and run.exchanged(i)]
     return "" if found else f"seen: {len(twice)} parameters with two names"
 
 
-def one_storage(event: events.OneStorage, run: RunOfEvents) -> str:
+def shared_storage(event: events.SharedStorage, run: RunOfEvents) -> str:
     """Detect parameters that share one storage in the model that the workload builds."""
-    shared = run.as_prepared[0].in_one_storage
+    shared = run.prepared_steps[0].in_one_storage
     found = [i for i, spec in enumerate(run.specs) if spec.name in shared and run.exchanged(i)]
     return "" if len(found) > 1 else f"seen: {len(shared)} parameters that share a storage"
 
 
-def kinds(event: events.Kinds, run: RunOfEvents) -> str:
+def module_classes(event: events.ModuleClasses, run: RunOfEvents) -> str:
     """Detect the classes; every parameter must have a gradient on some rank at some step."""
-    there = run.as_prepared[0].kinds
+    there = run.prepared_steps[0].kinds
     missing = [kind for kind in event.kinds if kind not in there]
     if missing:
         return f"seen: no {', '.join(missing)}"
@@ -260,10 +260,10 @@ def short_batch(event: events.ShortBatch, run: RunOfEvents) -> str:
     return f"seen: {', '.join(map(str, sizes))} samples per step"
 
 
-def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
+def tokens_per_sample_differ(event: events.TokensPerSampleDiffer, run: RunOfEvents) -> str:
     others: list[tuple[int, int]] = []
     for step in run.steps:
-        pairs = [(header.loss_over, len(header.ids)) for header in step.headers]
+        pairs = [(header.loss_count, len(header.ids)) for header in step.headers]
         (tokens, samples), *others = pairs
         if any(n * samples != tokens * size for n, size in others):
             return ""
@@ -272,14 +272,14 @@ def tokens_apart(event: events.TokensApart, run: RunOfEvents) -> str:
     return "seen: equally many on every rank, at every step"
 
 
-def padding(event: events.Padding, run: RunOfEvents) -> str:
+def padded_positions(event: events.PaddedPositions, run: RunOfEvents) -> str:
     headers = [header for step in run.steps for header in step.headers]
     if any(h.tokens is not None and h.tokens < h.positions for h in headers):
         return ""
     return "seen: none"
 
 
-def other_order(event: events.OtherOrder, run: RunOfEvents) -> str:
+def sample_order_changed(event: events.SampleOrderChanged, run: RunOfEvents) -> str:
     """Detect two epochs whose first steps differ on a rank."""
     first: dict[int, list[tuple[int, ...]]] = {}
     for step in run.steps:
@@ -299,15 +299,15 @@ def resumed(event: events.Resumed, run: RunOfEvents) -> str:
     return f"seen: {len(run.steps)} steps of a run that {when}"
 
 
-def rate_changed(event: events.RateChanged, run: RunOfEvents) -> str:
+def learning_rate_changed(event: events.LearningRateChanged, run: RunOfEvents) -> str:
     """Detect a changed learning rate by calling the workload's schedule again for these steps."""
-    rates = [step.rates for step in run.as_prepared]
+    rates = [step.rates for step in run.prepared_steps]
     if any(rate != rates[0] for rate in rates[1:]):
         return ""
     return f"seen: the same rate in all {len(rates)} steps"
 
 
-def accumulated(event: events.Accumulated, run: RunOfEvents) -> str:
+def accumulated_passes(event: events.AccumulatedPasses, run: RunOfEvents) -> str:
     """Detect accumulation: a shard has at most as many micro-batches as samples."""
     passes = run.training.accumulate
     least = [min(passes, *(len(header.ids) for header in step.headers)) for step in run.steps]
@@ -321,17 +321,17 @@ def _later_step(run: RunOfEvents, when: bool, what: str) -> str:
     return f"seen: {len(run.steps)} step{'s' * (len(run.steps) != 1)} of a loop that {what}"
 
 
-def gradients_kept(event: events.GradientsKept, run: RunOfEvents) -> str:
+def gradients_zeroed_in_place(event: events.GradientsZeroedInPlace, run: RunOfEvents) -> str:
     kept = run.training.keeps_gradients
     return _later_step(run, kept, f"sets gradients to {'zero' if kept else 'None'}")
 
 
-def evaluated(event: events.Evaluated, run: RunOfEvents) -> str:
+def evaluated_before_step(event: events.EvaluatedBeforeStep, run: RunOfEvents) -> str:
     evaluates = run.training.evaluates
     return _later_step(run, evaluates, "evaluates" if evaluates else "does not evaluate")
 
 
-def clipped(event: events.Clipped, run: RunOfEvents) -> str:
+def gradients_clipped(event: events.GradientsClipped, run: RunOfEvents) -> str:
     """Detect clipping by the norm of rank 0's reduced gradients."""
     limit, norms = run.training.clip_norm, []
     for step in run.steps:
@@ -348,7 +348,7 @@ def _not_finite(run: RunOfEvents, step: Expectation) -> bool:
     return any(g is not None and not bool(g.isfinite().all()) for own in owns for g in own)
 
 
-def scaler_skips(event: events.ScalerSkips, run: RunOfEvents) -> str:
+def scaler_skipped_step(event: events.ScalerSkippedStep, run: RunOfEvents) -> str:
     """Detect skipped steps by the ranks' local gradients, which are scaled."""
     scale = run.training.loss_scale
     over = [step.step for step in run.steps if _not_finite(run, step)]
@@ -358,13 +358,13 @@ def scaler_skips(event: events.ScalerSkips, run: RunOfEvents) -> str:
     return f"seen: {with_scaler}, overflow at {_steps(over)} of {len(run.steps)}"
 
 
-def called_twice(event: events.CalledTwice, run: RunOfEvents) -> str:
+def model_called_twice(event: events.ModelCalledTwice, run: RunOfEvents) -> str:
     """Detect repeated calls in a repetition of rank 0's first forward pass."""
-    calls = run.as_prepared[0].calls
+    calls = run.prepared_steps[0].calls
     return "" if calls > 1 else f"seen: {calls} call"
 
 
-def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
+def rank_random_numbers_differ(event: events.RankRandomNumbersDiffer, run: RunOfEvents) -> str:
     """Detect RNG use by the state of torch's generators before each step."""
     states = [[header.rng_digest for header in step.headers] for step in run.steps]
     drew = any(
@@ -379,15 +379,15 @@ def own_random_numbers(event: events.OwnRandomNumbers, run: RunOfEvents) -> str:
     return f"seen: {drawn}; generators {'differ' if apart else 'are identical'}"
 
 
-def starts_apart(event: events.StartsApart, run: RunOfEvents) -> str:
+def initial_parameters_differ(event: events.InitialParametersDiffer, run: RunOfEvents) -> str:
     """Detect different initial models by repeating the workload's initialization for each rank."""
-    alike = run.as_prepared[0].starts_alike
+    alike = run.prepared_steps[0].starts_alike
     return "seen: the same parameters on every rank" if alike else ""
 
 
-def frozen(event: events.Frozen, run: RunOfEvents) -> str:
+def parameter_frozen(event: events.ParameterFrozen, run: RunOfEvents) -> str:
     """Detect frozen parameters in the workload's model as prepared for each step."""
-    trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
+    trains = [step.trains.get(event.parameter, True) for step in run.prepared_steps]
     trained = not event.after_training
     for now in trains:
         if trained and not now:
@@ -397,14 +397,14 @@ def frozen(event: events.Frozen, run: RunOfEvents) -> str:
     return f"seen: {what} in all {len(trains)} steps"
 
 
-def unfrozen(event: events.Unfrozen, run: RunOfEvents) -> str:
-    trains = [step.trains.get(event.parameter, True) for step in run.as_prepared]
+def parameter_unfrozen(event: events.ParameterUnfrozen, run: RunOfEvents) -> str:
+    trains = [step.trains.get(event.parameter, True) for step in run.prepared_steps]
     if any(now and not before for before, now in pairwise(trains)):
         return ""
     return f"seen: it trains at {_steps([step for step, now in enumerate(trains) if now])}"
 
 
-def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
+def step_in_eval_mode(event: events.StepInEvalMode, run: RunOfEvents) -> str:
     """Detect eval mode by the modules' mode, and by a buffer that changes only in training mode."""
     still, moved = set[int](), set[int]()
     trains = {expectation.step: expectation.what.training_mode for expectation in run.steps}
@@ -419,15 +419,14 @@ def eval_mode(event: events.EvalMode, run: RunOfEvents) -> str:
     return f"seen: {_steps(still)} in eval mode, {_steps(moved)} in training mode"
 
 
-def buffer_replaced(event: events.BufferReplaced, run: RunOfEvents) -> str:
+def buffer_changed(event: events.BufferChanged, run: RunOfEvents) -> str:
     found = [not torch.equal(before, after) for _, before, after in run.buffers(event.buffer)]
     if any(found):
         return ""
     return f"seen: {event.buffer} " + ("stays the same" if found else "is not a buffer")
 
 
-def integers_changed(event: events.IntegersChanged, run: RunOfEvents) -> str:
-    """Detect a changed integer buffer on any rank."""
+def integer_buffer_changed(event: events.IntegerBufferChanged, run: RunOfEvents) -> str:
     seen = f"seen: {event.buffer} is not a buffer"
     for _, before, after in run.buffers(event.buffer):
         whole = not after.is_floating_point() and after.dtype != torch.bool

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from distcheck.judge.checks.comparison import bitwise
+from distcheck.judge.checks.comparison import compare_bitwise
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import match_ranks, note_not_given
+from distcheck.judge.checks.matching import match_ranks, report_omitted_tensors
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.recording import Kind
 
@@ -21,8 +21,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         for kind, tensors in parts.items():
             for index, expected in enumerate(tensors):
                 match_ranks(
-                    tally, evidence.trace, kind, 0, index,
-                    ranks=evidence.ranks, compare=partial(bitwise, expected=expected), slot=0,
+                    tally, evidence.trace, kind, 0, index, ranks=evidence.ranks,
+                    compare=partial(compare_bitwise, expected=expected), slot=0,
                 )  # fmt: skip
                 if evidence.mesh is not None and kind is Kind.PARAMETER:
-                    note_not_given(tally, evidence.trace, kind, 0, index, evidence.ranks)
+                    report_omitted_tensors(tally, evidence.trace, kind, 0, index, evidence.ranks)

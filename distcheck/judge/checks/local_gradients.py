@@ -1,7 +1,7 @@
 """Every rank's gradients before any communication are those of its shard."""
 
 from distcheck.judge.checks.evidence import Evidence
-from distcheck.judge.checks.matching import comparison_with, match_ranks
+from distcheck.judge.checks.matching import comparison_for_form, match_ranks
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.recording import EntryState, Kind
 
@@ -14,7 +14,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 _note_unseen(evidence, tally, rank, expectation.step, index)
                 match_ranks(
                     tally, evidence.trace, Kind.LOCAL_GRADIENT, expectation.step, index,
-                    ranks=[rank], compare=comparison_with(form, tally),
+                    ranks=[rank], compare=comparison_for_form(form, tally),
                 )  # fmt: skip
 
 

@@ -1,21 +1,17 @@
-"""Every rank computed the loss of its shard, and the weighted mean of these losses is the loss of
-the batch.
-"""
+"""Every rank's loss is that of its shard, and their weighted mean is the batch's loss."""
 
 from collections.abc import Sequence
 
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import comparison_with
+from distcheck.judge.checks.matching import comparison_for_form
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Form, MeanLoss, RankLosses, number
+from distcheck.judge.oracles.forms import Form, MeanLoss, RankLosses, with_positive_zero
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.records.mesh import Mesh
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
-    """Compare each rank bitwise (layers bitwise and exact), or the weighted mean with the batch
-    (full batch float32 and float64).
-    """
+    """Compare each rank bitwise, or in full batch layers the weighted mean with the batch."""
     for expectation in evidence.expectations:
         if not all(header.written for header in expectation.headers):
             continue
@@ -68,15 +64,15 @@ def _compare_in_mesh(
 
 
 def _compare_loss(tally: Tally, ranks: Sequence[int], step: int, loss: float, form: Form) -> None:
-    compare_with = comparison_with(form, tally)
+    compare_with = comparison_for_form(form, tally)
     assert compare_with is not None, "there is a form"
-    comparison = compare_with(number(loss))
+    comparison = compare_with(with_positive_zero(loss))
     for rank in ranks:
         tally.add(comparison, parameter="loss", rank=rank, step=step)
 
 
 def _mean(expectation: Expectation, losses: Sequence[float]) -> float:
-    sizes = [header.loss_over for header in expectation.headers]
+    sizes = [header.loss_count for header in expectation.headers]
     weights = [size * len(sizes) / max(1, sum(sizes)) for size in sizes]
     pairs = zip(losses, weights, strict=True)
     return sum(loss * weight / len(losses) for loss, weight in pairs)

@@ -1,6 +1,4 @@
-"""Compares the tensors of all ranks with an expectation. Ranks with equal bits are compared once,
-and all of them are counted.
-"""
+"""Compares tensors of all ranks with an expectation; equal bits only once."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,13 +10,20 @@ import torch
 from distcheck.judge.checks.comparison import (
     ComparedElement,
     Comparison,
-    bitwise,
-    by_norm,
-    equal_numbers,
-    within,
+    compare_bitwise,
+    compare_by_norm,
+    compare_numbers,
+    compare_within,
 )
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Bits, EitherForm, Form, Near, Numbers, Within
+from distcheck.judge.oracles.forms import (
+    EitherForm,
+    ExactBits,
+    ExactNumbers,
+    Form,
+    WithinBound,
+    WithinNorm,
+)
 from distcheck.judge.oracles.low_rank import Projection, ProjectionFit, fit_to_projection
 from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import OF_A_STEP, Entry, EntryState, Kind, Recording
@@ -70,32 +75,34 @@ def match_ranks(
         tally.add(known[entry.digest], parameter=spec.name, rank=rank, step=step)
 
 
-def comparison_with(form: Form | None, tally: Tally) -> Compare | None:
+def comparison_for_form(form: Form | None, tally: Tally) -> Compare | None:
     """Return the comparison for a form; None if no tensor is expected. Excuses are recorded."""
     if form is None:
         return None
-    if isinstance(form, Bits):
-        return partial(bitwise, expected=form.expected)
-    if isinstance(form, Numbers):
-        return partial(equal_numbers, expected=form.expected)
-    if isinstance(form, Within):
+    if isinstance(form, ExactBits):
+        return partial(compare_bitwise, expected=form.expected)
+    if isinstance(form, ExactNumbers):
+        return partial(compare_numbers, expected=form.expected)
+    if isinstance(form, WithinBound):
         nan = form.nan_is_expected
-        return partial(within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
-    if isinstance(form, Near):
+        return partial(compare_within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
+    if isinstance(form, WithinNorm):
         return partial(_compare_norm, form)
     if isinstance(form, Projection):
-        return lambda actual: comparison_of(actual, form, fit_to_projection(actual, form))
+        return lambda actual: low_rank_comparison(actual, form, fit_to_projection(actual, form))
     return partial(_compare_either, form, tally)
 
 
-def _compare_norm(form: Near, actual: torch.Tensor) -> Comparison:
-    found = by_norm(actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected)
+def _compare_norm(form: WithinNorm, actual: torch.Tensor) -> Comparison:
+    found = compare_by_norm(
+        actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected
+    )
     assert found.worst is not None, "a comparison by norm has one place"
     may_be_rounding = not found.ok and found.worst.error <= form.rounding
     return replace(found, undecided=form.why) if may_be_rounding else found
 
 
-def comparison_of(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
+def low_rank_comparison(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
     """Convert the fit of a low-rank result to a comparison of norms."""
     place = ComparedElement(
         index=(),
@@ -110,7 +117,7 @@ def comparison_of(actual: torch.Tensor, form: Projection, found: ProjectionFit) 
 
 
 def _compare_either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Comparison:
-    first, second = (comparison_with(one, tally) for one in (form.first, form.second))
+    first, second = (comparison_for_form(one, tally) for one in (form.first, form.second))
     assert first is not None
     assert second is not None
     found = first(actual)
@@ -124,7 +131,7 @@ def _compare_either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Com
     return by_second
 
 
-def note_not_given(
+def report_omitted_tensors(
     tally: Tally, trace: TraceReader, kind: Kind, slot: int, index: int, ranks: Iterable[int]
 ) -> None:
     """Report tensors that a strategy's accessor omitted on ranks that completed the step."""
@@ -181,7 +188,7 @@ def compare_pair(
     now: Recording,
     *,
     name: str,
-    compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise,
+    compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = compare_bitwise,
     has_tensors: bool = True,
 ) -> int:
     """Add a pair whose digests differ; return the number of elements compared by value. Without

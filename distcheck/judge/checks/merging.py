@@ -1,6 +1,4 @@
-"""Merges the results of one check, and compares them with the required coverage. Does not import
-torch.
-"""
+"""Merges a check's results, and compares them with the required coverage, without torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from distcheck.records import CheckResult, Compared, Difference, Number, VerdictName, merge_verdicts
-from distcheck.records.mistakes import merge_shown
+from distcheck.records.mistakes import merge_revealed_mistakes
 
 Result = TypeVar("Result", bound=Any)  # of a check: `CheckResult`, or its entry in a document
 
@@ -32,7 +30,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
     worst = max(
         (part.worst for part in parts if part.worst is not None), key=share_of_bound, default=None
     )
-    shown = merge_shown([part.shown for part in parts])
+    shown = merge_revealed_mistakes([part.shown for part in parts])
     shares: dict[str, dict[int, Number]] = {}
     for part in parts:
         for name, row in part.shares.items():
@@ -60,7 +58,7 @@ def merge_results(parts: Sequence[CheckResult]) -> CheckResult:
     )
 
 
-def with_excuse(result: CheckResult) -> CheckResult:
+def move_excuse_to_reason(result: CheckResult) -> CheckResult:
     """Return a complete result with its excuses moved to the reason. A failed result loses them."""
     reasons = [result.reason] if result.verdict == "fail" else [result.reason, result.excuse]
     return msgspec.structs.replace(result, reason="; ".join(filter(None, reasons)), excuse="")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import comparison_with
+from distcheck.judge.checks.matching import comparison_for_form
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.forms import Outputs
+from distcheck.judge.oracles.forms import ExpectedOutputs
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.layout import OUTPUTS
 from distcheck.records import FindingKind
@@ -24,7 +24,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         return
     for expectation in evidence.expectations:
         written = all(header.written for header in expectation.headers)
-        if not written or not isinstance(expectation.what, Outputs):
+        if not written or not isinstance(expectation.what, ExpectedOutputs):
             continue
         for data in range(mesh.data):
             _compare_shard(evidence, expectation, data, mesh.ranks_of(data), tally)
@@ -34,7 +34,7 @@ def _compare_shard(
     evidence: Evidence, expectation: Expectation, data: int, ranks: Sequence[int], tally: Tally
 ) -> None:
     trace, step, form = evidence.trace, expectation.step, expectation.what.expected[data]
-    compare, known, has_outputs = comparison_with(form, tally), dict[bytes, Comparison](), False
+    compare, known, has_outputs = comparison_for_form(form, tally), dict[bytes, Comparison](), False
     assert compare is not None, "there is an expectation"
     for rank in ranks:
         entry = trace.entry(rank, Kind.OUTPUT, step, 0)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from distcheck.judge.checks import sensitivity
-from distcheck.judge.checks.comparison import within
+from distcheck.judge.checks.comparison import compare_within
 from distcheck.judge.checks.evidence import Evidence, Expectation
-from distcheck.judge.checks.matching import comparison_with, match_ranks
+from distcheck.judge.checks.matching import comparison_for_form, match_ranks
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.averaging import mean_of
-from distcheck.judge.oracles.forms import After, Averaged, ExactParameters, Form, Updates
+from distcheck.judge.oracles.averaging import mean_over_ranks
+from distcheck.judge.oracles.forms import After, ExactParameters, Form, Updates, UpdatesToAverage
 from distcheck.recordings.recording import Kind
 
 
@@ -25,7 +25,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         what = expectation.what
         if isinstance(what, ExactParameters):
             _compare_exact(evidence, expectation, what, tally)
-        elif isinstance(what, Averaged):
+        elif isinstance(what, UpdatesToAverage):
             _compare_average(evidence, expectation, what, tally)
         elif isinstance(what, Updates):
             _compare_updates(evidence, expectation, what, tally)
@@ -55,27 +55,27 @@ def _compare_rank(
                     continue
             match_ranks(
                 tally, evidence.trace, kind, step, index,
-                ranks=[rank], compare=comparison_with(expected, tally),
+                ranks=[rank], compare=comparison_for_form(expected, tally),
             )  # fmt: skip
 
 
 def _compare_average(
-    evidence: Evidence, expectation: Expectation, averaged: Averaged, tally: Tally
+    evidence: Evidence, expectation: Expectation, averaged: UpdatesToAverage, tally: Tally
 ) -> None:
     """Compare with the mean of every rank's own update (local SGD), after averaging steps."""
     step = expectation.step
     for index, alike in enumerate(zip(*averaged.parts, strict=True)):
         present = [tensor for tensor in alike if tensor is not None]
-        mean = mean_of(present)
+        mean = mean_over_ranks(present)
         before = evidence.trace.tensor(evidence.ranks[0], Kind.PARAMETER, step, index)
         found = sensitivity.mistakes_shown_by_average(evidence.ranks, present, mean.bound, before)
         if found is not None:
             name = evidence.trace.layout.model.parameters[index].name
-            tally.would_show(found, parameter=name, step=step)
+            tally.record_revealed(found, parameter=name, step=step)
         match_ranks(
             tally, evidence.trace, Kind.PARAMETER, step, index,
             ranks=evidence.ranks,
-            compare=partial(within, expected=mean.mean, bound=mean.bound),
+            compare=partial(compare_within, expected=mean.mean, bound=mean.bound),
         )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def _compare_exact(
     for index, form in enumerate(exact.parameters):
         match_ranks(
             tally, evidence.trace, Kind.PARAMETER, expectation.step, index,
-            ranks=evidence.holding, compare=comparison_with(form, tally),
+            ranks=evidence.holding, compare=comparison_for_form(form, tally),
         )  # fmt: skip
 
 

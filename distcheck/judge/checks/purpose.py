@@ -19,7 +19,7 @@ from distcheck.records.expected_events import Happening
 OVER_STEPS = True  # judges all steps together
 
 
-def look_for(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
+def detector_of_event(event: type[Happening]) -> Callable[[Any, RunOfEvents], str]:
     """Return the function in `happened` that detects an event."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower()
     look: Callable[[Any, RunOfEvents], str] = getattr(happened, name)
@@ -33,6 +33,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
             read = len(header.ids)
             tally.count(parameter="", rank=rank, step=expectation.step, elements=read)
     for event in evidence.facts.must_happen:
-        seen = look_for(type(event))(event, recording) if recording.steps else "seen: no step"
+        seen = (
+            detector_of_event(type(event))(event, recording) if recording.steps else "seen: no step"
+        )
         if seen:
             tally.missing(f"expected {event.says}; {seen}")

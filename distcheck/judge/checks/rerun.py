@@ -4,7 +4,7 @@ from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import compare_pair
 from distcheck.judge.checks.tally import Tally
-from distcheck.recordings.differing import pairs
+from distcheck.recordings.differing import pairs_of_step
 from distcheck.recordings.recording import Kind
 
 OVER_STEPS = True  # judges all recorded steps together
@@ -17,7 +17,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
     layout, then, now = evidence.trace.layout, evidence.trace, evidence.rerun
     unseen = Kind.LOCAL_GRADIENT if evidence.contract.sync == "out-of-sight" else None
     for step in range(min(then.steps_written(), now.steps_written())):
-        for pair in pairs(then, now, step):
+        for pair in pairs_of_step(then, now, step):
             if pair.kind is None:
                 if not pair.is_same:
                     compare_pair(tally, pair, then, now, name=pair.name)

@@ -11,14 +11,20 @@ from functools import partial
 import msgspec
 import torch
 
-from distcheck.judge.oracles.forms import AfterBatch, EitherForm, Form, GradientForms, Near
+from distcheck.judge.oracles.forms import (
+    EitherForm,
+    Form,
+    FullBatchBuffers,
+    GradientForms,
+    WithinNorm,
+)
 from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.machine.numerics import as_float64, distance, every_nth_number, real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import number
 from distcheck.records.layers import BITWISE, ROUNDING
-from distcheck.records.mistakes import MISTAKES, NOTHING, Shown
+from distcheck.records.mistakes import MISTAKES, NOTHING, RevealedMistakes
 
 _SAMPLE = 1 << 12
 _MOST_TWINS = 16
@@ -48,14 +54,14 @@ class MeanSummands:
     expected: torch.Tensor | None = None
 
 
-def shown_by(
+def mistakes_shown_by_sum(
     parts_at: Callable[[int], MeanSummands],
     *,
     elements: int,
     ranks: Sequence[int],
     before: torch.Tensor | None = None,
     others: Sequence[torch.Tensor] = (),
-) -> Shown:
+) -> RevealedMistakes:
     """Return the mistakes that comparing one tensor at one step would have revealed.
 
     `parts_at(k)` returns every k-th element. `before` is the tensor after the previous step.
@@ -69,7 +75,7 @@ def shown_by(
     return found
 
 
-def is_complete(found: Shown, ranks: Sequence[int]) -> bool:
+def is_complete(found: RevealedMistakes, ranks: Sequence[int]) -> bool:
     """Return True if every possible mistake of every rank would be revealed."""
     return all(len(found.shown[m]) >= _most_variants(m, ranks) for m in found.shown)
 
@@ -84,7 +90,7 @@ def _apply_mistake(
     ranks: Sequence[int],
     before: torch.Tensor | None,
     others: Sequence[torch.Tensor],
-) -> Shown:
+) -> RevealedMistakes:
     world, shares = len(ranks), parts.shares.unsqueeze(1)
     scaled = parts.gradients * shares
     mean = scaled.sum(0)
@@ -123,7 +129,7 @@ def _apply_mistake(
         for name, rows in of_rank.items()
     }
     shown |= {name: (0,) if bool(row[0]) else () for name, row in of_all.items()}
-    return Shown(
+    return RevealedMistakes(
         shown=shown,
         scale=number(_least_scale(mean, parts.bound)),
         zero=not bool(parts.gradients.any()),
@@ -155,7 +161,7 @@ def _least_scale(mean: torch.Tensor, bound: torch.Tensor | float) -> float:
 
 def mistakes_shown_at_step(
     trace: TraceReader, step: int, layers: Mapping[str, GradientForms]
-) -> dict[str, tuple[Shown | None, ...]]:
+) -> dict[str, tuple[RevealedMistakes | None, ...]]:
     """Return, by layer, the mistakes that comparing each parameter's reduced gradient at a step
     would reveal; None if only one rank has data, since there is nothing to synchronize.
 
@@ -181,7 +187,9 @@ def mistakes_shown_at_step(
     return found
 
 
-def mistakes_shown_by_exchange(ranks: Sequence[int], forms: GradientForms) -> tuple[Shown, ...]:
+def mistakes_shown_by_exchange(
+    ranks: Sequence[int], forms: GradientForms
+) -> tuple[RevealedMistakes, ...]:
     """Return the mistakes that would be revealed in code that communicates in forward: no
     communication, or a wrong factor. `forms.computed` are each rank's gradients without
     communication.
@@ -192,7 +200,7 @@ def mistakes_shown_by_exchange(ranks: Sequence[int], forms: GradientForms) -> tu
     )
 
 
-def mistakes_shown_by_buffers(after: AfterBatch) -> tuple[Shown, ...]:
+def mistakes_shown_by_buffers(after: FullBatchBuffers) -> tuple[RevealedMistakes, ...]:
     """Return the same as `mistakes_shown_by_exchange` for the buffers of such code."""
     return tuple(
         mistakes_shown_by_tensor(after.ranks, near, [own[index] for own in after.alone])
@@ -202,14 +210,12 @@ def mistakes_shown_by_buffers(after: AfterBatch) -> tuple[Shown, ...]:
 
 def mistakes_shown_by_tensor(
     ranks: Sequence[int], form: Form | None, own: Sequence[torch.Tensor | None]
-) -> Shown:
-    """Return the mistakes that comparing one tensor would reveal; `own` has values without
-    communication.
-    """
+) -> RevealedMistakes:
+    """Return the mistakes that comparing a tensor reveals; `own`: without communication."""
     if isinstance(form, EitherForm):
         form = form.first
-    if not isinstance(form, Near):
-        form = Near(torch.zeros(()), 0.0)
+    if not isinstance(form, WithinNorm):
+        form = WithinNorm(torch.zeros(()), 0.0)
         own = [None] * len(ranks)
     right, allowed = as_float64(form.expected), form.tolerance
     size = float(right.norm())
@@ -220,7 +226,7 @@ def mistakes_shown_by_tensor(
         "times-world": (0,) if size * (len(ranks) - 1) > allowed else (),
         "divided-by-world": (0,) if size * (1 - 1 / len(ranks)) > allowed else (),
     }
-    return Shown(
+    return RevealedMistakes(
         shown=shown,
         scale=number(allowed / size) if size else "inf",
         zero=not size,
@@ -236,7 +242,7 @@ class _Look:
         self._trace, self._step, self._forms = trace, step, forms
         self._ranks = trace.ranks
 
-    def at(self, index: int, *, in_bits: bool = False) -> Shown | None:
+    def at(self, index: int, *, in_bits: bool = False) -> RevealedMistakes | None:
         """Return the mistakes that comparing one gradient would reveal, by a bound or bitwise."""
         if len(self._ranks) < 2:
             return None
@@ -244,7 +250,7 @@ class _Look:
             return self._mistakes_in_projection(index)
         return self._mistakes_in_mean(index, in_bits=in_bits)
 
-    def _mistakes_in_mean(self, index: int, *, in_bits: bool) -> Shown:
+    def _mistakes_in_mean(self, index: int, *, in_bits: bool) -> RevealedMistakes:
         seen, shared = self._local_gradients(index), self._forms.shares
         present = next((gradient for gradient in seen if gradient is not None), None)
         if present is None:
@@ -253,7 +259,7 @@ class _Look:
             return msgspec.structs.replace(NOTHING, absent=False)
         own = [torch.zeros_like(present) if g is None else g for g in seen]
         per_rank = partial(torch.tensor, dtype=torch.float64, device=present.device)
-        shares = per_rank(shared.in_mean)
+        shares = per_rank(shared.mean_weights)
         if not bool(shares.isfinite().all()):
             return NOTHING  # a loss multiplied by zero: no rank's part is known
         limit = self._forms.limit(index, own)
@@ -272,7 +278,7 @@ class _Look:
                 expected=bits,
             )
 
-        found = shown_by(
+        found = mistakes_shown_by_sum(
             parts_at,
             elements=real_parts(present).numel(),
             ranks=self._ranks,
@@ -320,7 +326,7 @@ class _Look:
         found = [self._trace.tensor(0, Kind.GRADIENT, self._step, at) for at in alike]
         return [tensor for tensor in found if tensor is not None]
 
-    def _mistakes_in_projection(self, index: int) -> Shown:
+    def _mistakes_in_projection(self, index: int) -> RevealedMistakes:
         """Return the same if low-rank compression is accepted: each mistake is tried on the
         comparison itself, projected on the directions of rank 0's result.
         """
@@ -330,7 +336,7 @@ class _Look:
             return NOTHING
         mean, world = form.mean, len(ranks)
         own = [torch.zeros_like(result) if g is None else g for g in self._local_gradients(index)]
-        pairs = zip(self._forms.shares.in_mean, own, strict=True)
+        pairs = zip(self._forms.shares.mean_weights, own, strict=True)
         scaled = [share * g.double() for share, g in pairs]
         keep = _projection(result, form.rank)
 
@@ -352,7 +358,7 @@ class _Look:
         if before is not None:
             shown["stale"] = (0,) if fails(before) else ()
         counts = any(shown[name] for name in shown if MISTAKES[name].of_exchange)
-        return Shown(
+        return RevealedMistakes(
             shown=shown,
             scale="inf",
             zero=not any(bool(g.any()) for g in own),
@@ -380,7 +386,7 @@ def mistakes_shown_by_average(
     updates: Sequence[torch.Tensor],
     bound: torch.Tensor,
     before: torch.Tensor | None,
-) -> Shown | None:
+) -> RevealedMistakes | None:
     """Return the mistakes that comparing an average of the ranks' parameters would reveal."""
     if len(ranks) < 2:
         return None
@@ -399,5 +405,7 @@ def mistakes_shown_by_average(
 
     elements = real_parts(updates[0]).numel()
     return (
-        shown_by(parts_at, elements=elements, ranks=ranks, before=before) if elements else NOTHING
+        mistakes_shown_by_sum(parts_at, elements=elements, ranks=ranks, before=before)
+        if elements
+        else NOTHING
     )

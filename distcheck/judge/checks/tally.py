@@ -5,7 +5,7 @@ import math
 from distcheck.judge.checks.comparison import ComparedElement, Comparison
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.records import CheckResult, Compared, Difference, FindingKind, number
-from distcheck.records.mistakes import Shown, merge_two_shown
+from distcheck.records.mistakes import RevealedMistakes, merge_two_revealed_mistakes
 
 
 def _share(place: ComparedElement | None) -> float:
@@ -50,7 +50,7 @@ class Tally:
         self.check = check
         self.layer = layer
         self._counts, self._insensitive_counts = _Counts(), _Counts()
-        self._shown: dict[str, Shown] = {}
+        self._shown: dict[str, RevealedMistakes] = {}
         self._insensitive: set[tuple[str, int]] = set()
         self._failed = False
         self._worst: Difference | None = None
@@ -62,14 +62,16 @@ class Tally:
         self._shares: dict[str, dict[int, float]] = {}
         self._in_bits = True
 
-    def would_show(self, found: Shown, *, parameter: str, step: int) -> None:
+    def record_revealed(self, found: RevealedMistakes, *, parameter: str, step: int) -> None:
         """Record, before a tensor is compared, the mistakes that the comparison would reveal."""
         before = self._shown.get(parameter)
-        self._shown[parameter] = found if before is None else merge_two_shown(before, found)
+        self._shown[parameter] = (
+            found if before is None else merge_two_revealed_mistakes(before, found)
+        )
         if not found.counts:
             self._insensitive.add((parameter, step))
 
-    def can_differ(self, parameter: str, step: int, *, can: bool) -> None:
+    def record_may_differ(self, parameter: str, step: int, *, can: bool) -> None:
         """Record, before a tensor is compared, if it can differ between ranks."""
         (self._insensitive.discard if can else self._insensitive.add)((parameter, step))
 

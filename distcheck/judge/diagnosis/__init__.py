@@ -21,9 +21,9 @@ from distcheck.judge.diagnosis import gradients, layouts, other_causes, outcomes
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.source_lines import line_of_first_wrong as line_of_first_wrong
 from distcheck.judge.diagnosis.wording import Failures, place_of_divergence
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.records import CheckResult, Diagnosis, LossName, Outcome
-from distcheck.records.causes import name_cause, suggested
+from distcheck.records.causes import joined_suggestions, name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
 
 
@@ -31,7 +31,7 @@ def diagnose(
     ends: Sequence[Outcome],
     results: Sequence[CheckResult],
     facts: Measurements | None = None,
-    separation: Separation | None = None,
+    separation: BisectionResult | None = None,
     *,
     accept: str | None = None,
 ) -> list[Diagnosis]:
@@ -123,9 +123,7 @@ def _update_causes(
 
 
 def needs_diagnosis(results: Sequence[CheckResult]) -> bool:
-    """Return True if measurements can explain a failure: a check other than outcome and rerun
-    failed.
-    """
+    """Return True if measurements can help: a check other than outcome and rerun failed."""
     return any(r.verdict == "fail" and r.check not in ("outcome", "rerun") for r in results)
 
 
@@ -225,9 +223,10 @@ def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list
     if chosen is None or not facts.right_under:
         return list(found)
     names = " or ".join(f"--loss {name} ({_LOSSES[name]})" for name in facts.right_under)
+    contract = joined_suggestions(chosen.cause, "loss-contract", names=names)
     hinted = msgspec.structs.replace(
         chosen,
         evidence=f"{chosen.evidence}; with a different --loss, all gradients would be correct",
-        suggestion=f"{chosen.suggestion}; {suggested(chosen.cause, 'loss-contract', names=names)}",
+        suggestion=f"{chosen.suggestion}; {contract}",
     )
     return [hinted if d is chosen else d for d in found]

@@ -6,9 +6,9 @@ from math import inf, sqrt
 
 import torch
 
-from distcheck.judge.diagnosis.measured import Measured, StepExpectation, StepView
+from distcheck.judge.diagnosis.measured import MeasuredParameter, StepExpectation, StepView
 from distcheck.judge.diagnosis.measurements import LocalGradientFacts, PassFacts
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 
@@ -19,7 +19,9 @@ _RESIDUAL = 1e-5  # Heuristic, relative to a result: passes were added in its dt
 _MOST_BUFFERS = 32  # buffers that differ across ranks: each takes a few passes of a shard
 
 
-def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
+def local_gradient_factor(
+    view: StepView, rank: int, measured: list[MeasuredParameter]
+) -> float | None:
     """Return the ratio of the recorded local gradient to the shard's gradient, including loss
     scaling; None if the gradient was not recorded or is not a multiple.
     """
@@ -30,7 +32,7 @@ def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
             return None
         same = same and torch.equal(found, shard)
         rows.append((found, shard))
-    fitted = fit(rows)
+    fitted = fit_least_squares(rows)
     if fitted is None or not fitted.factors[0]:
         return None
     promised = view.loss_factor(rank)
@@ -40,8 +42,8 @@ def factor(view: StepView, rank: int, measured: list[Measured]) -> float | None:
     return fitted.factors[0] * promised if fitted.share <= 1e-5 else None
 
 
-def ranks_with_other_gradients(
-    view: StepView, measured: list[Measured]
+def ranks_with_wrong_local_gradients(
+    view: StepView, measured: list[MeasuredParameter]
 ) -> tuple[LocalGradientFacts, ...]:
     """Return the ranks whose local gradient differs from their shard's gradient."""
     if not isinstance(view, StepExpectation):
@@ -51,7 +53,7 @@ def ranks_with_other_gradients(
 
 
 def _local_facts(
-    expectation: StepExpectation, rank: int, measured: list[Measured]
+    expectation: StepExpectation, rank: int, measured: list[MeasuredParameter]
 ) -> LocalGradientFacts | None:
     pairs, names = [], []
     for m in measured:
@@ -161,7 +163,7 @@ def _is_of(expectation: StepExpectation, rank: int, pairs: list[tuple[int, torch
     return True
 
 
-def measured_passes(expectation: StepExpectation) -> PassFacts | None:
+def fit_passes(expectation: StepExpectation) -> PassFacts | None:
     """Fit every rank's gradients to the passes of all ranks by least squares. Return None for a
     single pass, for passes that cannot be distinguished, and if no combination fits.
     """
@@ -184,7 +186,7 @@ def measured_passes(expectation: StepExpectation) -> PassFacts | None:
     weights = []
     for rank in ranks:
         held = [trace.tensor(rank, Kind.GRADIENT, step, index) for index in used]
-        found = fit([(_flatten(held, stride), *columns)])
+        found = fit_least_squares([(_flatten(held, stride), *columns)])
         if found is None or found.apart < _LEAST_SINGULAR or not found.share <= _RESIDUAL:
             return None
         starts = range(0, len(columns), count)

@@ -71,7 +71,7 @@ class Reading:
         return same and abs(self.factor - other.factor) <= 2 * (self.tolerance + other.tolerance)
 
 
-def distance(parameter: ParameterFacts, rank: int, weights: Sequence[float]) -> float:
+def combination_distance(parameter: ParameterFacts, rank: int, weights: Sequence[float]) -> float:
     """Return |y - G c| of one parameter."""
     gaps = [
         sum(entry * weight for entry, weight in zip(row, weights, strict=True)) - target
@@ -80,7 +80,7 @@ def distance(parameter: ParameterFacts, rank: int, weights: Sequence[float]) -> 
     return hypot(*gaps, parameter.remainder[rank])
 
 
-def bound(
+def combination_bound(
     step: StepFacts, parameter: ParameterFacts, weights: Sequence[float], slack: float = 0.0
 ) -> float:
     """Return the rounding bound of a combination; `slack` is an additional relative error."""
@@ -98,12 +98,15 @@ def fits_combination(
     slack: float = 0.0,
 ) -> bool:
     return all(
-        distance(parameter, rank, weights) <= bound(step, parameter, weights, slack)
+        combination_distance(parameter, rank, weights)
+        <= combination_bound(step, parameter, weights, slack)
         for parameter in parameters
     )
 
 
-def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -> list[Reading]:
+def fitting_readings(
+    step: StepFacts, parameters: Sequence[ParameterFacts], rank: int
+) -> list[Reading]:
     """Return every reading of one rank's result that fits all of `parameters` at once."""
     world, shares = len(step.shares), step.shares
     found = _multiples(step, parameters, rank, "mean", shares)
@@ -111,7 +114,7 @@ def readings(step: StepFacts, parameters: Sequence[ParameterFacts], rank: int) -
     # Heuristic: shares are quotients of integers, off by a few u of float64.
     if not all(isclose(share, plain[0], rel_tol=1e-12) for share in shares):
         found += _multiples(step, parameters, rank, "plain mean", plain)
-    for kind, weights in tokens.other_weights(step).items():
+    for kind, weights in tokens.mistaken_weights(step).items():
         found += _multiples(step, parameters, rank, kind, weights)
     if world > 1:
         for source in range(world):
@@ -141,7 +144,7 @@ def _multiples(
     world = len(base)
     named = [1.0, float(world), 1.0 / world, -1.0] if kind != "single" else [1.0, 1.0 / world]
     if kind == "mean":
-        named += tokens.named_factors(step)
+        named += tokens.token_factors(step)
     found = [
         Reading(kind, factor)
         for factor in dict.fromkeys(named)
@@ -168,8 +171,8 @@ def _fits_better(
     """
     if not all(rank in p.wrong for p in parameters):
         return False
-    plain = hypot(*(distance(p, rank, base) for p in parameters))
-    scaled = hypot(*(distance(p, rank, [factor * b for b in base]) for p in parameters))
+    plain = hypot(*(combination_distance(p, rank, base) for p in parameters))
+    scaled = hypot(*(combination_distance(p, rank, [factor * b for b in base]) for p in parameters))
     return scaled < plain / _NEARER
 
 
@@ -245,9 +248,8 @@ def _integer_weights(
 
 
 def usual_factors(counts: Sequence[int], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return the usual factors for integer weights: the weighted sum may be divided by the world
-    size, the number of ranks with weight, the sum of weights, or the weighted samples, or not
-    divided.
+    """Return the usual factors for integer weights: the weighted sum divided by the world size, the
+    number of ranks with weight, the sum of weights, or the weighted samples, or not divided.
     """
     world, total = len(counts), sum(counts)
     divisors = [world, sum(map(bool, counts)), total if total > 0 else world]

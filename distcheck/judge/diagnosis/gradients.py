@@ -12,14 +12,14 @@ from types import ModuleType
 import msgspec
 
 from distcheck.judge.diagnosis import parts, weights
-from distcheck.judge.diagnosis.combinations import all_parallel, distance
+from distcheck.judge.diagnosis.combinations import all_parallel, combination_distance
 from distcheck.judge.diagnosis.measurements import Measurements, ParameterFacts, StepFacts
 from distcheck.judge.diagnosis.wording import (
     coefficients_text,
+    first_names_text,
     number_text,
     parameters_text,
     positions_text,
-    some_of,
 )
 from distcheck.records import Diagnosis, quoted
 from distcheck.records.causes import APART, name_cause
@@ -34,10 +34,8 @@ def explain(facts: Measurements) -> list[Diagnosis]:
 
 
 def explain_local_gradients(facts: Measurements) -> list[Diagnosis]:
-    """Return the causes of wrong local gradients if everything derived from these gradients is
-    right.
-    """
-    found = next((before_synchronization(step) for step in facts.steps if step.left), [])
+    """Return causes of wrong local gradients, if everything derived from them is right."""
+    found = next((causes_before_synchronization(step) for step in facts.steps if step.left), [])
     return [_add_ranks_with_data(one, facts) for one in found]
 
 
@@ -75,7 +73,7 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
         return [_not_finite(step)]
     if step.missing_elsewhere:
         return [_missing(step)]
-    before = before_synchronization(step)
+    before = causes_before_synchronization(step)
     shorter = any(found.cause == "low-precision" for found in before)
     if before and (step.mean_of_left or shorter):  # such rounding resembles any other cause
         return before
@@ -117,11 +115,11 @@ def _add_missing_gradients(found: Diagnosis, step: StepFacts) -> Diagnosis:
         return found
     ranks = positions_text(step, sorted({rank for _, rank in unused}))
     names = list(dict.fromkeys(name for name, _ in unused))
-    absent = f"; {some_of(names, 3)} got no gradient on {ranks}, which did not use them"
+    absent = f"; {first_names_text(names, 3)} got no gradient on {ranks}, which did not use them"
     return _extend_evidence(found, after=absent)
 
 
-def before_synchronization(step: StepFacts) -> list[Diagnosis]:
+def causes_before_synchronization(step: StepFacts) -> list[Diagnosis]:
     """Return causes before synchronization. If the loss is scaled equally on all ranks, and ranks
     hold the mean, the result is empty: the scale is a separate cause.
     """
@@ -154,7 +152,7 @@ def before_synchronization(step: StepFacts) -> list[Diagnosis]:
             name_cause(
                 "buffers-differ",
                 f"{evidence}. It is bit-identical if other ranks' buffers replace the promised "
-                f"ones: {some_of(buffers)}",
+                f"ones: {first_names_text(buffers)}",
                 "not-sent",
             )
         ]
@@ -177,7 +175,7 @@ def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[D
     if not any(parameter.wrong for parameter in parameters):
         return []
     found = _drop_consequence([f for family in FAMILIES for f in family.explain(step, parameters)])
-    return found or parts.partial_sums(step, parameters)
+    return found or parts.causes_of_partial_sums(step, parameters)
 
 
 def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
@@ -187,15 +185,15 @@ def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
         causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
         groups.setdefault(causes, []).append(parameter)
     found: list[Diagnosis] = []
-    whole = sum(error_of(step, p) for p in step.parameters)
+    whole = sum(squared_error(step, p) for p in step.parameters)
     shares = {
-        causes: sum(error_of(step, p) for p in parameters) / whole if whole else 0.0
+        causes: sum(squared_error(step, p) for p in parameters) / whole if whole else 0.0
         for causes, parameters in groups.items()
     }
     for causes, parameters in sorted(groups.items(), key=lambda item: -shares[item[0]]):
         together = [f for f in explain_all(step, parameters) if f.cause in causes]
         singly = [f for p in parameters for f in explain_all(step, [p]) if f.cause in causes]
-        part = f" ({percent(shares[causes])} of the error)" if len(groups) > 1 else ""
+        part = f" ({format_percent(shares[causes])} of the error)" if len(groups) > 1 else ""
         found += [_extend_evidence(f, after=part) for f in _merge_alternatives(together or singly)]
     unexplained = groups.get((), [])
     if found and unexplained:
@@ -203,22 +201,22 @@ def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
             name_cause(
                 "unexplained",
                 f"step {step.step}: no known mistake explains "
-                f"{parameters_text(step, unexplained)} ({percent(shares[()])} of the error)",
+                f"{parameters_text(step, unexplained)} ({format_percent(shares[()])} of the error)",
                 "beside-others",
             )
         )
     return found
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a fraction as a percentage. Negligible fractions get no digits."""
     # Heuristic: smaller fractions are listed only for completeness.
     return "under 0.01%" if share < 1e-4 else f"{100 * share:.3g}%"
 
 
-def error_of(step: StepFacts, parameter: ParameterFacts) -> float:
+def squared_error(step: StepFacts, parameter: ParameterFacts) -> float:
     """Return the squared L2 distance of a parameter's gradients from the mean, over all ranks."""
-    errors = [distance(parameter, rank, step.shares) for rank in parameter.wrong]
+    errors = [combination_distance(parameter, rank, step.shares) for rank in parameter.wrong]
     return sum(error * error for error in errors if isfinite(error))
 
 
@@ -270,7 +268,7 @@ def _missing(step: StepFacts) -> Diagnosis:
     ranks = positions_text(step, sorted({rank for _, rank in step.missing}))
     return name_cause(
         "partial-sync",
-        f"step {step.step}: {some_of(names)} ({len(names)} of "
+        f"step {step.step}: {first_names_text(names)} ({len(names)} of "
         f"{step.total + len(names)} parameters) got no gradient on {ranks}, which did not use them "
         "at that step, and the other ranks hold their local gradients, which were never sent",
         "unused",
@@ -282,8 +280,8 @@ def _removed(step: StepFacts) -> Diagnosis:
     ranks = positions_text(step, sorted({rank for _, rank in step.removed}))
     return name_cause(
         "gradient-removed",
-        f"step {step.step}: `.grad` of {some_of(names)} is None on {ranks} when the optimizer "
-        "steps, although backward produced a gradient there",
+        f"step {step.step}: `.grad` of {first_names_text(names)} is None on {ranks} when the "
+        "optimizer steps, although backward produced a gradient there",
     )
 
 

@@ -1,6 +1,4 @@
-"""Measures one failed step of a model-parallel layout against the full batch in a single
-process.
-"""
+"""Measures a failed step of a model-parallel layout against a single process."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,10 +8,10 @@ import torch
 from distcheck.judge.diagnosis.measurements import (
     LayoutFacts,
     LayoutParameter,
-    Region,
     WrongOutputs,
+    WrongRegion,
 )
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles import full_batch_bound
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import as_float64
@@ -27,7 +25,7 @@ _RIGHT_BESIDE = 1e-3
 _LEFT_OVER = 1e-4
 
 
-def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
+def measure_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
     found, last = [], -1
     for index in range(len(at.specs)):
         parameter = _Measuring(at, mesh, index).measured()
@@ -52,14 +50,14 @@ def measured_layout(at: AtStep, mesh: Mesh) -> LayoutFacts:
         loss=max(losses, key=lambda loss: abs(loss - expected.expected), default=0.0),
         expected_loss=expected.expected,
         outputs=_wrong_outputs(at, mesh),
-        form=at.exchanges_itself,
+        form=at.communicating_form,
         apart=len(losses) > 1 and not max(losses) - min(losses) <= 2 * allowed,
     )
 
 
 def _factor(actual: torch.Tensor, right: torch.Tensor) -> float:
     """Return the least-squares factor of the right tensor, or 0.0 if that is zero."""
-    fitted = fit([(actual, right)])
+    fitted = fit_least_squares([(actual, right)])
     return fitted.factors[0] if fitted is not None else 0.0
 
 
@@ -101,9 +99,7 @@ def _describe_outputs(rank: int, found: torch.Tensor, right: torch.Tensor) -> Wr
 
 
 class GradientVersions:
-    """The ranks' versions of one gradient (None: missing), and the right one. `without` are ranks
-    that do not have the parameter.
-    """
+    """The ranks' versions of a gradient, and the right one; ranks in `without` lack it."""
 
     def __init__(
         self, held: Sequence[torch.Tensor | None], expected: torch.Tensor | None, mesh: Mesh,
@@ -244,7 +240,7 @@ class _Measuring(GradientVersions):
 
     def _is_unexchanged(self) -> bool:
         """Return True if code that communicates by itself holds its uncommunicated result."""
-        if not self._at.exchanges_itself:
+        if not self._at.communicating_form:
             return False
         pairs = zip(self._held, self._at.unexchanged, strict=True)
         return all(
@@ -257,7 +253,7 @@ class _Measuring(GradientVersions):
 
     def _is_even_mean(self, held: Sequence[torch.Tensor]) -> bool:
         """Return True if data coordinates are weighted equally although their sizes differ."""
-        if len(set(self._at.shares.counts)) < 2 and not self._at.exchanges_itself:
+        if len(set(self._at.shares.counts)) < 2 and not self._at.communicating_form:
             return False
         parts = [shard.gradients[self._index] for shard in self._at.shards]
         present = [as_float64(part) for part in parts if part is not None]
@@ -284,7 +280,7 @@ class _Measuring(GradientVersions):
         return None if before is None else as_float64(before)
 
 
-def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Region | None:
+def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> WrongRegion | None:
     """Return the box with all wrong elements, if it is not the whole tensor."""
     apart = (held - expected).abs()
     most = float(apart.max())
@@ -304,4 +300,4 @@ def _region(held: torch.Tensor, expected: torch.Tensor, allowed: float) -> Regio
         f"{a}:{b}" if b - a < size else ":"
         for a, b, size in zip(low, high, held.shape, strict=True)
     )
-    return Region(where=f"[{cuts}]", factor=factor if fits else None)
+    return WrongRegion(where=f"[{cuts}]", factor=factor if fits else None)

@@ -18,7 +18,12 @@ from distcheck.judge.diagnosis.measurements import (
     LayoutParameter,
     WrongOutputs,
 )
-from distcheck.judge.diagnosis.wording import Failures, number_text, place_of_divergence, some_of
+from distcheck.judge.diagnosis.wording import (
+    Failures,
+    first_names_text,
+    number_text,
+    place_of_divergence,
+)
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.odd_ranks import ranks_in_words
@@ -261,11 +266,11 @@ def _exchanged_gradients(facts: LayoutFacts) -> Iterator[Diagnosis]:
         if (one := _exchanged_factor(facts, found)) is not None:
             by_cause[one].append(found)
     for one, found_in in by_cause.items():
-        names = some_of([found.name for found in found_in])
+        names = first_names_text([found.name for found in found_in])
         yield msgspec.structs.replace(one, evidence=f"{place}, {names}: {one.evidence}")
     if by_cause or facts.loss_is_wrong:
         return
-    names = some_of([found.name for found in wrong])
+    names = first_names_text([found.name for found in wrong])
     most = max(found.distance for found in wrong)
     others = len(facts.right) and f", and the gradients of {', '.join(facts.right)} are right"
     yield name_cause(

@@ -73,9 +73,7 @@ class StepView(ABC):
 
     @abstractmethod
     def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
-        """Return the mean of the local gradients and the largest error of a correct result; None if
-        no rank has a gradient.
-        """
+        """Return the mean of the local gradients and its error bound; None without any."""
 
     @property
     @abstractmethod
@@ -84,9 +82,7 @@ class StepView(ABC):
 
     @property
     def wire(self) -> str | None:
-        """The dtype of communication, if the strategy declares one that differs from the gradients'
-        dtype.
-        """
+        """The dtype of communication that the strategy declares, if different, or None."""
         return None
 
     @property
@@ -96,9 +92,7 @@ class StepView(ABC):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """Bound of the quantization error of each rank's elements; empty if quantization is not
-        accepted.
-        """
+        """Bounds of each rank's quantization error; empty if that is not accepted."""
         return ()
 
     @property
@@ -114,7 +108,7 @@ class StepView(ABC):
     def loss_factor(self, rank: int) -> float:
         return self.unscaled[rank]
 
-    def unmoved(self) -> tuple[int, ...]:
+    def unmoved_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose parameters the step should have changed, but did not."""
         return ()
 
@@ -170,10 +164,8 @@ class StepExpectation(AtStep, StepView):
         """Return the mean and bound, like `RoundingBound.interval`."""
         return rounding_bound.mean_of_step(self).interval(index, wire=wire, loss=loss)
 
-    def unmoved(self) -> tuple[int, ...]:
-        """Return the ranks whose parameters did not change although a recomputed update changes
-        them.
-        """
+    def unmoved_ranks(self) -> tuple[int, ...]:
+        """Return ranks whose parameters stayed the same, although their update is not zero."""
         trace, step, found = self.trace, self.step, []
         indices = range(len(self.specs))
         for rank in range(len(self.weights)):
@@ -198,16 +190,12 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """Bound of the quantization error of each rank's elements; empty if quantization is not
-        accepted.
-        """
+        """Bounds of each rank's quantization error; empty if that is not accepted."""
         return rounding_bound.mean_of_step(self).half_quanta
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of micro-batches per batch: of the strategy's backward, of the loop, and their
-        product.
-        """
+        """Numbers of micro-batches per batch: of backward, of the loop, and their product."""
         own, by_loop = self.contract.micro_batches, self.training.accumulate
         return tuple(sorted({own, by_loop, own * by_loop} - {1}))
 
@@ -229,7 +217,7 @@ class StepExpectation(AtStep, StepView):
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MeasuredParameter:
     """A parameter at one step. Its float64 tensors are computed on demand. Only those named in
     `keeps` are kept, since those of a large model would not fit. Complex numbers are pairs of real
     ones.

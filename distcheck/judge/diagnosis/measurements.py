@@ -64,7 +64,7 @@ class ParameterFacts(msgspec.Struct, frozen=True, kw_only=True):
     coarse: Vector = ()
 
 
-class Match(msgspec.Struct, frozen=True, kw_only=True):
+class GradientMatch(msgspec.Struct, frozen=True, kw_only=True):
     """A wrong gradient of one rank that matches a known tensor within that tensor's bound.
 
         kind   `earlier`    the mean of step `step`
@@ -89,7 +89,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class GradientFit(msgspec.Struct, frozen=True, kw_only=True):
     """Least-squares fit of one rank's wrong gradients to the shard gradients, with scaled
     parameters.
 
@@ -104,9 +104,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NonFiniteGradient(msgspec.Struct, frozen=True, kw_only=True):
-    """The first gradient with inf or NaN. `before` are the ranks whose shard's gradient already has
-    one. `hidden` is True if the gradient is finite although the mean of the shards' gradients is
-    not.
+    """The first gradient with inf or NaN. On ranks in `before`, the shard's gradient already has
+    one. `hidden`: the gradient is finite although the mean of the shards' gradients is not.
     """
 
     rank: int
@@ -175,13 +174,13 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     summed: bool = False
     micro_batches: tuple[int, ...] = ()  # of a shard, by every way of counting
     silent: int = 0  # further parameters, which show nothing about synchronization
-    fits: tuple[Fit, ...]
+    fits: tuple[GradientFit, ...]
     left_norms: Vector
     left_factors: tuple[float | None, ...]
     left: tuple[LocalGradientFacts, ...] = ()
     left_elements: int
     mean_of_left: bool
-    matches: tuple[Match, ...]
+    matches: tuple[GradientMatch, ...]
     alike: tuple[tuple[int, ...], ...]
     unchanged: tuple[int, ...]
     missing: tuple[tuple[str, int], ...]
@@ -194,10 +193,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.ranks[position] if self.ranks else position
 
 
-class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Two ranks that read the same samples in one epoch: number of shared samples, and of samples
-    of each.
-    """
+class SampleOverlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Two ranks that read the same samples in an epoch: number shared, and read by each."""
 
     ranks: tuple[int, int]
     shared: int
@@ -245,9 +242,7 @@ class PassFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
-    """A gradient that is right on rank `holder`, and wrong or absent on rank `owner`, whose
-    optimizer updates the parameter.
-    """
+    """A gradient that is right on `holder`, but not on `owner`, whose optimizer needs it."""
 
     step: int
     name: str
@@ -255,10 +250,8 @@ class MisplacedGradient(msgspec.Struct, frozen=True, kw_only=True):
     holder: int
 
 
-class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a tensor that contains all its wrong elements, as text, and their common factor or
-    None.
-    """
+class WrongRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """A box with all wrong elements of a tensor, as text, and their common factor or None."""
 
     where: str
     factor: float | None
@@ -297,7 +290,7 @@ class LayoutParameter(msgspec.Struct, frozen=True, kw_only=True):
     added: bool = False
     mixed: str = ""
     lost: tuple[int, ...] = ()
-    region: Region | None = None
+    region: WrongRegion | None = None
     unexchanged: bool = False
     distance: float = 0.0
 
@@ -390,7 +383,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
 
     world: int
     steps: tuple[StepFacts, ...] = ()
-    overlaps: tuple[Overlap, ...] = ()
+    overlaps: tuple[SampleOverlap, ...] = ()
     same_randomness: tuple[tuple[int, ...], ...] = ()
     other_order: str = ""
     batch_weights: Vector = ()

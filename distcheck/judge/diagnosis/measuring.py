@@ -13,16 +13,16 @@ import msgspec
 import torch
 
 from distcheck.judge.diagnosis import backward, gradients
-from distcheck.judge.diagnosis.measured import Measured, StepView
+from distcheck.judge.diagnosis.measured import MeasuredParameter, StepView
 from distcheck.judge.diagnosis.measurements import (
-    Fit,
-    Match,
+    GradientFit,
+    GradientMatch,
     Measurements,
     NonFiniteGradient,
     ParameterFacts,
     StepFacts,
 )
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import as_float64, gamma, real_parts, smallest, unit_roundoff
 from distcheck.records import Diagnosis, TensorSpec
@@ -34,12 +34,12 @@ _MOST_OTHERS = 64
 _SHARPEST = 1e-4
 
 
-def matches_of(
+def find_matches(
     view: StepView,
     earlier: Sequence[StepView],
-    measured: list[Measured],
+    measured: list[MeasuredParameter],
     step_gamma: float,
-) -> Iterator[Match]:
+) -> Iterator[GradientMatch]:
     """Yield every match of a wrong gradient, within the bound of the matched tensor."""
     for one in measured:
         if one.wrong and bool(one.interval.mean.isfinite().all()):
@@ -52,9 +52,9 @@ def matches_of(
 def _earlier(
     view: StepView,
     earlier: Sequence[StepView],
-    one: Measured,
+    one: MeasuredParameter,
     step_gamma: float,
-) -> Iterator[Match]:
+) -> Iterator[GradientMatch]:
     """Compare with the means and gradients of earlier steps, and their sums with this step's."""
     total, allowed = one.interval.mean, _size(view, one.index)
     for past in earlier:
@@ -82,7 +82,7 @@ def _earlier(
             for kind, expected, bound in own:
                 distance = float((one.result(rank) - expected).norm())
                 if distance <= bound:
-                    yield Match(
+                    yield GradientMatch(
                         kind=kind, rank=rank, parameter=one.name, distance=distance, bound=bound,
                         step=past.step,
                     )  # fmt: skip
@@ -98,7 +98,9 @@ def _size(view: StepView, index: int) -> float:
     return size
 
 
-def _match_other_means(one: Measured, measured: list[Measured]) -> Iterator[Match]:
+def _match_other_means(
+    one: MeasuredParameter, measured: list[MeasuredParameter]
+) -> Iterator[GradientMatch]:
     """Compare with the means of other parameters with the same number of elements."""
     alike = [m for m in measured if m.name != one.name and m.elements == one.elements]
     for other in alike[:_MOST_OTHERS]:
@@ -109,15 +111,15 @@ def _match_other_means(one: Measured, measured: list[Measured]) -> Iterator[Matc
         for rank in one.wrong:
             distance = float((one.result(rank).reshape(-1) - mean.reshape(-1)).norm())
             if distance <= bound:
-                yield Match(
+                yield GradientMatch(
                     kind="parameter", rank=rank, parameter=one.name, distance=distance,
                     bound=bound, other=other.name,
                 )  # fmt: skip
 
 
 def _match_mixed_means(
-    view: StepView, one: Measured, measured: list[Measured], step_gamma: float
-) -> Iterator[Match]:
+    view: StepView, one: MeasuredParameter, measured: list[MeasuredParameter], step_gamma: float
+) -> Iterator[GradientMatch]:
     """Compare with means to which some ranks contributed their gradient of another parameter.
 
     With d_k = share_k * (other's gradient on rank k - this one's), the result is the mean plus the
@@ -153,13 +155,13 @@ def _match_mixed_means(
                     continue
                 distance, bound = float((gap @ taken - rest).norm()), step_gamma * size
                 if distance <= bound:
-                    yield Match(
+                    yield GradientMatch(
                         kind="mixed", rank=rank, parameter=one.name, distance=distance,
                         bound=bound, other=other.name, ranks=ranks,
                     )  # fmt: skip
 
 
-def permuted_matches(measured: list[Measured]) -> Iterator[Match]:
+def permuted_matches(measured: list[MeasuredParameter]) -> Iterator[GradientMatch]:
     """Match the wrong elements in any order, by sorting them.
 
     Sorting two vectors never increases their distance. Vectors within a bound of each other have
@@ -192,7 +194,7 @@ def permuted_matches(measured: list[Measured]) -> Iterator[Match]:
         if distance <= allowed:
             for m in measured:
                 if rank in m.wrong:
-                    yield Match(
+                    yield GradientMatch(
                         kind="permuted", rank=rank, parameter=m.name, distance=distance,
                         bound=allowed,
                     )  # fmt: skip
@@ -210,10 +212,8 @@ _SHORTER = ("float32", "float16", "bfloat16")
 _LEAST_ROUNDING = 0.05
 
 
-def mixture_counts(measured: Measured, unit: float) -> tuple[Counts, Counts, Counts]:
-    """Count, for each rank, the elements that equal the mean, the local gradient, or any of the
-    two.
-    """
+def mixture_counts(measured: MeasuredParameter, unit: float) -> tuple[Counts, Counts, Counts]:
+    """Count per rank the elements that equal the mean, the local gradient, or either."""
     counts: list[tuple[int, int, int]] = []
     interval = measured.interval
     for rank in range(measured.world):
@@ -225,7 +225,7 @@ def mixture_counts(measured: Measured, unit: float) -> tuple[Counts, Counts, Cou
     return means, owns, eithers
 
 
-def elements_by_kind(measured: Measured, unit: float) -> tuple[tuple[str, Counts], ...]:
+def elements_by_kind(measured: MeasuredParameter, unit: float) -> tuple[tuple[str, Counts], ...]:
     """Count, for each kind and rank, the elements that equal the mean or the value of the kind."""
     world, interval = measured.world, measured.interval
     owns = [measured.left(rank) for rank in range(world)]
@@ -267,16 +267,16 @@ def _is_partial_sum(
 
 
 class MatchingDtype(NamedTuple):
-    """A lower-precision dtype whose roundings match a rank's errors ("": none). `on_grid` and
-    `of_terms` prove it from the result.
-    """
+    """A dtype whose roundings match a rank's errors, or "", and two proofs of it."""
 
     dtype: str = ""
     on_grid: bool = False
     of_terms: bool = False
 
 
-def matching_dtypes(measured: Measured, unit: float, own: float) -> tuple[MatchingDtype, ...]:
+def matching_dtypes(
+    measured: MeasuredParameter, unit: float, own: float
+) -> tuple[MatchingDtype, ...]:
     """Return, for each rank, a dtype that the result proves, or else the most precise dtype whose
     roundings match its errors. The size of errors does not distinguish dtypes: a bound for many
     ranks in one dtype covers the roundings of a single rank in the next lower one.
@@ -296,7 +296,7 @@ def matching_dtypes(measured: Measured, unit: float, own: float) -> tuple[Matchi
     return tuple(found)
 
 
-def _shorter(measured: Measured, unit: float) -> list[list[str]]:
+def _shorter(measured: MeasuredParameter, unit: float) -> list[list[str]]:
     """Return, per rank, the lower-precision dtypes whose roundings match its errors, the most
     precise first.
     """
@@ -318,7 +318,7 @@ def _shorter(measured: Measured, unit: float) -> list[list[str]]:
     return found
 
 
-def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> bool:
+def is_representable(measured: MeasuredParameter, rank: int, dtype: str, own: float) -> bool:
     """Return True if a rank's result, or W times that, is representable in a dtype, up to one
     rounding in dtype `own`. A few elements may be representable by chance.
     """
@@ -335,7 +335,7 @@ def is_representable(measured: Measured, rank: int, dtype: str, own: float) -> b
     return False
 
 
-def is_mean_of_rounded_terms(measured: Measured, rank: int, dtype: str) -> bool:
+def is_mean_of_rounded_terms(measured: MeasuredParameter, rank: int, dtype: str) -> bool:
     """Return True if a result is the mean of gradients that were each rounded to a dtype, before or
     after weighting, and then added in their original dtype.
     """
@@ -408,14 +408,14 @@ class StepMeasuring:
         step_gamma = self._gamma_of(unit)
         alone = bool(self._missing) and not wrong and not self._not_finite and self._own_elsewhere
         wrong = [] if self._not_finite else wrong
-        others = backward.ranks_with_other_gradients(self._view, measured)
+        others = backward.ranks_with_wrong_local_gradients(self._view, measured)
         if others and wrong and not self._is_right_mean_of_left(wrong):
             # Two mistakes: synchronization is measured relative to its input.
             wrong = [replace(one, to="recorded") for one in wrong]
         parameters = tuple(self._parameter(m, self._unit_of(m)) for m in wrong)
-        matches: tuple[Match, ...] = ()
+        matches: tuple[GradientMatch, ...] = ()
         if wrong:
-            matches = tuple(matches_of(self._view, self._earlier, measured, step_gamma))
+            matches = tuple(find_matches(self._view, self._earlier, measured, step_gamma))
         telling = [m for m in measured if m.wrong or self._local_differs_from_mean(m)]
         found = StepFacts(
             step=self._step,
@@ -433,14 +433,16 @@ class StepMeasuring:
             left_norms=tuple(
                 sqrt(sum(float(m.left(rank).norm()) ** 2 for m in measured)) for rank in self._ranks
             ),
-            left_factors=tuple(backward.factor(self._view, r, measured) for r in self._ranks),
+            left_factors=tuple(
+                backward.local_gradient_factor(self._view, r, measured) for r in self._ranks
+            ),
             left=others,
             micro_batches=self._view.micro_batches,
             left_elements=sum(m.elements for m in measured),
             matches=matches,
             mean_of_left=self._is_right_mean_of_left(wrong),
             alike=self._groups_of_equal_ranks(),
-            unchanged=self._view.unmoved() if measured else (),
+            unchanged=self._view.unmoved_ranks() if measured else (),
             missing=tuple(self._missing),
             missing_elsewhere=alone,
             removed=tuple(self._removed),
@@ -453,7 +455,7 @@ class StepMeasuring:
         plain = tuple(self._parameter(m, self._unit_of(m)) for m in equally if m.wrong)
         return msgspec.structs.replace(found, plain=plain)
 
-    def _measure(self) -> list[Measured]:
+    def _measure(self) -> list[MeasuredParameter]:
         found = []
         for index, spec in enumerate(self._view.specs):
             if all(self._view.local(rank, index) is None for rank in self._ranks):
@@ -463,7 +465,7 @@ class StepMeasuring:
                 found.append(one)
         return found
 
-    def _measure_parameter(self, index: int, spec: TensorSpec) -> Measured | None:
+    def _measure_parameter(self, index: int, spec: TensorSpec) -> MeasuredParameter | None:
         """Measure a parameter; return None if a rank has no gradient. Records inf and NaN."""
         ranks = list(self._ranks)
         missing = [r for r in ranks if self._view.reduced(r, index) is None]
@@ -471,7 +473,7 @@ class StepMeasuring:
         produced = [r for r in missing if self._view.local(r, index) is not None]
         self._removed += [(spec.name, rank) for rank in produced]
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
-        one = Measured(self._view, index, spec.name, count, self._keeps)
+        one = MeasuredParameter(self._view, index, spec.name, count, self._keeps)
         if missing:
             self._own_elsewhere &= self._is_local_where_present(one, missing)
             return None
@@ -492,7 +494,7 @@ class StepMeasuring:
                     )
         return one
 
-    def _local_differs_from_mean(self, measured: Measured) -> bool:
+    def _local_differs_from_mean(self, measured: MeasuredParameter) -> bool:
         """Return True if some local gradient is not also the mean, as it is if all are zero: then a
         right gradient shows nothing about synchronization.
         """
@@ -502,12 +504,12 @@ class StepMeasuring:
             for rank in self._ranks
         )
 
-    def _unit_roundoff(self, measured: Measured) -> float:
+    def _unit_roundoff(self, measured: MeasuredParameter) -> float:
         """Return the unit roundoff of one parameter's dtype; a model may have several."""
         parts = [self._view.local(rank, measured.index) for rank in self._ranks]
         return max(unit_roundoff(part.dtype) for part in parts if part is not None)
 
-    def _unit_of(self, measured: Measured) -> float:
+    def _unit_of(self, measured: MeasuredParameter) -> float:
         """Return the unit roundoff of one parameter's reduction."""
         own = self._unit_roundoff(measured)
         return max(own, unit_roundoff(self._view.wire)) if self._view.wire else own
@@ -516,7 +518,7 @@ class StepMeasuring:
         roundings = len(self._ranks) + 5 + 2 * (self._view.wire is not None)
         return max(gamma(roundings, unit), _LEAST_GAMMA)
 
-    def _is_local_where_present(self, measured: Measured, missing: list[int]) -> bool:
+    def _is_local_where_present(self, measured: MeasuredParameter, missing: list[int]) -> bool:
         """Return True if backward produced no gradient on ranks without one, and the other ranks
         hold their local gradients.
         """
@@ -528,7 +530,7 @@ class StepMeasuring:
                 return False
         return True
 
-    def _parameter(self, measured: Measured, unit: float) -> ParameterFacts:
+    def _parameter(self, measured: MeasuredParameter, unit: float) -> ParameterFacts:
         count = measured.elements
         stride = max(1, count // _MOST_ELEMENTS)
         columns = torch.stack(
@@ -567,7 +569,9 @@ class StepMeasuring:
         factors = self._view.unscaled
         return tuple(widest / abs(factor) for factor in factors) if widest else ()
 
-    def _fit(self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float) -> Fit:
+    def _fit(
+        self, parameters: tuple[ParameterFacts, ...], rank: int, step_gamma: float
+    ) -> GradientFit:
         rows, rest, sizes = list[tuple[torch.Tensor, ...]](), 0.0, []
         for p in parameters:
             size = sum(share * norm for share, norm in zip(self.shares, p.norms, strict=True))
@@ -578,10 +582,10 @@ class StepMeasuring:
             rest += (p.remainder[rank] / size) ** 2
             sizes.append((p, size))
         world = len(self._ranks)
-        none = Fit(
+        none = GradientFit(
             coefficients=(0.0,) * world, tolerance=(0.0,) * world, residual=1.0, identified=False
         )
-        found = fit(rows)
+        found = fit_least_squares(rows)
         if found is None or found.apart < LEAST_SINGULAR:
             return none
         moved = sqrt(
@@ -594,21 +598,21 @@ class StepMeasuring:
         )
         total = sqrt(found.size**2 + rest)
         left = sqrt(found.left**2 + rest)
-        return Fit(
+        return GradientFit(
             coefficients=found.factors,
             tolerance=tuple(by * moved for by in found.moved_by),
             residual=left / total if total else 0.0,
             identified=True,
         )
 
-    def _is_right_mean_of_left(self, wrong: list[Measured]) -> bool:
+    def _is_right_mean_of_left(self, wrong: list[MeasuredParameter]) -> bool:
         return (
             bool(wrong)
             and not all(self._left_the_shards(m) for m in wrong)
             and all(self._is_mean_of_left(m) for m in wrong)
         )
 
-    def _left_the_shards(self, measured: Measured) -> bool:
+    def _left_the_shards(self, measured: MeasuredParameter) -> bool:
         """Return True if the recorded local gradients are the shards', so that nothing was wrong
         before synchronization.
         """
@@ -619,7 +623,7 @@ class StepMeasuring:
                 return False
         return True
 
-    def _is_mean_of_left(self, measured: Measured) -> bool:
+    def _is_mean_of_left(self, measured: MeasuredParameter) -> bool:
         """Return True if all ranks hold the right mean of the recorded local gradients."""
         mean, size = torch.zeros_like(measured.interval.mean), 0.0
         relative = self._gamma_of(self._unit_of(measured))

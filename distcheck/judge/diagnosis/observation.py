@@ -22,25 +22,25 @@ from distcheck.contract import (
 )
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import first_shared_rng_state
-from distcheck.judge.diagnosis.backward import measured_passes
-from distcheck.judge.diagnosis.layout_measuring import measured_layout
+from distcheck.judge.diagnosis.backward import fit_passes
+from distcheck.judge.diagnosis.layout_measuring import measure_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measurements import (
     MOST_EARLIER,
     Measurements,
     MisplacedGradient,
-    Overlap,
+    SampleOverlap,
 )
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
-    averaged_every,
+    averaging_period,
     buffers_updated_twice,
-    measured_average,
-    measured_update,
-    scaled_projection,
+    measure_average,
+    measure_update,
+    projection_factor,
 )
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import full_batch_bound, order_exact
 from distcheck.judge.oracles.references import References
@@ -78,10 +78,10 @@ def observe_job(job: ObserveRequest, fds: Descriptors, reporter: Reporter) -> Me
     ingredients = open_ingredients(job.case, job.description, fds.get("data"), device)
     seeds.pin_default_dtype(job.case.dtype)
     reporter.progress(job.steps[0] if job.steps else 0, "a closer look")
-    return observe(job, ingredients, trace)
+    return measure_case(job, ingredients, trace)
 
 
-def observe(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Measurements:
+def measure_case(job: ObserveRequest, ingredients: Ingredients, trace: TraceReader) -> Measurements:
     look = _Look(job, ingredients, trace)
     library, _, alike = first_shared_rng_state(trace, range(job.layout.world))
     seen: dict[str, Any] = {
@@ -120,7 +120,7 @@ class _Look:
         )
         if not failed or not 0 <= step < self._written:
             return {}
-        return {"update": measured_update(self._expect(step))}
+        return {"update": measure_update(self._expect(step))}
 
     def at_buffers(self) -> dict[str, Any]:
         """Measure buffers if only their check failed, at the first step."""
@@ -134,11 +134,11 @@ class _Look:
 
     def at_gradients(self) -> dict[str, Any]:
         step, mesh = self._job.steps[0], self._references.mesh
-        accepted = acceptance.read(self._job.case.accept)
+        accepted = acceptance.parse_deviation(self._job.case.accept)
         written = step < self._written
         if mesh is not None:
             at = self._references.at(step)
-            return {"layout": measured_layout(at, mesh)} if written else {}
+            return {"layout": measure_layout(at, mesh)} if written else {}
         if accepted is not None and not accepted.requires_mean:
             return self._measure_accepted_design(accepted) if written else {}
         if written and (lost := self._expect(step).shares.lost):
@@ -147,9 +147,9 @@ class _Look:
 
     def _measure_accepted_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
         if ("parameters", ROUNDING) in self._job.failed:
-            return {"average": measured_average(self._expect(self._job.update_step))}
+            return {"average": measure_average(self._expect(self._job.update_step))}
         if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
-            return {"scaled_projection": scaled_projection(self._expect(self._job.steps[0]))}
+            return {"scaled_projection": projection_factor(self._expect(self._job.steps[0]))}
         return {}
 
     def _measure_steps(self) -> dict[str, Any]:
@@ -170,9 +170,9 @@ class _Look:
         expectation, first = self._expect(steps[0]), measured[0]
         passes = expectation.contract.micro_batches * expectation.training.accumulate
         if first.parameters and passes > 1 and not self._large:
-            seen["passes"] = measured_passes(expectation)
+            seen["passes"] = fit_passes(expectation)
         if first.parameters and len(first.alike) > 1:
-            seen["averaged_every"] = averaged_every(expectation, self._written)
+            seen["averaged_every"] = averaging_period(expectation, self._written)
         if expectation.contract.gradients == "owner":
             seen["elsewhere"] = _reduced_to_wrong_rank(expectation)
         if first.parameters and self._job.facts.takes_loss:
@@ -281,7 +281,7 @@ def _batch_weights(expectation: StepExpectation) -> tuple[float, ...]:
             continue
         rows.append((whole.double() / size, *(column / size for column in columns)))
         allowed += (full_batch_bound.tolerance(expectation, index) / size) ** 2
-    fitted = fit(rows)
+    fitted = fit_least_squares(rows)
     if fitted is None or fitted.apart < LEAST_SINGULAR:
         return ()
     moved = max(fitted.moved_by) * sqrt(allowed)
@@ -321,7 +321,7 @@ def _is_within(held: torch.Tensor, required: Interval) -> bool:
     return bool(((as_float64(held) - required.mean).abs() <= required.bound).all())
 
 
-def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
+def _overlaps(trace: TraceReader) -> Iterator[SampleOverlap]:
     """Yield pairs of ranks that read the same samples in the same epoch."""
     ranks, steps = range(trace.layout.world), range(trace.steps_written())
     headers = [[trace.header(rank, step) for step in steps] for rank in ranks]
@@ -332,7 +332,7 @@ def _overlaps(trace: TraceReader) -> Iterator[Overlap]:
             read[second.epoch][1].update(second.ids)
         shared = sum(len(a & b) for a, b in read.values())
         if shared:
-            yield Overlap(
+            yield SampleOverlap(
                 ranks=(one, two),
                 shared=shared,
                 read=sum(len(header.ids) for header in headers[one]),

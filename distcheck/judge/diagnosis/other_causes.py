@@ -4,7 +4,12 @@ import math
 
 from distcheck.judge.diagnosis import gradients
 from distcheck.judge.diagnosis.measurements import Measurements, PassFacts, UpdateFacts
-from distcheck.judge.diagnosis.wording import Failures, number_text, place_of_divergence, some_of
+from distcheck.judge.diagnosis.wording import (
+    Failures,
+    first_names_text,
+    number_text,
+    place_of_divergence,
+)
 from distcheck.records import CheckResult, Diagnosis
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import BITWISE, ROUNDING
@@ -21,9 +26,7 @@ def causes_of_lost_gradients(facts: Measurements) -> list[Diagnosis]:
 
 
 def causes_of_other_bits(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    """Name gradients that are within the rounding bound, but do not have the promised bits, or
-    differ between ranks.
-    """
+    """Name gradients within the rounding bound whose bits are not as promised, or differ."""
     pairs = {pair for pair in failed if pair[0] in ("gradients", "agreement")}
     right = bool(facts.steps) and not any(
         s.parameters or s.missing or s.not_finite for s in facts.steps
@@ -189,7 +192,7 @@ def _owner_causes(seen: UpdateFacts, world: int) -> list[Diagnosis]:
 def _update_text(seen: UpdateFacts, world: int) -> str:
     names = [*seen.parameters, *seen.state]
     ranks = "every rank" if len(seen.ranks) == world else ranks_in_words(seen.ranks)
-    text = f"wrong on {ranks} after step {seen.step}: {some_of(names, _SHOWN)}"
+    text = f"wrong on {ranks} after step {seen.step}: {first_names_text(names, _SHOWN)}"
     if not seen.parameters:
         return f"{text}; the parameters are right"
     if seen.unchanged:

@@ -7,7 +7,7 @@ import msgspec
 from distcheck.records import Diagnosis, Outcome
 from distcheck.records.causes import name_cause
 from distcheck.records.exit_status import MISUSES, RankEnd
-from distcheck.records.odd_ranks import Key, call_mismatch, ranks_in_words
+from distcheck.records.odd_ranks import Key, first_call_mismatch, ranks_in_words
 
 _MESSAGES = ("send", "recv")
 _ZERO_BY_ZERO = "ZeroGradientError: "  # of adapters/forms/steps_inside.py
@@ -75,7 +75,7 @@ def _mismatch_cause(received: Outcome, outcomes: Sequence[Outcome]) -> Diagnosis
     """Name a mismatch: the rank that received a message of another size is usually not the one with
     the wrong call.
     """
-    apart = call_mismatch(_calls(outcomes))
+    apart = first_call_mismatch(_calls(outcomes))
     evidence = (
         f"rank {received.rank} received a message of a different size than its call expects; it "
         "is unknown which rank made the different call"
@@ -146,7 +146,7 @@ def _hang_cause(hung: Sequence[Outcome], finished: Sequence[int]) -> Diagnosis:
         was = f"{names} {'were' if len(stopped) > 1 else 'was'} stopped"
         evidence = "; ".join(filter(None, [was, evidence]))
         return name_cause("hang", evidence, "stopped", ranks=names)
-    if len(calls) > 1 and (apart := call_mismatch(_calls(hung))) is not None:
+    if len(calls) > 1 and (apart := first_call_mismatch(_calls(hung))) is not None:
         evidence += f"; {apart.in_words()}"
     if len(calls) > 1 or (calls and finished):
         return name_cause("collective-mismatch", evidence)

@@ -4,10 +4,10 @@ an earlier step, and rounding to a lower-precision dtype.
 
 from collections.abc import Mapping, Sequence
 
-from distcheck.judge.diagnosis.combinations import bound, distance
+from distcheck.judge.diagnosis.combinations import combination_bound, combination_distance
 from distcheck.judge.diagnosis.measurements import (
     LEAST_FOR_A_GRID,
-    Match,
+    GradientMatch,
     Measurements,
     ParameterFacts,
     StepFacts,
@@ -65,10 +65,10 @@ _KINDS = {
 _PARTIAL_SUMS = {"some ranks'": ("dropped-rank", "chunks", "sums that lack some ranks")}
 
 
-def partial_sums(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
-    """Name elements that lack some ranks, if the ranks differ by element. Called if no other cause
-    fits.
-    """
+def causes_of_partial_sums(
+    step: StepFacts, parameters: Sequence[ParameterFacts]
+) -> list[Diagnosis]:
+    """Name elements that lack ranks, if these ranks differ and no other cause fits."""
     return _other_kinds(step, parameters, _PARTIAL_SUMS)
 
 
@@ -183,7 +183,7 @@ def _earlier_step_causes(step: StepFacts, parameters: Sequence[ParameterFacts]) 
     return found
 
 
-def _all_match(parameters: Sequence[ParameterFacts], matches: Sequence[Match]) -> bool:
+def _all_match(parameters: Sequence[ParameterFacts], matches: Sequence[GradientMatch]) -> bool:
     found = {(match.parameter, match.rank) for match in matches}
     return all((p.name, rank) in found for p in parameters for rank in p.wrong)
 
@@ -204,10 +204,9 @@ def _is_error_size_conclusive(step: StepFacts, parameters: Sequence[ParameterFac
     return all(p.elements < LEAST_FOR_A_GRID for p in in_another_way)
 
 
-def rounded_to(facts: Measurements) -> str:
-    """Return the low-precision dtype in which all wrong gradients are representable, at every
-    measured step, or "". Tensors of a few elements are ignored: they may be representable by
-    chance.
+def dtype_rounded_to(facts: Measurements) -> str:
+    """Return the low-precision dtype in which all wrong gradients are representable, at every step,
+    or "". Tensors of a few elements are ignored, since they may be representable by chance.
     """
     wrong = [
         (parameter.shorter[rank], parameter.on_grid[rank])
@@ -230,7 +229,9 @@ def _rounding(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Dia
     # Weights of gradients cannot explain roundings, and only rounding leaves all on a grid.
     grid = enough and all(p.on_grid[rank] for p in counting for rank in p.wrong)
     beyond = any(
-        p.remainder[rank] > bound(step, p, step.shares) for p in parameters for rank in p.wrong
+        p.remainder[rank] > combination_bound(step, p, step.shares)
+        for p in parameters
+        for rank in p.wrong
     )
     if not grid and not (beyond and _is_error_size_conclusive(step, parameters)):
         return []
@@ -269,7 +270,7 @@ def _small_noise(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[
     for p in parameters:
         size = sum(share * norm for share, norm in zip(step.shares, p.norms, strict=True))
         for rank in p.wrong:
-            error = distance(p, rank, step.shares)
+            error = combination_distance(p, rank, step.shares)
             if not error <= _MOST_NOISE * size:
                 return []
             # Small parameters next to larger ones need only this.

@@ -76,7 +76,7 @@ def _site(kind: str, place: Difference, facts: Measurements) -> CallSite | None:
         lines = lines if len(lines) == 1 else lines & {*way.reducing} if "" not in lines else set()
     elif kind != "exchanges" or not _was_finite(facts, place.step):
         return None
-    return site_at(next(iter(lines))) if len(lines) == 1 else None
+    return parse_call_site(next(iter(lines))) if len(lines) == 1 else None
 
 
 def _left_right(facts: Measurements, step: int) -> bool:
@@ -92,7 +92,7 @@ def _was_finite(facts: Measurements, step: int) -> bool:
     return seen is None or not (seen.before or seen.hidden)
 
 
-def site_at(line: str) -> CallSite | None:
+def parse_call_site(line: str) -> CallSite | None:
     """Parse FILE:LINE from a rank; None if it is malformed."""
     file, _, number = line.rpartition(":")
     if not file or len(file) > _MOST_PATH or not number.isdecimal() or len(number) > 9:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distcheck.judge.diagnosis.measurements import Measurements
 from distcheck.judge.diagnosis.wording import Failures, place_of_divergence, positions_text
-from distcheck.judge.rerun_bisection import Separation
+from distcheck.judge.rerun_bisection import BisectionResult
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, Diagnosis, FindingKind
 from distcheck.records.causes import name_cause
@@ -37,7 +37,7 @@ _FACTORS = {
 
 
 def causes_of_nondeterminism(
-    failed: Failures, separation: Separation | None, *, alone: bool
+    failed: Failures, separation: BisectionResult | None, *, alone: bool
 ) -> list[Diagnosis]:
     """Name nondeterminism: the two runs differ although seeds are equal. Further worlds show if the
     result depends on process state.
@@ -54,7 +54,9 @@ def causes_of_nondeterminism(
     return [_nondeterministic(result, failed, separation, alone=alone)]
 
 
-def cause_in_process_state(separation: Separation, how: str, *, passed: bool = True) -> Diagnosis:
+def cause_in_process_state(
+    separation: BisectionResult, how: str, *, passed: bool = True
+) -> Diagnosis:
     """Name the process state. `how` describes the rerun's difference; `passed` is True if the first
     world passed every check.
     """
@@ -83,7 +85,7 @@ def cause_in_process_state(separation: Separation, how: str, *, passed: bool = T
 
 
 def _nondeterministic(
-    result: CheckResult, failed: Failures, separation: Separation | None, *, alone: bool
+    result: CheckResult, failed: Failures, separation: BisectionResult | None, *, alone: bool
 ) -> Diagnosis:
     agreed = "everything matched the single-process reference, but two" if alone else "two"
     evidence = f"{agreed} runs with the same seeds differ: {place_of_divergence(result)}"

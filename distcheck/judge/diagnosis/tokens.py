@@ -23,7 +23,7 @@ from distcheck.records.causes import name_cause
 _EXACTLY = 1e-12
 
 
-def named_factors(step: StepFacts) -> list[float]:
+def token_factors(step: StepFacts) -> list[float]:
     """Return the factors of the right gradient that follow from numbers of tokens."""
     if not step.tokens:
         return []
@@ -33,7 +33,7 @@ def named_factors(step: StepFacts) -> list[float]:
     return [*padding, *(tokens / divisor for divisor in divisors)]
 
 
-def other_weights(step: StepFacts) -> dict[str, list[float]]:
+def mistaken_weights(step: StepFacts) -> dict[str, list[float]]:
     """Return possible wrong weights in place of tokens, by the kind of `Reading`. None is a
     multiple of the right weights or of each other.
     """
@@ -58,7 +58,7 @@ def _is_multiple(weights: Sequence[float], other: Sequence[float]) -> bool:
     return all(isclose(a * others, b * total, rel_tol=_EXACTLY) for a, b in pairs)
 
 
-def unweighted(step: StepFacts, kind: str, where: str) -> Diagnosis:
+def cause_of_wrong_token_weights(step: StepFacts, kind: str, where: str) -> Diagnosis:
     """Name means of ranks that are weighted equally, or by samples, instead of by tokens."""
     shares = ", ".join(number_text(share) for share in step.shares)
     how = "by their samples" if kind == "by samples" else "equally"

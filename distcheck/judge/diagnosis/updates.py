@@ -12,9 +12,9 @@ import torch
 from distcheck.judge.diagnosis.measured import StepExpectation, StepView
 from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
-from distcheck.judge.fitting import fit
+from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles import rounding_bound
-from distcheck.judge.oracles.averaging import mean_of, ranks_agree_bitwise
+from distcheck.judge.oracles.averaging import mean_over_ranks, ranks_agree_bitwise
 from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -31,7 +31,7 @@ _SAME_STEP = 1e-4
 _MOST_SUBSETS = 12  # Heuristic: parameters whose subsets are tried; with more, several would fit
 
 
-def measured_update(expectation: StepExpectation) -> UpdateFacts | None:
+def measure_update(expectation: StepExpectation) -> UpdateFacts | None:
     """Measure the parameters that differ from the optimizer's update of recorded values. Return
     None if none differs, or if the trace lacks the values before the update.
     """
@@ -186,7 +186,7 @@ def _made_of(
     taken, wanted, held = (torch.cat(parts) for parts in zip(*rows, strict=True))
     if not bool(taken.isfinite().all() and wanted.isfinite().all()):
         return 1.0, 0.0, 1.0
-    alone, both = fit([(taken, wanted)]), fit([(taken, wanted, held)])
+    alone, both = fit_least_squares([(taken, wanted)]), fit_least_squares([(taken, wanted, held)])
     if alone is None:
         return 0.0, 0.0, 1.0
     if both is None or alone.share <= _SAME or both.share > alone.share / 4:
@@ -194,7 +194,7 @@ def _made_of(
     return both.factors[0], both.factors[1], both.share
 
 
-def averaged_every(expectation: StepExpectation, written: int) -> int:
+def averaging_period(expectation: StepExpectation, written: int) -> int:
     """Return the period with which parameters became the plain mean of all ranks' updates, or 0."""
     at = [
         step
@@ -225,21 +225,20 @@ def _is_average(expectation: StepExpectation) -> bool:
         if len(present) < len(own) or held is None:
             return False
         apart = apart or any(not torch.equal(present[0], other) for other in present[1:])
-        mean = mean_of(present)
+        mean = mean_over_ranks(present)
         if not bool(((as_float64(held) - mean.mean).abs() <= mean.bound).all()):
             return False
     return apart
 
 
-def measured_average(expectation: StepExpectation) -> StepFacts:
-    """Measure a wrong average of parameters like a gradient: the update of each rank takes the
-    place of its local gradient, and the average that of the reduced gradient. Raises
-    NotRecordedError.
+def measure_average(expectation: StepExpectation) -> StepFacts:
+    """Measure a wrong average of parameters like a gradient: each rank's update stands for its
+    local gradient, and the average for the reduced gradient. Raises NotRecordedError.
     """
     return StepMeasuring(_Averaged(expectation), []).facts()
 
 
-def scaled_projection(expectation: StepExpectation) -> float | None:
+def projection_factor(expectation: StepExpectation) -> float | None:
     """Return the common factor between rank 0's gradients and right low-rank projections, or None.
     A projection y = f P M has f = |y|^2 / <y, M>.
     """
@@ -284,7 +283,7 @@ def buffers_updated_twice(expectation: StepExpectation) -> bool:
 
 
 def _continues_same_way(before: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> bool:
-    found = fit([(twice - once, once - before)])
+    found = fit_least_squares([(twice - once, once - before)])
     if found is None:
         return False
     (share,), rest = found.factors, found.left / float((once - before).norm())
@@ -334,7 +333,7 @@ class _Averaged(StepView):
     def interval(self, index: int, *, wire: str | None = None) -> Interval | None:
         parts = [self.local(rank, index) for rank in range(len(self.ranks))]
         present = [part for part in parts if part is not None]
-        found = mean_of(present) if present else None
+        found = mean_over_ranks(present) if present else None
         if found is None or wire is None:
             return found
         return replace(found, bound=torch.zeros_like(found.bound))

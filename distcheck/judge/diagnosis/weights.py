@@ -7,9 +7,9 @@ from math import hypot, isclose
 from distcheck.judge.diagnosis import tokens
 from distcheck.judge.diagnosis.combinations import (
     Reading,
+    fitting_readings,
     norm_error,
     norms_differ,
-    readings,
     usual_factors,
 )
 from distcheck.judge.diagnosis.measurements import ParameterFacts, StepFacts
@@ -118,7 +118,7 @@ def cause_of_integer_weights(step: StepFacts, way: Reading, where: str) -> Diagn
 
 def explain(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[Diagnosis]:
     """Return every cause that explains these parameters on all ranks."""
-    ways = [readings(step, parameters, rank) for rank in range(len(step.shares))]
+    ways = [fitting_readings(step, parameters, rank) for rank in range(len(step.shares))]
     where = f"step {step.step}, {parameters_text(step, parameters)}"
     found: list[Diagnosis] = []
     if not all(ways):
@@ -141,7 +141,7 @@ def _common_cause(step: StepFacts, way: Reading, where: str) -> list[Diagnosis]:
     if way.kind == "by positions" and way.factor == 1.0:
         return [tokens.cause_of_counted_padding(step, where)]
     if way.kind in ("plain mean", "by samples") and step.tokens:
-        unweighted = tokens.unweighted(step, way.kind, where)
+        unweighted = tokens.cause_of_wrong_token_weights(step, way.kind, where)
         return [unweighted] if way.factor == 1.0 else _larger_first(step, way, unweighted, where)
     if way.kind == "plain mean":
         unweighted = cause_of_equal_weights(step, where)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from distcheck.judge.diagnosis.measurements import Fit, ParameterFacts, StepFacts
+from distcheck.judge.diagnosis.measurements import GradientFit, ParameterFacts, StepFacts
 from distcheck.records import CheckResult, quoted
 from distcheck.records.odd_ranks import ranks_in_words
 
@@ -20,23 +20,21 @@ def positions_text(step: StepFacts, positions: Sequence[int]) -> str:
     return ranks_in_words([step.number(position) for position in positions])
 
 
-def some_of(names: Sequence[str], most: int = 6) -> str:
+def first_names_text(names: Sequence[str], most: int = 6) -> str:
     """Format the first names and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(quoted, names[:most])) + more
 
 
 def parameters_text(step: StepFacts, parameters: Sequence[ParameterFacts]) -> str:
-    """Format `all 6 parameters` or `parameter 5.bias (1 of 6)`. Only parameters that can reveal a
-    missing all-reduce count.
-    """
+    """Format `all 6 parameters`, or names; only those that can reveal a missing all-reduce."""
     if len(parameters) == step.total:
         which = f" that could show it ({step.silent} could not)" if step.silent else ""
         what = f"all {step.total} parameters" if step.total > 1 else "the only parameter"
         return what + which
     names = [parameter.name for parameter in parameters]
     several = "s" * (len(names) > 1)
-    return f"parameter{several} {some_of(names, 3)} ({len(names)} of {step.total})"
+    return f"parameter{several} {first_names_text(names, 3)} ({len(names)} of {step.total})"
 
 
 def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
@@ -50,7 +48,7 @@ def number_text(value: float, *, beside: Sequence[float] = (1.0,)) -> str:
     return f"{value:.17g}"
 
 
-def coefficients_text(step: StepFacts, fits: Sequence[Fit], rank: int) -> str:
+def coefficients_text(step: StepFacts, fits: Sequence[GradientFit], rank: int) -> str:
     """Format the weights of the ranks' gradients in one rank's result, and the expected weights."""
     got = ", ".join(f"{c:.4g}" for c in fits[rank].coefficients)
     required = ", ".join(f"{share:.4g}" for share in step.shares)

@@ -30,19 +30,19 @@ from distcheck.judge.divergence.noise_floor import (
     STEM_OF,
     NoiseFloor,
     distance_between,
-    loss_of,
     module_tensor_name,
     norm_of,
     recorded_tensor,
     tolerance,
+    unscaled_loss,
 )
 from distcheck.machine.numerics import gamma, unit_roundoff
 from distcheck.recordings.differing import CHOSEN, INITIAL, Pair, TraceComparison
-from distcheck.recordings.jobs.reading import STEMS, JobHeader, JobRecording
-from distcheck.recordings.jobs.records import COMPILED, OpCall, Ops, StepRecord
+from distcheck.recordings.jobs.reading import STEMS, JobRecording, JobStepHeader
+from distcheck.recordings.jobs.records import COMPILED, OpCall, RecordedOps, StepRecord
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records import Difference
-from distcheck.records.run_facts import ByModule
+from distcheck.records.run_facts import ModuleComparison
 
 _ORDER = ("made", "others", "given")  # by decreasing information
 
@@ -62,7 +62,7 @@ class DivergentOp:
     after: str = ""
 
 
-def divergent_op(one: Ops, two: Ops) -> DivergentOp | None:
+def divergent_op(one: RecordedOps, two: RecordedOps) -> DivergentOp | None:
     """Return the first divergence of a step's operators, as far as both are recorded, or None."""
     collective = ""
     for place, (first, second) in enumerate(zip(one.calls, two.calls, strict=False)):
@@ -76,7 +76,7 @@ def divergent_op(one: Ops, two: Ops) -> DivergentOp | None:
     return None
 
 
-def first_op(steps: Iterable[tuple[int, int, Ops, Ops]]) -> str:
+def first_divergent_op_text(steps: Iterable[tuple[int, int, RecordedOps, RecordedOps]]) -> str:
     """Return a sentence about the first diverging operator over (step, rank); "" if no operators
     were recorded. Within a step, ranks whose operator had equal inputs take precedence.
     """
@@ -132,22 +132,22 @@ _OF_UPDATES = (Kind.PARAMETER, Kind.BUFFER)
 
 
 @dataclasses.dataclass
-class Side(JobRecording):
+class RecordingSide(JobRecording):
     """One of two recordings. With `as_one`, all ranks are treated as a single process."""
 
     as_one: bool = False
-    other: "Side | None" = None
+    other: "RecordingSide | None" = None
 
-    def header(self, rank: int, step: int) -> JobHeader:
+    def header(self, rank: int, step: int) -> JobStepHeader:
         """Return a header with only those settings that both recordings have."""
         at, found = self.steps[step], super().header(rank, step)
-        settings, loss = self._settings(step), loss_of(self, rank, at)
+        settings, loss = self._settings(step), unscaled_loss(self, rank, at)
         if not self.as_one:
             return found._replace(optimizer=settings, loss=loss)
-        every = [super(Side, self).header(one, step) for one in self._ranks_at(at)]
-        losses = [loss_of(self, one, at) for one in self._ranks_at(at)]
+        every = [super(RecordingSide, self).header(one, step) for one in self._ranks_at(at)]
+        losses = [unscaled_loss(self, one, at) for one in self._ranks_at(at)]
         rows = sorted(chain(*(one.ids for one in every)))
-        return JobHeader(tuple(rows), sum(losses) / len(losses), b"", settings)
+        return JobStepHeader(tuple(rows), sum(losses) / len(losses), b"", settings)
 
     def _ranks_at(self, at: int) -> list[int]:
         return [rank for rank, step in self.records if step == at]
@@ -165,7 +165,9 @@ class Side(JobRecording):
         return "; ".join(groups)
 
 
-def comparable_recordings(then: JobRecording, now: JobRecording) -> tuple[Side, Side]:
+def comparable_recordings(
+    then: JobRecording, now: JobRecording
+) -> tuple[RecordingSide, RecordingSide]:
     """Return both recordings with the same tensors in the same order."""
     as_one = then.world != now.world
     names: dict[Kind, list[str]] = {}
@@ -188,17 +190,15 @@ def _has_tensors(job: JobRecording, kind: Kind) -> bool:
     return kind not in STEMS or any(n.startswith(stem) for one in records for n in one.digests)
 
 
-def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> Side:
+def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> RecordingSide:
     about = {field.name: getattr(job, field.name) for field in dataclasses.fields(JobRecording)}
     if as_one:
         about["ranks"] = (msgspec.structs.replace(job.ranks[0], world=1),)
-    return Side(**{**about, "_names": dict(names)}, as_one=as_one)  # type: ignore[arg-type]
+    return RecordingSide(**{**about, "_names": dict(names)}, as_one=as_one)  # type: ignore[arg-type]
 
 
 def why_not_comparable(then: JobRecording, now: JobRecording) -> str:
-    """Return the reason that jobs with different world sizes compute different values by design, or
-    "".
-    """
+    """Return why jobs of different world sizes differ by design, or ""."""
     if then.world == now.world:
         return ""
     records = [*then.records.values(), *now.records.values()]
@@ -216,7 +216,9 @@ class JobComparison(LockstepComparison):
     diverge as far as the gradients.
     """
 
-    def __init__(self, then: Side, now: Side, floors: Sequence[tuple[NoiseFloor, int]]) -> None:
+    def __init__(
+        self, then: RecordingSide, now: RecordingSide, floors: Sequence[tuple[NoiseFloor, int]]
+    ) -> None:
         super().__init__(then, now)
         self._sides, self._floors = (then, now), floors
         self._large = max(one.records[0, one.steps[0]].world for one in self._sides)
@@ -283,7 +285,7 @@ class JobComparison(LockstepComparison):
             return False
         return any(torch.equal(a.to(b.dtype), b) for a, b in ((one, two), (two, one)))
 
-    def by_module(self) -> ByModule | None:
+    def by_module(self) -> ModuleComparison | None:
         """Return the first module that diverges beyond rounding, or bitwise if the jobs do not
         diverge beyond rounding. Return None if one of the jobs did not record modules.
         """
@@ -297,13 +299,13 @@ class JobComparison(LockstepComparison):
             found = by_bits if by_bits is not None and by_bits.is_found else found or by_bits
         return found
 
-    def by_op(self) -> str:
+    def first_divergent_op(self) -> str:
         """Return the first diverging operator, if both jobs recorded operators."""
         if self._first is None or self.diverged is not None or self._sides[0].as_one:
             return ""
-        return first_op(self._ops_until(self._first.step))
+        return first_divergent_op_text(self._ops_until(self._first.step))
 
-    def _ops_until(self, last: int) -> Iterator[tuple[int, int, Ops, Ops]]:
+    def _ops_until(self, last: int) -> Iterator[tuple[int, int, RecordedOps, RecordedOps]]:
         for step in range(last + 1):
             pairs = zip(*(side.at(side.steps[step]) for side in self._sides), strict=True)
             for rank, (one, two) in enumerate(pairs):
@@ -330,7 +332,7 @@ class JobComparison(LockstepComparison):
         return [record for side in self._sides for record in side.at(side.steps[step])]
 
     def _unit(self, step: int) -> float:
-        return unit_of(self._records(step))
+        return unit_roundoff_of_step(self._records(step))
 
     def _spread(self, name: str, step: int) -> float | None:
         """Return the distance of a perturbed run, by the larger noise floor."""
@@ -427,7 +429,7 @@ class JobComparison(LockstepComparison):
         return difference / norm if norm else 0.0
 
 
-def unit_of(records: Sequence[StepRecord]) -> float:
+def unit_roundoff_of_step(records: Sequence[StepRecord]) -> float:
     """Return the unit roundoff of the least precise dtype of a step."""
     names = {one.computed for one in records} | {p.autocast for r in records for p in r.passes}
     known = [name.removeprefix("torch.") for name in names if name]

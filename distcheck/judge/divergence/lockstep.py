@@ -6,10 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from distcheck.judge.checks.comparison import Comparison, bitwise
+from distcheck.judge.checks.comparison import Comparison, compare_bitwise
 from distcheck.judge.checks.matching import compare_pair
 from distcheck.judge.checks.tally import Tally
-from distcheck.recordings.differing import DifferenceCount, Pair, TraceComparison, pair_of, pairs
+from distcheck.recordings.differing import (
+    DifferenceCount,
+    Pair,
+    TraceComparison,
+    entry_pair,
+    pairs_of_step,
+)
 from distcheck.recordings.recording import Kind, Recording
 from distcheck.records import Difference
 
@@ -39,7 +45,7 @@ class LockstepComparison:
         """Compare one step in causal order, and the first difference with its bounds."""
         is_first = self._first is None
         changed = []
-        for pair in pairs(self._then, self._now, step):
+        for pair in pairs_of_step(self._then, self._now, step):
             self._compared[pair.what] += 1
             if not pair.is_same:
                 changed.append(pair)
@@ -67,7 +73,9 @@ class LockstepComparison:
         )
 
     def _place(
-        self, pair: Pair, compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = bitwise
+        self,
+        pair: Pair,
+        compare: Callable[[torch.Tensor, torch.Tensor], Comparison] = compare_bitwise,
     ) -> Difference | None:
         """Return the first difference of a pair under a comparison, if any."""
         tally = Tally(pair.what, "-")
@@ -75,7 +83,7 @@ class LockstepComparison:
             tally, pair, self._then, self._now,
             name=pair.name, compare=compare, has_tensors=self._tensors,
         )  # fmt: skip
-        self._judged += 0 if compare is bitwise else elements
+        self._judged += 0 if compare is compare_bitwise else elements
         return tally.result().first
 
     def _judge_step(self, step: int, changed: Sequence[Pair], *, is_first: bool) -> None:
@@ -83,7 +91,7 @@ class LockstepComparison:
         raise NotImplementedError
 
     def _pair(self, kind: Kind, slot: int, rank: int, index: int) -> Pair:
-        return pair_of(self._then, self._now, kind, slot=slot, rank=rank, index=index)
+        return entry_pair(self._then, self._now, kind, slot=slot, rank=rank, index=index)
 
     def _distance(self, slot: int) -> float:
         difference = norm = 0.0

@@ -29,7 +29,7 @@ from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.watched import ModuleCall, WatchedStep
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
-from distcheck.records.run_facts import ByModule, ModuleSeen, ModuleState
+from distcheck.records.run_facts import ComparedModule, ModuleComparison, ModuleState
 
 # Heuristic: a module whose inputs are within their bound may amplify their relative error by this
 # factor.
@@ -60,9 +60,7 @@ class WrongModule:
 
 @dataclass
 class StepInBothRuns:
-    """Both runs of a step. With `fits`, gradients may differ by a factor; with `bits`, nothing may
-    differ.
-    """
+    """Both runs of a step; `fits`: up to a factor; `bits`: nothing may differ."""
 
     own: WatchedStep
     other: WatchedStep
@@ -219,7 +217,7 @@ class StepInBothRuns:
 
     # -- for a report ----------------------------------------------------------------------------
 
-    def modules(self, wrong: WrongModule | None) -> tuple[ModuleSeen, ...]:
+    def modules(self, wrong: WrongModule | None) -> tuple[ComparedModule, ...]:
         """Return each module with its comparison, in the order of first calls."""
         paired = {call.key for call, _ in self._pairs}
         found: dict[str, list[ModuleCall]] = {}
@@ -232,7 +230,7 @@ class StepInBothRuns:
         calls: Sequence[ModuleCall],
         paired: set[tuple[str, int, int]],
         wrong: WrongModule | None,
-    ) -> ModuleSeen:
+    ) -> ComparedModule:
         there = [call for call in calls if call.key in paired]
         outputs = [one for call in there for one in call.outputs]
         known = [of[o] for o in outputs for of in (self._values, self._gradients) if o in of]
@@ -250,7 +248,7 @@ class StepInBothRuns:
             state = "near"
         numbers = (0.0, 0.0) if worst is None else worst[1:]
         error, bound = (one if math.isfinite(one) else 0.0 for one in numbers)
-        return ModuleSeen(
+        return ComparedModule(
             name=calls[0].name, kind=calls[0].kind, state=state, calls=len(calls), error=error,
             bound=bound,
         )  # fmt: skip
@@ -263,7 +261,7 @@ def _share(several: Sequence[tuple[_Is, float, float]]) -> float:
 
 def first_wrong(
     steps: Iterable[tuple[int, int, StepInBothRuns]], words: "ModuleWording"
-) -> ByModule | None:
+) -> ModuleComparison | None:
     """Return the first wrong module over (step, rank) in order; None if nothing was compared."""
     compared, last = 0, None
     for step, rank, both in steps:
@@ -276,7 +274,7 @@ def first_wrong(
         return None
     step, rank, both, wrong = last
     own = both.own.watched
-    return ByModule(
+    return ModuleComparison(
         first=words.sentence(wrong, step, rank, compared),
         name="" if wrong is None or wrong.call is None else wrong.call.name,
         is_found=wrong is not None and wrong.call is not None,
@@ -304,7 +302,7 @@ class ModuleWording:
                 f"the outputs of all modules {self.right}, and the gradient of {wrong.of} "
                 f"{self.wrong} ({at}): check {after}"
             )
-        one = f"{self.head}: {label(wrong.call)}"
+        one = f"{self.head}: {call_label(wrong.call)}"
         far = f"off by {wrong.error:.2g} of its norm, " if math.isfinite(wrong.error) else ""
         if wrong.what == "output":
             return f"{one}: its inputs {self.right}, but its output {self.wrong} ({far}{at})"
@@ -325,7 +323,7 @@ OF_TWO = ModuleWording("first divergent module", "agree", "does not")
 OF_BITS = ModuleWording("first divergent module", "are bit-identical", "is not")
 
 
-def label(call: ModuleCall) -> str:
+def call_label(call: ModuleCall) -> str:
     again = f", call {call.call}" if call.call else ""
     number = f", forward pass {call.number}" if call.number else ""
     return f"{call.name or 'the model'} ({call.kind}{again}{number})"
@@ -339,7 +337,7 @@ def _name(tensor: str) -> str:
 
 
 def add_module_evidence(
-    found: Sequence[Diagnosis], modules: ByModule | None, *variants: str
+    found: Sequence[Diagnosis], modules: ModuleComparison | None, *variants: str
 ) -> list[Diagnosis]:
     """Add the first wrong module to the evidence of the first cause. If that cause is unexplained,
     replace it by the cause `module-differs` with this evidence.

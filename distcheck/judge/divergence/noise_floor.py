@@ -29,8 +29,8 @@ import torch
 from distcheck import private
 from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
-from distcheck.recordings.jobs.records import read_own
-from distcheck.recordings.jobs.sketches import SLOTS, sketch
+from distcheck.recordings.jobs.records import read_record
+from distcheck.recordings.jobs.sketches import SLOTS, project
 from distcheck.recordings.jobs.watched import WatchedStep
 from distcheck.recordings.recording import Kind
 
@@ -61,9 +61,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
     def spread(self, name: str, step: int) -> float | None:
-        """Return the noise floor at a step, from relative changes so far; None if it was not
-        measured.
-        """
+        """Return the noise floor at a step, by relative changes so far; None: not measured."""
         if not 0 <= step < len(self.steps) or name not in self.steps[step]:
             return None
         here = self.steps[step][name]
@@ -85,7 +83,7 @@ def tolerance(spread: float, norm: float, whole_norm: float, *, world: int, unit
     return measured + gamma(world + 1, unit) * norm + unit * whole_norm
 
 
-def measure(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
+def measure_noise_floor(job: JobRecording, perturbed: Sequence[JobRecording]) -> NoiseFloor:
     """Return the distances of perturbed runs from the job, up to the first different choice."""
     steps: list[dict[str, Perturbation]] = []
     for place, step in enumerate(job.steps):
@@ -126,7 +124,7 @@ def _distances(
     job: JobRecording, perturbed: JobRecording, step: int
 ) -> Iterator[tuple[str, float, float]]:
     for rank in range(job.world):
-        pair = [loss_of(one, rank, step) for one in (job, perturbed)]
+        pair = [unscaled_loss(one, rank, step) for one in (job, perturbed)]
         yield "loss", abs(pair[0] - pair[1]), abs(pair[0])
     for kind, stem in STEM_OF.items():
         ranks = range(job.world) if kind is Kind.LOCAL_GRADIENT else range(1)
@@ -159,11 +157,10 @@ def _module_distances(one: WatchedStep, two: WatchedStep) -> Iterator[tuple[str,
 
 
 def module_tensor_name(name: str, *, gradient: bool) -> str:
-    """Return the name of a module call's tensor in a noise floor."""
     return f"module/{name}{'/gradient' * gradient}"
 
 
-def loss_of(job: JobRecording, rank: int, step: int) -> float:
+def unscaled_loss(job: JobRecording, rank: int, step: int) -> float:
     """Return the loss of a rank's step without its loss scale; NaN if unknown."""
     record = job.records[rank, step]
     if not record.trained:
@@ -183,7 +180,6 @@ def recorded_tensor(
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """Return the L2 norm."""
     return float(tensor.double().norm())
 
 
@@ -194,21 +190,19 @@ def distance_between(one: torch.Tensor, two: torch.Tensor) -> float:
         if sums.count(True) != 1:
             return math.inf
         one, two = (
-            t if is_sums else sketch(t) for t, is_sums in zip((one, two), sums, strict=True)
+            t if is_sums else project(t) for t, is_sums in zip((one, two), sums, strict=True)
         )
     wide = torch.complex128 if one.is_complex() else torch.float64
     return float((one.to(wide) - two.to(wide)).norm())
 
 
-def write(noise_floor: NoiseFloor, folder: Path) -> None:
+def write_noise_floor(noise_floor: NoiseFloor, folder: Path) -> None:
     private.write(folder / FILE, msgspec.json.encode(noise_floor))
 
 
-def read(folder: Path) -> NoiseFloor:
-    """Read a noise floor; return an empty one if none was saved. Raises UsageError if it is
-    damaged.
-    """
+def read_noise_floor(folder: Path) -> NoiseFloor:
+    """Read a noise floor, empty if none was saved. Raises UsageError if it is damaged."""
     file = folder / FILE
     if not file.exists():
         return NoiseFloor(why="the recording was kept without one")
-    return read_own(file, NoiseFloor)
+    return read_record(file, NoiseFloor)

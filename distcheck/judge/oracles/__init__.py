@@ -30,16 +30,16 @@ reset grow chaotically.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from distcheck.records.layers import oracle_of
+from distcheck.records.layers import oracle_file
 
 if TYPE_CHECKING:
     from distcheck.judge.oracles.references import AtStep
 
 
-def expect(check: str, layer: str, at: "AtStep") -> Any:
+def compute_expectation(check: str, layer: str, at: "AtStep") -> Any:
     """Return the expectation of a check and layer at a step. Return None if the check only compares
     ranks, or has nothing to compare at this step.
     """
-    module = importlib.import_module(f"{__name__}.{oracle_of(layer)}")
+    module = importlib.import_module(f"{__name__}.{oracle_file(layer)}")
     function = getattr(module, check.replace(" ", "_"), None)
     return None if function is None else function(at)

@@ -41,7 +41,7 @@ class ParameterAverages:
     seen: bool
 
     @classmethod
-    def seen_in(cls, trace: TraceReader, period: int) -> "ParameterAverages":
+    def find_in(cls, trace: TraceReader, period: int) -> "ParameterAverages":
         written = trace.steps_written()
         telling = sorted(
             next((step for step in range(phase, written, period) if _changed(trace, step)), phase)
@@ -55,7 +55,7 @@ class ParameterAverages:
         return (step - self.first) % self.period == 0
 
 
-def mean_of(parameters: Sequence[torch.Tensor]) -> Interval:
+def mean_over_ranks(parameters: Sequence[torch.Tensor]) -> Interval:
     """Return the plain mean of one parameter over the ranks, and its rounding bound."""
     return interval(parameters, [1.0 / len(parameters)] * len(parameters))
 

@@ -15,7 +15,7 @@ import torch
 
 from distcheck.judge.oracles import kinks
 from distcheck.judge.oracles.forms import Gradients
-from distcheck.judge.oracles.full_batch import norm
+from distcheck.judge.oracles.full_batch import finite_norm
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import distance
 
@@ -46,7 +46,7 @@ def tolerances_between_devices(
     """Return three values for rejected gradients: additional tolerances as L2 norms, by index;
     errors up to which a larger deviation is undecided, by index; and the reason, if it is kinks.
     """
-    further, others = kinks.between_devices(at, [*refused])
+    further, others = kinks.device_tolerances(at, [*refused])
     rounding = {}
     for index, too_far in refused.items():
         right, bound = expected[index], tolerances[index]
@@ -61,7 +61,7 @@ def tolerances_between_devices(
                 error=error,
                 bound=bound,
             )
-            rounding[index] = max(own, _UNDECIDED * norm(right) if others else 0.0)
+            rounding[index] = max(own, _UNDECIDED * finite_norm(right) if others else 0.0)
     return further, rounding, _OTHER_KINKS.format(", ".join(others)) if others else ""
 
 

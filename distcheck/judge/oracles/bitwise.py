@@ -23,16 +23,16 @@ from distcheck.judge.oracles import order_exact, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
     After,
     AllowedBuffers,
-    Bits,
     EitherForm,
+    ExactBits,
     GradientForms,
     Gradients,
     Limit,
-    Near,
     RankLosses,
     TensorsOfEachRank,
     Updates,
-    number,
+    WithinNorm,
+    with_positive_zero,
 )
 from distcheck.judge.oracles.references import AtStep
 from distcheck.judge.oracles.rounding_bound import RoundingBound
@@ -54,7 +54,7 @@ class GradientsInPromisedOrder(GradientForms):
     gradients: Gradients
     mean: RoundingBound
 
-    def of(self, index: int) -> Bits | None:
+    def of(self, index: int) -> ExactBits | None:
         return bits(self.gradients[index])
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
@@ -67,9 +67,9 @@ class GradientsInPromisedOrder(GradientForms):
         return None if found is None else every_nth_number(stride, found).double()
 
 
-def bits(tensor: torch.Tensor | None) -> Bits | None:
+def bits(tensor: torch.Tensor | None) -> ExactBits | None:
     """Return the form of a recomputed tensor, if there is one."""
-    return None if tensor is None else Bits(tensor)
+    return None if tensor is None else ExactBits(tensor)
 
 
 def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
@@ -100,14 +100,14 @@ def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
 
 def local_gradients(at: AtStep) -> TensorsOfEachRank:
     if at.references.unpromised:
-        return TensorsOfEachRank(unpromised.own(at))
+        return TensorsOfEachRank(unpromised.local_gradient_forms(at))
     return TensorsOfEachRank(tuple(tuple(bits(g) for g in own) for own in at.shard_gradients))
 
 
 def loss(at: AtStep) -> RankLosses:
     """Return the loss of every rank's shard."""
-    exact = tuple(Bits(number(shard.loss)) for shard in at.shards)
-    return unpromised.losses(at, exact) if at.references.unpromised else RankLosses(exact)
+    exact = tuple(ExactBits(with_positive_zero(shard.loss)) for shard in at.shards)
+    return unpromised.loss_forms(at, exact) if at.references.unpromised else RankLosses(exact)
 
 
 def parameters(at: AtStep) -> Updates:
@@ -141,7 +141,7 @@ def _recompute_update(at: AtStep, rank: int) -> After | None:
     near = _tolerances(at, rank)
     return {
         kind: tuple(
-            EitherForm(Bits(t), Near(t, near[kind][index]), excuse=_CLIPPED)
+            EitherForm(ExactBits(t), WithinNorm(t, near[kind][index]), excuse=_CLIPPED)
             if near and t is not None
             else bits(t)
             for index, t in enumerate(tensors)

@@ -20,7 +20,7 @@ from distcheck import backends
 from distcheck.contract import BackendReduce, Contract, DDPBuckets, Order
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.machine import devices, seeds
-from distcheck.training.jobs import CALIBRATE, Calibration, CalibrationRequest
+from distcheck.training.jobs import CALIBRATE, CalibrationRequest, CalibrationResult
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import Rendezvous, join
 
@@ -30,13 +30,15 @@ _STEPS = 3  # DDP rebuilds its buckets after the first or the second
 
 
 @CALIBRATE.does
-def calibrate_rank(job: CalibrationRequest, fds: Descriptors, reporter: Reporter) -> Calibration:
+def calibrate_rank(
+    job: CalibrationRequest, fds: Descriptors, reporter: Reporter
+) -> CalibrationResult:
     seeds.pin_determinism()
     # All tensors below are created on the rank's device.
     torch.set_default_device(devices.enter(job.device, int(os.environ["LOCAL_RANK"])))
     join(job.rendezvous, fds[STORE])
     reporter.progress(0, "calibrate")
-    return Calibration(failures=tuple(_try_orders(job)))
+    return CalibrationResult(failures=tuple(_try_orders(job)))
 
 
 def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
@@ -56,9 +58,8 @@ def _try_orders(job: CalibrationRequest) -> Iterator[tuple[Order, str]]:
 
 
 def known_vector(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a vector [elements] in (-1, 1) that every process on a machine can compute for every
-    rank. It repeats a few thousand random elements: any of them reveals the order of ranks at its
-    position.
+    """Return a vector [elements] in (-1, 1) that every process on a machine can compute for each
+    rank. It repeats a few thousand random elements: any of them reveals the order of ranks there.
     """
     generator = torch.Generator()
     generator.manual_seed(rank + 1)

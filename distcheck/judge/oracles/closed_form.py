@@ -16,19 +16,19 @@ import torch
 
 from distcheck.judge.oracles import bitwise, rounding_bound, unpromised
 from distcheck.judge.oracles.forms import (
-    Bits,
     EitherForm,
+    ExactBits,
+    ExactNumbers,
     ExactParameters,
     Form,
     GradientForms,
     Limit,
-    Numbers,
     RankLosses,
     TensorsOfEachRank,
     Updates,
-    number,
+    with_positive_zero,
 )
-from distcheck.judge.oracles.integers import IntegerOracle, IntegerStep, expand
+from distcheck.judge.oracles.integers import IntegerOracle, IntegerStep, expand_parameter
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding_bound import RoundingBound
 from distcheck.judge.oracles.shares import declared_factor
@@ -125,9 +125,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class ExactGradients(GradientForms):
-    """Mean gradients of workload `exact`. If sums are rounded, they may be within the bound of
-    `mean`.
-    """
+    """Mean gradients of workload `exact`; rounded sums may be within the bound of `mean`."""
 
     specs: tuple[TensorSpec, ...]
     exact: IntegerStep
@@ -135,7 +133,7 @@ class ExactGradients(GradientForms):
 
     def of(self, index: int) -> Form:
         spec = self.specs[index]
-        exact = Numbers(tensor_from_exact_values(spec, self.exact.synced[spec.name]))
+        exact = ExactNumbers(tensor_from_exact_values(spec, self.exact.synced[spec.name]))
         mean = None if self.mean is None else self.mean.of(index)
         return exact if mean is None else EitherForm(exact, mean)
 
@@ -145,7 +143,7 @@ class ExactGradients(GradientForms):
             return self.mean.limit(index, own)
 
         def elementwise(stride: int) -> torch.Tensor:
-            pairs = zip(self.shares.in_mean, own, strict=True)
+            pairs = zip(self.shares.mean_weights, own, strict=True)
             sizes = [abs(share) * every_nth_number(stride, g).double().abs() for share, g in pairs]
             return torch.stack(sizes).sum(0) * _EXACT
 
@@ -154,7 +152,7 @@ class ExactGradients(GradientForms):
 
 def tensor_from_exact_values(spec: TensorSpec, values: Sequence[Fraction]) -> torch.Tensor:
     """Return a tensor like `spec` with these values, which its dtype represents exactly."""
-    floats = torch.frombuffer(expand(spec.name, values), dtype=torch.float64)
+    floats = torch.frombuffer(expand_parameter(spec.name, values), dtype=torch.float64)
     return floats.to(getattr(torch, spec.dtype)).view(spec.shape)
 
 
@@ -163,7 +161,7 @@ def gradients(at: AtStep) -> ExactGradients:
     form, step = at.references.kept(ClosedForm), at.step
     return ExactGradients(
         at.shares,
-        at.computed_where_unseen,
+        at.recomputed_if_unrecorded,
         specs=at.specs,
         exact=form.step(step),
         mean=rounding_bound.mean_of_step(at) if _rounds(at) else None,
@@ -176,7 +174,7 @@ def local_gradients(at: AtStep) -> TensorsOfEachRank:
     form = at.references.kept(ClosedForm)
     exact = form.step(at.step)
     parts: list[list[Form]] = [
-        [Numbers(tensor_from_exact_values(spec, own[spec.name])) for spec in at.specs]
+        [ExactNumbers(tensor_from_exact_values(spec, own[spec.name])) for spec in at.specs]
         for own in exact.local
     ]
     if form.began_rounded(at.step) or at.references.unpromised:
@@ -195,10 +193,12 @@ def loss(at: AtStep) -> RankLosses:
     """Return the loss of every rank's shard. Raises HeadroomError."""
     form = at.references.kept(ClosedForm)
     losses = form.step(at.step).losses
-    exact: tuple[Form, ...] = tuple(Bits(number(float(value))) for value in losses)
+    exact: tuple[Form, ...] = tuple(ExactBits(with_positive_zero(float(value))) for value in losses)
     if at.references.unpromised:  # micro-batches may not be representable fractions
-        again = (Bits(number(shard.loss)) for shard in at.shards)
-        return unpromised.losses(at, [EitherForm(*pair) for pair in zip(again, exact, strict=True)])
+        again = (ExactBits(with_positive_zero(shard.loss)) for shard in at.shards)
+        return unpromised.loss_forms(
+            at, [EitherForm(*pair) for pair in zip(again, exact, strict=True)]
+        )
     if form.began_rounded(at.step):
         pairs = zip(exact, bitwise.loss(at).forms, strict=True)
         exact = tuple(EitherForm(*pair) for pair in pairs)
@@ -213,7 +213,7 @@ def parameters(at: AtStep) -> ExactParameters | Updates:
         return bitwise.parameters(at)
     after = at.references.kept(ClosedForm).step(at.step).after
     return ExactParameters(
-        tuple(Numbers(tensor_from_exact_values(s, after[s.name])) for s in at.specs)
+        tuple(ExactNumbers(tensor_from_exact_values(s, after[s.name])) for s in at.specs)
     )
 
 

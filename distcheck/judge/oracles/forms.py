@@ -18,21 +18,21 @@ Limit = Callable[[int], torch.Tensor | float]  # over every k-th number, or for 
 
 
 @dataclass(frozen=True)
-class Bits:
+class ExactBits:
     """Exactly these bits."""
 
     expected: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ExactNumbers:
     """Exactly these numbers, but -0 equals +0."""
 
     expected: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Within:
+class WithinBound:
     """Numbers within `bound` of `mean`, elementwise; float64."""
 
     mean: torch.Tensor
@@ -41,7 +41,7 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Near:
+class WithinNorm:
     """Numbers within an L2 distance of `tolerance`. A larger distance of at most `rounding` is
     undecided: it may be rounding, for the reason `why`.
     """
@@ -64,10 +64,10 @@ class EitherForm:
     excuse: str = ""
 
 
-Form = Bits | Numbers | Within | Near | Projection | EitherForm
+Form = ExactBits | ExactNumbers | WithinBound | WithinNorm | Projection | EitherForm
 
 
-def number(value: float) -> torch.Tensor:
+def with_positive_zero(value: float) -> torch.Tensor:
     """Return a tensor of numbers to compare, with +0 for -0."""
     return torch.tensor(value + 0.0, dtype=torch.float64)
 
@@ -101,9 +101,7 @@ class GradientForms(ABC):
         """Return the bound that applies, given the ranks' `own` gradients of a parameter."""
 
     def every(self, index: int, stride: int) -> torch.Tensor | None:
-        """Return every `stride`-th compared number if bits are compared. Then `limit` is the
-        rounding bound of a mistaken sum.
-        """
+        """Return every `stride`-th compared number, if bits are compared."""
         return None
 
 
@@ -122,19 +120,15 @@ class RankLosses:
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """A model's outputs for the samples of each data coordinate, [samples, numbers], with their
-    tolerance as an L2 norm.
-    """
+class ExpectedOutputs:
+    """Outputs for each data coordinate's samples, [samples, numbers], and an L2 tolerance."""
 
-    expected: tuple[Near, ...]
+    expected: tuple[WithinNorm, ...]
 
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean loss over all ranks: a form, or `expected` within `bound`. `rounding` is as in
-    `Near`; `remark` is reported.
-    """
+    """The mean loss over all ranks: a form, or `expected` within `bound`; see `WithinNorm`."""
 
     form: Form
     expected: float
@@ -160,18 +154,18 @@ class AllowedBuffers:
 
 
 @dataclass(frozen=True)
-class AfterBatch:
+class FullBatchBuffers:
     """Every rank's buffers after a step over the full batch. `alone` [rank][buffer] are the buffers
     of each of `ranks` after processing only its samples.
     """
 
-    buffers: tuple[Near, ...]
+    buffers: tuple[WithinNorm, ...]
     alone: tuple[tuple[torch.Tensor, ...], ...]
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Averaged:
+class UpdatesToAverage:
     """The parameters of each rank after its update, before they are averaged."""
 
     parts: tuple[Gradients, ...]
@@ -194,7 +188,7 @@ class Updates:
 class ExactParameters:
     """Parameters of workload `exact` after a step."""
 
-    parameters: tuple[Numbers, ...]
+    parameters: tuple[ExactNumbers, ...]
 
 
 @dataclass(frozen=True)

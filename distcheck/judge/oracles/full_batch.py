@@ -101,9 +101,9 @@ from distcheck.recordings.recording import Kind
 from distcheck.records import TensorSpec
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.adapters.forms import trained_with
-from distcheck.training.building import trainable
-from distcheck.training.outputs import calls_of
-from distcheck.training.whole_tensors import dense
+from distcheck.training.building import recorded_parameters
+from distcheck.training.outputs import record_outputs
+from distcheck.training.whole_tensors import as_dense
 
 # Measured: the least P, that of the bundled workloads, with which correct code reached a third of
 # the tolerance of full batch float32. A larger one is counted.
@@ -150,27 +150,23 @@ def relative_tolerance(layer: str, batch: int, positions: int = 0, splits: int =
 def module_scales(
     names: Sequence[str], gradients: Sequence[torch.Tensor | None]
 ) -> dict[str, float]:
-    """Return the largest gradient norm of each module. A module is a parameter's name up to its
-    last dot.
-    """
+    """Return each module's largest gradient norm; a module is a name up to its last dot."""
     scales: dict[str, float] = {}
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
             module = name.rpartition(".")[0]
-            scales[module] = max(scales.get(module, 0.0), norm(gradient))
+            scales[module] = max(scales.get(module, 0.0), finite_norm(gradient))
     return scales
 
 
-def norm(tensor: torch.Tensor) -> float:
+def finite_norm(tensor: torch.Tensor) -> float:
     """Return the L2 norm of the finite elements in float64; both parts of complex numbers count."""
     parts = as_float64(tensor)
     return float(torch.where(parts.isfinite(), parts, 0.0).norm())
 
 
-def underflow(layer: str, batch: int, elements: int) -> float:
-    """Return the largest L2 difference between two ways of adding a gradient whose terms underflow;
-    see the module docstring.
-    """
+def underflow_error(layer: str, batch: int, elements: int) -> float:
+    """Return the largest L2 error of adding terms that underflow; see the module docstring."""
     tiny = smallest(torch.float64 if layer == IN_FLOAT64 else torch.float32)
     return 2.0 * batch * tiny * sqrt(elements)
 
@@ -180,23 +176,19 @@ def tolerance_of(
 ) -> float:
     """Return the tolerance of one parameter's gradient, as an L2 norm, from its module's norms."""
     scale = scales.get(spec.name.rpartition(".")[0], 0.0)
-    return relative * scale + underflow(layer, samples, spec.elements)
+    return relative * scale + underflow_error(layer, samples, spec.elements)
 
 
 def loss_tolerance(layer: str, magnitude: float) -> float:
-    """Return the tolerance of the mean loss over all ranks. `magnitude` is the mean absolute value
-    of the samples' losses.
-    """
+    """Return the tolerance of the mean loss; `magnitude` is the losses' mean absolute value."""
     return _LOSS_RELATIVE[layer] * abs(magnitude)
 
 
 class FullBatchReference(StepReference):
     """Runs full batches."""
 
-    def normalized_sizes(self, shards: Sequence[int]) -> list[int]:
-        """Return the numbers of samples that BatchNorm normalizes separately: shards, or their
-        micro-batches.
-        """
+    def separately_normalized_sizes(self, shards: Sequence[int]) -> list[int]:
+        """Return the sizes that BatchNorm normalizes separately: shards or micro-batches."""
         return [stretch.samples for stretch in self._stretches(shards)]
 
     def _stretches(self, shards: Sequence[int]) -> list[GhostSegment]:
@@ -228,14 +220,14 @@ class FullBatchReference(StepReference):
         under = seeds.under(self._trace.header(0, step).settings)
         counting = LongestSum(self._model, sum(shards))
         outer = within or contextlib.nullcontext()
-        watching = calls_of(self._model, sum(shards)) if self._trace.layout.outputs else None
+        watching = record_outputs(self._model, sum(shards)) if self._trace.layout.outputs else None
         watched = watching or contextlib.nullcontext()
         with outer, under, self._ghost_of(step, stretches) as layers, counting, watched as calls:
             loss = self._ingredients.loaded.workload.loss(self._model, batch)
             loss.backward()
         return FullBatch(
             loss=float(loss.detach()),
-            gradients=[dense(p.grad) for _, p in trainable(self._model)],
+            gradients=[as_dense(p.grad) for _, p in recorded_parameters(self._model)],
             ghost=layers.normalized,
             positions=counting.terms,
             outputs=None if calls is None else calls.rows,
@@ -276,7 +268,7 @@ class FullBatchReference(StepReference):
     def _perturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for _, parameter in trainable(self._model):
+            for _, parameter in recorded_parameters(self._model):
                 parts = real_parts(parameter)
                 up = torch.randint(0, 2, parts.shape, generator=generator, dtype=torch.bool)
                 to = torch.where(up, math.inf, -math.inf).to(parts)
@@ -302,7 +294,7 @@ class FullBatchReference(StepReference):
             exchanges_itself=trained_with(case.adaptation.form) == case.workload,
         )
 
-    def distance_from_true(self, step: int, ghost: FullBatch) -> float:
+    def distance_from_single_batch(self, step: int, ghost: FullBatch) -> float:
         """Return the relative L2 distance, over all parameters, between a ghost batch's gradient
         and the gradient of the full batch with a single normalization.
         """

@@ -13,19 +13,19 @@ import torch
 
 from distcheck.judge.oracles import between_devices, kinks, model_outputs, rounding_bound
 from distcheck.judge.oracles.forms import (
-    AfterBatch,
     EitherForm,
+    ExpectedOutputs,
+    FullBatchBuffers,
     GradientForms,
     Gradients,
     Limit,
     MeanLoss,
-    Near,
-    Outputs,
-    number,
+    WithinNorm,
+    with_positive_zero,
 )
 from distcheck.judge.oracles.full_batch import (
+    finite_norm,
     loss_tolerance,
-    norm,
     relative_tolerance,
     tolerance_of,
 )
@@ -82,18 +82,18 @@ class FullBatchBound(GradientForms):
     sides: _Sides
     nan_is_expected: bool
 
-    def of(self, index: int) -> Near | EitherForm | None:
+    def of(self, index: int) -> WithinNorm | EitherForm | None:
         expected, tolerance, sides = self.gradients[index], self.tolerances[index], self.sides
         if expected is None:
             return None
         rounding = sides.rounding.get(index, 0.0)
-        near = Near(expected, tolerance, self.nan_is_expected, rounding, sides.why)
+        near = WithinNorm(expected, tolerance, self.nan_is_expected, rounding, sides.why)
         if index in sides.further:
-            wider = Near(expected, tolerance + sides.further[index])
+            wider = WithinNorm(expected, tolerance + sides.further[index])
             return EitherForm(near, wider, excuse=between_devices.EXCUSE)
         if index not in sides.by_shards:
             return near
-        return EitherForm(near, Near(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
+        return EitherForm(near, WithinNorm(sides.by_shards[index], tolerance), excuse=_AT_A_KINK)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
         return lambda stride: self.tolerances[index] + self.sides.further.get(index, 0.0)
@@ -127,16 +127,16 @@ def gradients(at: AtStep) -> FullBatchBound:
 
 
 def _local_gradients(at: AtStep) -> tuple[Gradients, ...]:
-    if at.exchanges_itself:
+    if at.communicating_form:
         return at.unexchanged
-    return at.computed_where_unseen if at.references.mesh is None else ()
+    return at.recomputed_if_unrecorded if at.references.mesh is None else ()
 
 
 def _note_on_ghost_batch(at: AtStep) -> str:
     reference = at.references.full_batch
-    sizes = reference.normalized_sizes(at.shares.sizes)
+    sizes = reference.separately_normalized_sizes(at.shares.sizes)
     stretches = "shard" if len(sizes) == len(at.shares.sizes) else "micro-batches"
-    distance = reference.distance_from_true(at.step, at.full_batch)
+    distance = reference.distance_from_single_batch(at.step, at.full_batch)
     return (
         "BatchNorm: the reference uses ghost batches, in which each rank normalizes its own "
         f"{stretches} ({', '.join(map(str, sizes))}). It is {distance:.2f} (relative L2) from "
@@ -273,20 +273,23 @@ def _shards_are_the_batch(at: AtStep, index: int) -> bool:
         return False
 
 
-def outputs(at: AtStep) -> Outputs | None:
+def outputs(at: AtStep) -> ExpectedOutputs | None:
     """Return the model's outputs for the samples of each data coordinate."""
-    return model_outputs.expected(
+    return model_outputs.expected_outputs(
         at, at.full_batch_layer, _splits(at), _ROUNDED.format("outputs are", "they are")
     )
 
 
-def buffers(at: AtStep) -> AfterBatch | None:
+def buffers(at: AtStep) -> FullBatchBuffers | None:
     """Return the buffers after forward, for code that communicates by itself."""
-    if not at.exchanges_itself:
+    if not at.communicating_form:
         return None
     relative = relative_tolerance(at.full_batch_layer, at.shares.samples, at.full_batch.positions)
-    return AfterBatch(
-        tuple(Near(as_float64(one), relative * norm(one)) for one in at.full_batch.buffers),
+    return FullBatchBuffers(
+        tuple(
+            WithinNorm(as_float64(one), relative * finite_norm(one))
+            for one in at.full_batch.buffers
+        ),
         tuple(tuple(shard.buffers) for shard in at.shards),
         tuple(at.trace.ranks),
     )
@@ -297,7 +300,7 @@ def loss(at: AtStep) -> MeanLoss:
     may cancel: then the samples' losses are computed, with one forward pass each.
     """
     expected = at.full_batch.loss
-    if at.exchanges_itself and (times := _times_the_loss(at)) != 1:
+    if at.communicating_form and (times := _times_the_loss(at)) != 1:
         return replace(_near_loss(at, expected * times), remark=_TIMES_WORLD.format(times))
     return _near_loss(at, expected)
 
@@ -317,19 +320,23 @@ def _near_loss(at: AtStep, expected: float) -> MeanLoss:
     apart = max((abs(loss - expected) for loss in recorded_losses(at)), default=0.0)
     bound = loss_tolerance(layer, expected)
     # Losses of single samples are no terms of a loss that compares samples.
-    if bound < apart < math.inf and not at.exchanges_itself:
+    if bound < apart < math.inf and not at.communicating_form:
         magnitude = at.references.full_batch.loss_magnitude(at.step, expected)
         bound = loss_tolerance(layer, magnitude)
-    refused = bound < apart < math.inf and (layer == IN_FLOAT32 or bool(at.exchanges_itself))
+    refused = bound < apart < math.inf and (layer == IN_FLOAT32 or bool(at.communicating_form))
     if refused and at.references.mesh is not None:
-        rounding = at.own_rounding.allows(lambda b: number(b.loss), error=apart, bound=bound)
+        rounding = at.own_rounding.allows(
+            lambda b: with_positive_zero(b.loss), error=apart, bound=bound
+        )
         why = _ROUNDED.format("the loss is", "it is")
-        form = Near(number(expected), bound, rounding=rounding, why=why)
+        form = WithinNorm(with_positive_zero(expected), bound, rounding=rounding, why=why)
         return MeanLoss(form, expected, bound, rounding)
-    near = Near(number(expected), bound)
+    near = WithinNorm(with_positive_zero(expected), bound)
     if not refused or not _losses_are_the_batchs(at):
         return MeanLoss(near, expected, bound)
-    by_shards = Near(number(_mean_loss(at, [shard.loss for shard in at.shards])), bound)
+    by_shards = WithinNorm(
+        with_positive_zero(_mean_loss(at, [shard.loss for shard in at.shards])), bound
+    )
     return MeanLoss(EitherForm(near, by_shards, excuse=_LONG_LOSS), expected, bound)
 
 
@@ -344,8 +351,8 @@ def recorded_losses(at: AtStep) -> list[float]:
     for ranks in mesh.along("data"):
         headers = [whole.header(rank, at.step) for rank in ranks]
         if all(has_loss(header.loss) for header in headers):
-            over = max(1, sum(header.loss_over for header in headers))
-            found.append(sum(h.loss * h.loss_over for h in headers) / over)
+            over = max(1, sum(header.loss_count for header in headers))
+            found.append(sum(h.loss * h.loss_count for h in headers) / over)
     return found
 
 

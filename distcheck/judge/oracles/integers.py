@@ -90,7 +90,7 @@ def why_not_exact(
     return ""
 
 
-def why_not_carried(contract: Contract, *, shard_sizes: Sequence[Sequence[int]]) -> str:
+def why_wire_overflows(contract: Contract, *, shard_sizes: Sequence[Sequence[int]]) -> str:
     """Return the reason that gradients may exceed the range of the contract's wire dtype, or "".
     They would correctly become infinite, and nothing could be judged afterward.
     """
@@ -134,7 +134,9 @@ class IntegerOracle:
     def __init__(self, contract: Contract, dtype: str) -> None:
         self._contract = contract
         self._limit = 2 ** _SIGNIFICAND_BITS[dtype]
-        self._weights = {name: [_UNIT * w for w in values] for name, values in initial().items()}
+        self._weights = {
+            name: [_UNIT * w for w in values] for name, values in initial_weights().items()
+        }
 
     def step(
         self, shards: Sequence[Sequence[int]], loss_factors: Sequence[float] | None = None
@@ -282,7 +284,7 @@ class _Contributions:
         self.largest_activation = max(self.largest_activation, size)
 
 
-def initial() -> dict[str, Vector]:
+def initial_weights() -> dict[str, Vector]:
     return {
         "dense.weight": _initial(2, _HIDDEN * _FEATURES),
         "dense.bias": _initial(3, _HIDDEN),
@@ -293,7 +295,7 @@ def initial() -> dict[str, Vector]:
     }
 
 
-def expand(name: str, values: Sequence[Fraction]) -> "array[float]":
+def expand_parameter(name: str, values: Sequence[Fraction]) -> "array[float]":
     """Return all elements of a parameter as floats; the values of the table repeat after 257."""
     floats = array("d", map(float, values))
     if name != "table":

@@ -64,7 +64,7 @@ _OTHERS = {
 Unit = tuple[int, int]  # call index of a ReLU in a forward pass, and element index
 
 
-class Units(TorchDispatchMode):
+class UnitsNearKinks(TorchDispatchMode):
     """Finds units near a kink in a forward pass, and moves `flipped` units to the other side."""
 
     supports_higher_order_operators = True
@@ -99,7 +99,7 @@ def gradients_on_sides_of_kinks(at: AtStep, indices: Sequence[int]) -> dict[int,
     """Return the full batch's gradients of these parameters with units on the ranks' sides, as
     fitted to the recording. Return an empty dictionary if no unit is near a kink.
     """
-    reference, looked = at.references.full_batch, Units()
+    reference, looked = at.references.full_batch, UnitsNearKinks()
     reference.run(at.step, within=looked)
     size = sum(at.specs[index].elements for index in indices)
     units = [unit for _, unit in sorted(looked.near)[: min(_MOST, _MOST_ELEMENTS // size)]]
@@ -111,7 +111,7 @@ def gradients_on_sides_of_kinks(at: AtStep, indices: Sequence[int]) -> dict[int,
     apart = torch.cat([(as_float64(h[0]) - r).flatten() for h, r in zip(held, right, strict=True)])
     columns = []
     for unit in units:
-        flipped = reference.run(at.step, within=Units([unit])).gradients
+        flipped = reference.run(at.step, within=UnitsNearKinks([unit])).gradients
         moved = [flipped[index] for index in indices]
         if any(m is None for m in moved):
             return {}
@@ -219,7 +219,7 @@ def _to_pair(number: Any) -> tuple[int, int]:
     return (several[0], several[-1])
 
 
-def between_devices(at: AtStep, indices: Sequence[int]) -> tuple[dict[int, float], list[str]]:
+def device_tolerances(at: AtStep, indices: Sequence[int]) -> tuple[dict[int, float], list[str]]:
     """Return the additional L2 tolerance of these gradients on a different device, and names of
     functions with kinks that were not examined.
     """

@@ -25,7 +25,7 @@ class LongestSum:
 
     def __enter__(self) -> "LongestSum":
         for module in self._model.modules():
-            if features_of(module):
+            if output_features(module):
                 self._hooks.append(module.register_forward_hook(self._count))
         return self
 
@@ -42,14 +42,12 @@ class LongestSum:
         seen = inputs if isinstance(module, ConvTranspose) else made
         tensors = [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)]
         if tensors:
-            rows = self._samples * features_of(module)
+            rows = self._samples * output_features(module)
             self._counted[module] += -(-tensors[0].numel() // rows)
 
 
-def features_of(module: nn.Module) -> int:
-    """Return the number of output features (for a transposed convolution: input) per position; 0
-    for uncounted modules.
-    """
+def output_features(module: nn.Module) -> int:
+    """Return output features per position (transposed convolution: input); 0: uncounted."""
     if isinstance(module, Conv):
         return module.in_channels if isinstance(module, ConvTranspose) else module.out_channels
     if isinstance(module, nn.Linear | nn.Bilinear):

@@ -92,7 +92,7 @@ class ProjectionFit:
     why: str = ""
 
 
-def carried(
+def compression_input(
     now: Interval,
     earlier: Sequence[tuple[Interval, torch.Tensor]],
     *,

@@ -23,15 +23,15 @@ single process: see `own_rounding.py`.
 
 import torch
 
-from distcheck.judge.oracles.forms import Near, Outputs
-from distcheck.judge.oracles.full_batch import FullBatch, norm, relative_tolerance
+from distcheck.judge.oracles.forms import ExpectedOutputs, WithinNorm
+from distcheck.judge.oracles.full_batch import FullBatch, finite_norm, relative_tolerance
 from distcheck.judge.oracles.references import AtStep
 from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import Kind
 from distcheck.records.layers import IN_FLOAT32
 
 
-def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
+def expected_outputs(at: AtStep, layer: str, splits: int, why: str) -> ExpectedOutputs | None:
     """Return the expected outputs of a step; None if the reference returned no outputs. If the
     reference's rounding exceeds the bound, `why` is the reason.
     """
@@ -46,12 +46,12 @@ def expected(at: AtStep, layer: str, splits: int, why: str) -> Outputs | None:
     )
     forms = []
     for place, part in enumerate(_split_by_coordinate(at, made)):
-        bound, rounding = relative * norm(part), 0.0
+        bound, rounding = relative * finite_norm(part), 0.0
         error = _error(at, place, part) if layer == IN_FLOAT32 else 0.0
         if not error <= bound:
             rounding = _rounding(at, place, error, bound)
-        forms.append(Near(part, bound, rounding=rounding, why=why))
-    return Outputs(tuple(forms))
+        forms.append(WithinNorm(part, bound, rounding=rounding, why=why))
+    return ExpectedOutputs(tuple(forms))
 
 
 def _split_by_coordinate(at: AtStep, made: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -63,9 +63,7 @@ def half_quantum(gradients: Sequence[torch.Tensor | None], bits: int) -> float:
 def quantized_interval(
     interval: Interval, halves: Sequence[float], weights: Sequence[float], dtype: torch.dtype
 ) -> Interval:
-    """Widen the interval of a gradient by quantization. If the mean is infinite, the bound remains
-    0.
-    """
+    """Widen the interval of a gradient by quantization; around infinity, the bound is 0."""
     sizes, world = [abs(weight) for weight in weights], len(weights)
     moved = max(
         max(halves) * sum(sizes),

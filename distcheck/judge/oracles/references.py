@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 
 from distcheck.contract import Contract
-from distcheck.judge.acceptance import AcceptedDeviation, read
+from distcheck.judge.acceptance import AcceptedDeviation, parse_deviation
 from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
@@ -34,10 +34,10 @@ from distcheck.judge.oracles.shares import Shares
 from distcheck.machine import seeds
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
-from distcheck.records.expected_events import NotFinite
+from distcheck.records.expected_events import NonfiniteGradient
 from distcheck.records.layers import IN_FLOAT32, IN_FLOAT64
 from distcheck.training.adapters.forms import trained_with
-from distcheck.training.building import Ingredients, state_tensors, trainable
+from distcheck.training.building import Ingredients, recorded_parameters, state_tensors
 from distcheck.training.optimizers import is_group_number, restore_state_value, set_implementation
 
 
@@ -85,7 +85,7 @@ class UpdateReference(StepReference):
         """
         trace, model = self._trace, self._model
         load_state(model, trace, rank=rank, buffers_of=rank, step=step)
-        parameters = dict(trainable(model))
+        parameters = dict(recorded_parameters(model))
         for index, (name, parameter) in enumerate(parameters.items()):
             if trace.entry(rank, Kind.GRADIENT, step, index).state is EntryState.UNWRITTEN:
                 raise NotRecordedError(f"rank {trace.ranks[rank]} recorded no gradient of {name}")
@@ -160,9 +160,7 @@ class References(_Keeping):
 
     @cached_property
     def contract(self) -> Contract:
-        """The strategy's contract; without a promised number of micro-batches, the observed number
-        is used.
-        """
+        """The contract, with the observed number of micro-batches if none is promised."""
         if not self.unpromised:
             return self._promised
         return msgspec.structs.replace(self._promised, micro_batches=self._stretches)
@@ -204,17 +202,19 @@ class References(_Keeping):
         """One model for all references, each of which loads its own state."""
         seeds.pin_determinism()
         model = self.ingredients.model()
-        self._trains = [p.requires_grad for _, p in trainable(model)]  # a step may change that
+        self._trains = [
+            p.requires_grad for _, p in recorded_parameters(model)
+        ]  # a step may change that
         return model
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the model as built, for their memory layout and trainability. Their
-        values are those loaded most recently.
-        """
+        """Parameters of the model as built, for memory layouts; values were loaded last."""
         return [
             parameter.detach().requires_grad_(trains)
-            for (_, parameter), trains in zip(trainable(self._model), self._trains, strict=True)
+            for (_, parameter), trains in zip(
+                recorded_parameters(self._model), self._trains, strict=True
+            )
         ]
 
     @cached_property
@@ -240,10 +240,10 @@ class References(_Keeping):
     @cached_property
     def averages(self) -> ParameterAverages | None:
         """The steps at which parameters are averaged, if local SGD is accepted."""
-        accepted = read(self.ingredients.case.accept)
+        accepted = parse_deviation(self.ingredients.case.accept)
         if accepted is None or accepted.family != "local-sgd":
             return None
-        return ParameterAverages.seen_in(self.trace, accepted.amount)
+        return ParameterAverages.find_in(self.trace, accepted.amount)
 
 
 class AtStep(_Keeping):
@@ -282,10 +282,8 @@ class AtStep(_Keeping):
         return tuple(tuple(shard.gradients) for shard in self.shards)
 
     @property
-    def computed_where_unseen(self) -> tuple[Gradients, ...]:
-        """The local gradients of every rank if the trace lacks a rank's local gradient, or else
-        empty.
-        """
+    def recomputed_if_unrecorded(self) -> tuple[Gradients, ...]:
+        """Local gradients of every rank, if the trace lacks one; otherwise empty."""
         trace, ranks = self.trace, range(self.trace.layout.world)
         seen = all(
             gradient is not None
@@ -295,7 +293,7 @@ class AtStep(_Keeping):
         return () if seen else self.shard_gradients
 
     @property
-    def exchanges_itself(self) -> str:
+    def communicating_form(self) -> str:
         """The form of code that is itself trained and communicates in forward, or ""."""
         form = self.case.adaptation.form or ""
         return form if trained_with(form) == self.case.workload else ""
@@ -305,7 +303,7 @@ class AtStep(_Keeping):
         """The ranks' results if such code did not communicate: for a loss, the mean of the
         gradients for each rank's samples; for a metric, the result of each rank.
         """
-        if self.exchanges_itself == "metric":
+        if self.communicating_form == "metric":
             return self.shard_gradients
         means = [_mean(parts) for parts in zip(*self.shard_gradients, strict=True)]
         return (tuple(means),) * len(self.shard_gradients)
@@ -329,13 +327,11 @@ class AtStep(_Keeping):
 
     @property
     def accepted(self) -> AcceptedDeviation | None:
-        return read(self.case.accept)
+        return parse_deviation(self.case.accept)
 
     @property
     def full_batch_layer(self) -> str:
-        """The layer for the full batch, which follows from the step's dtype: full batch float32 or
-        full batch float64.
-        """
+        """The layer for the full batch in the step's dtype: float32 or float64."""
         return IN_FLOAT64 if self.ingredients.dtype is torch.float64 else IN_FLOAT32
 
     @property
@@ -343,12 +339,10 @@ class AtStep(_Keeping):
         """Return True if the workload declares gradients that are not finite. In any other
         workload, NaN is an error and compares as unequal.
         """
-        return any(isinstance(event, NotFinite) for event in self.ingredients.must_happen)
+        return any(isinstance(event, NonfiniteGradient) for event in self.ingredients.must_happen)
 
     def recorded_gradients(self, index: int) -> list[torch.Tensor]:
-        """Return a parameter's gradients on ranks that must hold the mean, one for each bit
-        pattern.
-        """
+        """Return a gradient on ranks that must hold the mean, one for each bit pattern."""
         whole, found = self.references.whole, dict[bytes, torch.Tensor]()
         for rank in self.references.holding:
             entry = whole.entry(rank, Kind.GRADIENT, self.step, index)

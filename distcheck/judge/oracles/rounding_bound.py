@@ -13,13 +13,13 @@ import torch
 from distcheck.judge.acceptance import AcceptedDeviation
 from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
 from distcheck.judge.oracles.forms import (
-    Averaged,
     EitherForm,
     GradientForms,
     Gradients,
     Limit,
-    Near,
-    Within,
+    UpdatesToAverage,
+    WithinBound,
+    WithinNorm,
 )
 from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.references import AtStep, References
@@ -48,17 +48,17 @@ class RoundingBound(GradientForms):
     near: tuple[float, ...] = ()  # additional tolerance if micro-batches are not promised
     why_near: str = ""
 
-    def of(self, index: int) -> Within | EitherForm | None:
+    def of(self, index: int) -> WithinBound | EitherForm | None:
         found = self.interval(index)
         if found is None:
             return None
-        within = Within(found.mean, found.bound, self.nan_is_expected)
+        within = WithinBound(found.mean, found.bound, self.nan_is_expected)
         if not self.near:
             return within
         own = [gradients[index] for gradients in self.gradients]
         is_complex = any(gradient is not None and gradient.is_complex() for gradient in own)
         mean = torch.view_as_complex(found.mean) if is_complex else found.mean
-        return EitherForm(within, Near(mean, self.near[index]), excuse=self.why_near)
+        return EitherForm(within, WithinNorm(mean, self.near[index]), excuse=self.why_near)
 
     def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
 
@@ -98,7 +98,7 @@ class RoundingBound(GradientForms):
             magnitudes = None if magnitudes is None else [take(part) for part in magnitudes]
         scaled = loss is not None or any(factor != 1.0 for factor in self.shares.loss_factors)
         wire = wire or self.shares.contract.wire
-        shares = self.shares.in_mean
+        shares = self.shares.mean_weights
         if loss is not None:
             here, there = self.shares.declared(self.shares.loss), self.shares.declared(loss)
             shares = [s * f / other for s, f, other in zip(shares, here, there, strict=True)]
@@ -124,7 +124,7 @@ class RoundingBound(GradientForms):
 
 
 @dataclass(frozen=True)
-class LowRank(GradientForms):
+class LowRankForms(GradientForms):
     """Expectations of a step if low-rank compression is accepted."""
 
     projects = True
@@ -143,7 +143,7 @@ def gradients(at: AtStep) -> GradientForms:
     mean, accepted = mean_of_step(at), at.accepted
     if accepted is None or accepted.family != "low-rank":
         return mean
-    return LowRank(
+    return LowRankForms(
         at.shares,
         mean.computed,
         mean=mean,
@@ -163,14 +163,14 @@ def _mean(at: AtStep) -> RoundingBound:
     passes = at.training.accumulate
     return RoundingBound(
         at.shares,
-        at.computed_where_unseen,
+        at.recomputed_if_unrecorded,
         gradients=at.shard_gradients,
         magnitudes=tuple(tuple(s.magnitudes) for s in at.shards) if passes > 1 else (),
         passes=passes,
         half_quanta=_half_quanta(at),
         nan_is_expected=at.nan_is_expected,
-        near=unpromised.of_mean(at),
-        why_near=unpromised.excuse(at),
+        near=unpromised.mean_tolerances(at),
+        why_near=unpromised.micro_batch_excuse(at),
         opening=at.shares.lost or unpromised.unpromised_sentence(at),
     )
 
@@ -201,7 +201,7 @@ def _projection(
             raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
         earlier.append((before, result))
     unit, world = unit_roundoff(at.ingredients.dtype), at.trace.layout.world
-    return low_rank.carried(now, earlier, rank=accepted.amount, unit=unit, world=world)
+    return low_rank.compression_input(now, earlier, rank=accepted.amount, unit=unit, world=world)
 
 
 class _EarlierMeans:
@@ -218,7 +218,7 @@ class _EarlierMeans:
         return self._known[step]
 
 
-def parameters(at: AtStep) -> Averaged | None:
+def parameters(at: AtStep) -> UpdatesToAverage | None:
     """Return the results of all ranks' updates if parameters are averaged after the step (local
     SGD). Raises NotRecordedError.
     """
@@ -227,4 +227,4 @@ def parameters(at: AtStep) -> Averaged | None:
         return None
     ranks = range(at.trace.layout.world)
     after = [at.references.update.run(rank, at.step)[Kind.PARAMETER] for rank in ranks]
-    return Averaged(tuple(tuple(of_rank) for of_rank in after))
+    return UpdatesToAverage(tuple(tuple(of_rank) for of_rank in after))

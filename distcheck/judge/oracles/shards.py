@@ -17,8 +17,8 @@ from distcheck.machine.numerics import real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.layout import CPU_RNG_STATE_BYTES, memory_order, strides_in
 from distcheck.recordings.traces.reader import TraceReader
-from distcheck.training.building import Ingredients, trainable
-from distcheck.training.whole_tensors import dense
+from distcheck.training.building import Ingredients, recorded_parameters
+from distcheck.training.whole_tensors import as_dense
 
 _GROWTH_INTERVAL = 2000  # steps, torch.amp.GradScaler's default
 
@@ -44,9 +44,7 @@ class ShardResult:
 
 
 def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: int) -> float:
-    """Return a rank's GradScaler scale at a step. It depends on whether earlier gradients were
-    finite.
-    """
+    """Return a rank's GradScaler scale at a step, given which gradients were finite."""
     first = ingredients.training.loss_scale
     if first is None:
         return 1.0
@@ -54,9 +52,8 @@ def loss_scale(ingredients: Ingredients, trace: TraceReader, rank: int, step: in
 
 
 def loss_scale_after(first: float, finite: Iterable[bool]) -> float:
-    """Return a GradScaler's scale after several steps, given if each had finite gradients. As with
-    torch's defaults, the scale is halved after a nonfinite step, and doubled after a growth
-    interval of finite steps.
+    """Return a GradScaler's scale after several steps, given if each had finite gradients: halved
+    after a nonfinite step, doubled after a growth interval of finite steps (torch's defaults).
     """
     scale, in_a_row = first, 0
     for step_was_finite in finite:
@@ -104,17 +101,17 @@ def load_state(
     buffers_of: int | Sequence[int],
     step: int,
 ) -> None:
-    """Load the state of `rank` before `step`, with the buffers of rank `buffers_of`, or of one rank
-    for each buffer. Memory layouts are reproduced: convolutions choose their kernel, and so their
-    rounding, by memory layout.
+    """Load the state of `rank` before `step`, with buffers of rank `buffers_of`, or of a rank for
+    each. Memory layouts are reproduced: convolutions choose their kernel, and so their rounding, by
+    them.
     """
     with torch.no_grad():
-        for index, (name, parameter) in enumerate(trainable(model)):
+        for index, (name, parameter) in enumerate(recorded_parameters(model)):
             recorded = trace.tensor(rank, Kind.PARAMETER, step, index)
             if recorded is None:
                 raise NotRecordedError(f"rank {trace.ranks[rank]} has no {name} before step {step}")
             parameter.grad = None
-            lay_out(parameter, trace.entry(rank, Kind.PARAMETER, step, index).order)
+            set_memory_order(parameter, trace.entry(rank, Kind.PARAMETER, step, index).order)
             parameter.copy_(recorded)
         for index, (name, buffer) in enumerate(model.named_buffers()):
             source = buffers_of if isinstance(buffers_of, int) else buffers_of[index]
@@ -122,11 +119,11 @@ def load_state(
             if recorded is None:
                 owner = trace.ranks[source]
                 raise NotRecordedError(f"rank {owner} has no {name} before step {step}")
-            lay_out(buffer, trace.entry(source, Kind.BUFFER, step, index).order)
+            set_memory_order(buffer, trace.entry(source, Kind.BUFFER, step, index).order)
             buffer.copy_(recorded)
 
 
-def lay_out(tensor: torch.Tensor, order: int) -> None:
+def set_memory_order(tensor: torch.Tensor, order: int) -> None:
     """Give a tensor a `memory_order` (0: leave it unchanged). A change discards its values."""
     if order and order != memory_order(tensor.shape, tensor.stride()):
         strides = strides_in(order, tensor.shape)
@@ -138,11 +135,11 @@ def lay_out(tensor: torch.Tensor, order: int) -> None:
 @contextlib.contextmanager
 def _measuring(model: torch.nn.Module, *, passes: int) -> Iterator[list[torch.Tensor | None]]:
     """Yield the summed absolute gradients of the block's backward passes; empty for one pass."""
-    parameters = [parameter for _, parameter in trainable(model)] if passes > 1 else []
+    parameters = [parameter for _, parameter in recorded_parameters(model)] if passes > 1 else []
     sums: list[torch.Tensor | None] = [None] * len(parameters)
 
     def note(index: int, gradient: torch.Tensor) -> None:
-        found = dense(gradient)
+        found = as_dense(gradient)
         assert found is not None
         size, before = real_parts(found).abs().double(), sums[index]
         sums[index] = size if before is None else before + size
@@ -181,7 +178,7 @@ class ShardReference(StepReference):
         sums: list[list[torch.Tensor | None]] = []
 
         def note() -> None:
-            so_far = [dense(parameter.grad) for _, parameter in trainable(self._model)]
+            so_far = [as_dense(parameter.grad) for _, parameter in recorded_parameters(self._model)]
             sums.append([None if total is None else total.clone() for total in so_far])
 
         self.run(rank, step, after_pass=note)
@@ -220,7 +217,7 @@ class ShardReference(StepReference):
         scale = loss_scale(self._ingredients, self._trace, rank, step)
         accumulate = self._ingredients.training.accumulate
         loss_name = self._contract.loss_given(self._ingredients.case.loss)
-        over = sum(h.loss_over for h in headers)
+        over = sum(h.loss_count for h in headers)
         declared = declared_factor(loss_name, batch.tokens, over, len(headers))
         pieces, loss_terms = list[torch.Tensor](), 0.0
         under = seeds.under(header.settings)
@@ -247,7 +244,7 @@ class ShardReference(StepReference):
                     after_pass()
         return ShardResult(
             loss=float(reduce(add, pieces)),
-            gradients=[dense(p.grad) for _, p in trainable(self._model)],
+            gradients=[as_dense(p.grad) for _, p in recorded_parameters(self._model)],
             buffers=[b.clone() for b in self._model.buffers()],
             magnitudes=sums,
             loss_terms=loss_terms,

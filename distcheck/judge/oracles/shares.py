@@ -43,7 +43,7 @@ class Shares:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The number of samples (or tokens, if they are counted) in each rank's mean loss."""
-        return tuple(header.loss_over for header in self.headers)
+        return tuple(header.loss_count for header in self.headers)
 
     @cached_property
     def samples(self) -> int:
@@ -62,9 +62,7 @@ class Shares:
 
     @cached_property
     def loss_factors(self) -> list[float]:
-        """The factors of the ranks' shard gradients, as the case declares them; as observed, if a
-        strategy promises nothing.
-        """
+        """Factors of the ranks' shard gradients: declared, or observed without a promise."""
         observed = self.contract.observes_loss
         return [
             factor * scale * (header.loss_factor if observed else 1.0)
@@ -86,7 +84,7 @@ class Shares:
         return [weight * scale if by_loss else factor for weight, factor, scale in found]
 
     @cached_property
-    def in_mean(self) -> list[float]:
+    def mean_weights(self) -> list[float]:
         """The weight of each rank's shard gradient in the mean over all samples or tokens."""
         world = len(self.weights)
         if self.contract.weighting == "loss":

@@ -9,7 +9,7 @@ from distcheck.judge.oracles.forms import Gradients, IndependentStep, InitialSta
 from distcheck.judge.oracles.references import AtStep
 from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
-from distcheck.training.building import in_one_storage, trainable
+from distcheck.training.building import names_sharing_storage, recorded_parameters
 
 
 def initial_state(at: AtStep) -> InitialState | None:
@@ -18,7 +18,7 @@ def initial_state(at: AtStep) -> InitialState | None:
         return None
     model = at.ingredients.model()
     return InitialState(
-        parameters=tuple(parameter.detach() for _, parameter in trainable(model)),
+        parameters=tuple(parameter.detach() for _, parameter in recorded_parameters(model)),
         buffers=tuple(model.buffers()),
     )
 
@@ -26,21 +26,23 @@ def initial_state(at: AtStep) -> InitialState | None:
 def purpose(at: AtStep) -> IndependentStep:
     declared = {type(event) for event in at.ingredients.must_happen}
     of_model = declared & {
-        events.Frozen, events.Unfrozen, events.EvalMode, events.Tied, events.OneStorage,
-        events.Kinds,
+        events.ParameterFrozen, events.ParameterUnfrozen, events.StepInEvalMode,
+        events.TiedParameter, events.SharedStorage, events.ModuleClasses,
     }  # fmt: skip
-    model = _prepared_model(at) if of_model or events.RateChanged in declared else nn.Module()
+    model = (
+        _prepared_model(at) if of_model or events.LearningRateChanged in declared else nn.Module()
+    )
     return IndependentStep(
         own=own_gradients(at),
-        trains={name: parameter.requires_grad for name, parameter in trainable(model)},
+        trains={name: parameter.requires_grad for name, parameter in recorded_parameters(model)},
         training_mode=all(module.training for module in model.modules()),
-        calls=_calls(at) if events.CalledTwice in declared and at.step == 0 else 0,
-        rates=_rates(at, model) if events.RateChanged in declared else (),
-        starts_alike=events.StartsApart not in declared
+        calls=_calls(at) if events.ModelCalledTwice in declared and at.step == 0 else 0,
+        rates=_rates(at, model) if events.LearningRateChanged in declared else (),
+        starts_alike=events.InitialParametersDiffer not in declared
         or at.step != 0
         or _has_equal_initial_models(at),
         twice_named=_twice_named(model),
-        in_one_storage=in_one_storage(model),
+        in_one_storage=names_sharing_storage(model),
         kinds={type(module).__name__ for module in model.modules()}
         | {type(parameter).__name__ for parameter in model.parameters()},
     )
@@ -89,7 +91,7 @@ def _has_equal_initial_models(at: AtStep) -> bool:
     """Return True if the workload's initialization gives all ranks equal models."""
     models = [at.ingredients.model() for _ in range(at.trace.layout.world)]
     for rank, model in enumerate(models):
-        at.ingredients.handed_over(model, rank)
+        at.ingredients.apply_initial_changes(model, rank)
     flat = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
     return all(torch.equal(flat[0], other) for other in flat[1:])
 

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
-from distcheck.judge.oracles.forms import Bits, EitherForm, Form, Near, RankLosses, number
+from distcheck.judge.oracles.forms import (
+    EitherForm,
+    ExactBits,
+    Form,
+    RankLosses,
+    WithinNorm,
+    with_positive_zero,
+)
 from distcheck.judge.oracles.full_batch import (
     loss_tolerance,
     module_scales,
@@ -38,7 +45,7 @@ def unpromised_sentence(at: AtStep) -> str:
     )
 
 
-def excuse(at: AtStep) -> str:
+def micro_batch_excuse(at: AtStep) -> str:
     """Return the reason that results with different bits pass."""
     return (
         "results are not bit-identical to micro-batches weighted by their samples, but within "
@@ -56,7 +63,7 @@ def _tolerances(at: AtStep, gradients: list[torch.Tensor | None], samples: int) 
     return [tolerance_of(spec, layer, relative, scales, samples) for spec in at.specs]
 
 
-def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
+def local_gradient_forms(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
     """Return every rank's local gradients: [rank][parameter]."""
     found = []
     for shard, size in zip(at.shards, at.shares.sizes, strict=True):
@@ -64,14 +71,16 @@ def own(at: AtStep) -> tuple[tuple[Form | None, ...], ...]:
         pairs = zip(shard.gradients, tolerances, strict=True)
         found.append(
             tuple(
-                None if g is None else EitherForm(Bits(g), Near(g, most), excuse=excuse(at))
+                None
+                if g is None
+                else EitherForm(ExactBits(g), WithinNorm(g, most), excuse=micro_batch_excuse(at))
                 for g, most in pairs
             )
         )
     return tuple(found)
 
 
-def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
+def loss_forms(at: AtStep, exact: Sequence[Form]) -> RankLosses:
     """Return the forms of each rank's loss: `exact`, or near the recomputed loss."""
     # Derived: each of K terms is multiplied or divided twice, and added to K - 1 others; in both.
     room = (2 * at.contract.micro_batches + 4) * unit_roundoff(at.ingredients.dtype)
@@ -80,13 +89,15 @@ def losses(at: AtStep, exact: Sequence[Form]) -> RankLosses:
         for shard in at.shards
     ]
     forms = tuple(
-        EitherForm(form, Near(number(shard.loss), bound), excuse=excuse(at))
+        EitherForm(
+            form, WithinNorm(with_positive_zero(shard.loss), bound), excuse=micro_batch_excuse(at)
+        )
         for form, shard, bound in zip(exact, at.shards, bounds, strict=True)
     )
     return RankLosses(forms)
 
 
-def of_mean(at: AtStep) -> tuple[float, ...]:
+def mean_tolerances(at: AtStep) -> tuple[float, ...]:
     """Return the additional tolerance of gradients; empty if every micro-batch is promised."""
     if not at.references.unpromised:
         return ()

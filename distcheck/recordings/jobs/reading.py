@@ -17,19 +17,19 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.machine.numerics import real_parts
 from distcheck.machine.resources import available_bytes
 from distcheck.recordings.jobs.records import (
-    KeptRecording,
-    Pass,
+    ForwardPass,
     RankRecord,
     RereadSamples,
+    SavedRecordingFiles,
     StepRecord,
     checksum_of,
     digest,
-    for_others,
     rank_folder,
-    read_own,
+    read_record,
+    with_masked_command,
     write_json,
 )
-from distcheck.recordings.jobs.sketches import sketch
+from distcheck.recordings.jobs.sketches import project
 from distcheck.recordings.jobs.watched import SUMS, WatchedStep
 from distcheck.recordings.recording import Entry, EntryState, Kind
 
@@ -46,7 +46,7 @@ _OF_STATE = {
 _NOT_RECORDED = Entry(EntryState.UNWRITTEN, b"")
 
 
-class JobHeader(NamedTuple):
+class JobStepHeader(NamedTuple):
     """The record of a rank's step without tensors, in the common form of all recordings."""
 
     ids: tuple[str, ...]
@@ -63,10 +63,10 @@ class TensorCache:
         self._bytes = 0
 
     def get(
-        self, key: object, read: Callable[[], dict[str, torch.Tensor]]
+        self, key: object, read_recording: Callable[[], dict[str, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
         if key not in self._found:
-            found = read()
+            found = read_recording()
             size = sum(one.numel() * one.element_size() for one in found.values())
             if self._bytes + size > available_bytes() // 4:
                 self._found, self._bytes = {}, 0
@@ -106,9 +106,7 @@ class JobRecording:
 
     @property
     def processes(self) -> int:
-        """The number of ranks of the job. Ranks that train one model together may be one rank
-        here.
-        """
+        """The number of ranks of the job. Ranks that train one model may be one rank here."""
         return self.world if self.apart is None else self.apart.world
 
     def called(self, rank: int) -> int:
@@ -122,7 +120,7 @@ class JobRecording:
     def at(self, step: int) -> list[StepRecord]:
         return [self.records[rank.rank, step] for rank in self.ranks]
 
-    def by_loss(self, rank: int, step: int) -> list[list[Pass]]:
+    def by_loss(self, rank: int, step: int) -> list[list[ForwardPass]]:
         """Return the passes with a loss, by loss (`StepRecord.by_loss`)."""
         return self.records[rank, step].by_loss(self._constant_targets(rank))
 
@@ -187,9 +185,7 @@ class JobRecording:
         return read_tensors(file, self.records[rank, step].checksum)
 
     def gradient(self, kind: Kind, rank: int, step: int, name: str) -> torch.Tensor | None:
-        """Return a gradient of a parameter. If it is stored only once because it did not change,
-        find it there.
-        """
+        """Return a gradient of a parameter, which is stored once while it does not change."""
         digests, stem = self.records[rank, step].digests, f"{STEMS[kind]}/{name}"
         if stem not in digests:
             return None
@@ -203,9 +199,7 @@ class JobRecording:
         return tuple(name for name in known if name in stepped)
 
     def holders(self, step: int, name: str) -> list[int]:
-        """Return the ranks whose optimizer has a parameter: all ranks, unless optimizers are
-        sharded.
-        """
+        """Return the ranks whose optimizer has a parameter: all, unless optimizers are sharded."""
         return [rank for rank in range(self.world) if self.holds(rank, step, name)]
 
     def holds(self, rank: int, step: int, name: str) -> bool:
@@ -214,12 +208,10 @@ class JobRecording:
     def sums(self, rank: int, step: int, name: str) -> torch.Tensor | None:
         """Return the 64 projections of a state such as `after/weight`, recorded or computed."""
         kept = self.tensors(rank, step)
-        return sketch(kept[name]) if name in kept else kept.get(f"sums/{name}")
+        return project(kept[name]) if name in kept else kept.get(f"sums/{name}")
 
     def modules(self, rank: int, step: int) -> WatchedStep | None:
-        """Return module inputs and outputs of a rank at a step; None if they were not recorded.
-        Raises UsageError if they are damaged.
-        """
+        """Return a rank's module inputs and outputs, None if absent. Raises UsageError."""
         watched = self.records[rank, step].modules
         if watched is None:
             return None
@@ -246,13 +238,13 @@ class JobRecording:
     def steps_written(self) -> int:
         return len(self.steps)
 
-    def header(self, rank: int, step: int) -> JobHeader:
+    def header(self, rank: int, step: int) -> JobStepHeader:
         """Return the samples of a step's forward passes, and their total loss."""
         record = self.records[rank, self.steps[step]]
         passes = [one for one in record.passes if one.live]
         drawn = [one for one in passes if one.draws or one.drew]  # others use no random numbers
         streams = [one.random.get(name, "") for one in drawn for name in ("torch", "cuda")]
-        return JobHeader(
+        return JobStepHeader(
             ids=tuple(row for one in passes for row in one.rows),
             loss=sum(one.loss or 0.0 for one in record.trained) if record.trained else math.nan,
             rng_digest=bytes.fromhex(digest("".join(streams).encode())),
@@ -263,9 +255,7 @@ class JobRecording:
         )
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """Return the entry of a rank's tensor; it is unwritten if the step belongs to a different
-        optimizer.
-        """
+        """Return the entry of a rank's tensor; unwritten if a different optimizer stepped."""
         step, name = self._place(kind, slot, index)
         if step is None:
             return _NOT_RECORDED
@@ -277,9 +267,7 @@ class JobRecording:
         return Entry(EntryState.ABSENT, b"") if was_there else _NOT_RECORDED
 
     def tensor(self, rank: int, kind: Kind, slot: int, index: int) -> torch.Tensor | None:
-        """Return the recorded tensor; None if it exceeded the budget, or only a different rank kept
-        it.
-        """
+        """Return the recorded tensor; None if over budget, or if only another rank kept it."""
         step, name = self._place(kind, slot, index)
         if step is None or not self.records[rank, step].whole:
             return None
@@ -319,10 +307,10 @@ def read_tensors(
         raise UsageError(f"{file} is damaged: {error}; {again}") from error
 
 
-def read(folder: Path) -> JobRecording:
+def read_recording(folder: Path) -> JobRecording:
     """Read the recording in a folder. Raises UsageError if it is damaged or ranks are missing."""
     files = sorted(folder.glob("rank-*/rank.json"))[:MOST_RANKS]
-    ranks = tuple(read_own(file, RankRecord) for file in files)
+    ranks = tuple(read_record(file, RankRecord) for file in files)
     if not ranks:
         raise UsageError(f"{folder} holds no recording; run distcheck job again")
     world = ranks[0].world
@@ -342,31 +330,31 @@ def read(folder: Path) -> JobRecording:
         rank, _, stream = file.name.removeprefix("drawn-").partition("-")
         if rank.isdecimal():
             drawn.setdefault(int(rank), set()).add(stream)
-    read = {
+    read_recording = {
         (rank, one.loader, one.index): one.parts
         for rank in range(world)
         if (file := rank_folder(folder, rank) / "read.json").exists()
-        for one in read_own(file, RereadSamples).samples
+        for one in read_record(file, RereadSamples).samples
     }
-    return JobRecording(folder, ranks, steps, records, {} if alike else counts, drawn, read)
+    return JobRecording(
+        folder, ranks, steps, records, {} if alike else counts, drawn, read_recording
+    )
 
 
-def read_kept(folder: Path) -> JobRecording:
-    """Read a kept recording completely. Raises UsageError if it is damaged, truncated, or of
-    another version.
-    """
+def read_saved_recording(folder: Path) -> JobRecording:
+    """Read a saved recording. Raises UsageError if it is damaged, truncated or too new."""
     if not any(folder.glob("rank-*/rank.json")):
         raise UsageError(
             f"{folder} does not have the recording of a job; pass a folder that distcheck job "
             "--save wrote"
         )
     file = folder / MANIFEST
-    known = read_own(file, KeptRecording) if file.exists() else None
+    known = read_record(file, SavedRecordingFiles) if file.exists() else None
     if known is None or known.form != FORM:
         raise UsageError(
             f"{folder} was recorded by a different version of distcheck; record the job again"
         )
-    job = read(folder)
+    job = read_recording(folder)
     if (job.world, job.steps) != (known.world, known.steps) or not job.steps:
         raise UsageError(
             f"{folder} is truncated: it has {len(job.steps)} of its {len(known.steps)} steps; "
@@ -375,10 +363,8 @@ def read_kept(folder: Path) -> JobRecording:
     return job
 
 
-def keep(job: JobRecording, kept: Path) -> None:
-    """Copy the files that `read` needs, and no other files of the job. Raises CannotRunError if the
-    copy cannot be written.
-    """
+def save_recording(job: JobRecording, kept: Path) -> None:
+    """Copy the files that `read_recording` needs. Raises CannotRunError if that fails."""
     folder = job.folder
     try:
         private.folder(kept, is_new=True)
@@ -387,9 +373,9 @@ def keep(job: JobRecording, kept: Path) -> None:
         for note in folder.glob("drawn-*"):
             shutil.copy(note, kept / note.name)
         for file in kept.glob("rank-*/rank.json"):  # no reference starts from here
-            write_json(file, for_others(read_own(file, RankRecord)))
-        steps = read(kept).steps
-        write_json(kept / MANIFEST, KeptRecording(world=job.world, steps=steps, form=FORM))
+            write_json(file, with_masked_command(read_record(file, RankRecord)))
+        steps = read_recording(kept).steps
+        write_json(kept / MANIFEST, SavedRecordingFiles(world=job.world, steps=steps, form=FORM))
     except (OSError, shutil.Error) as error:
         raise CannotRunError(f"the recording cannot be kept in {kept}: {error}") from error
 
@@ -397,7 +383,7 @@ def keep(job: JobRecording, kept: Path) -> None:
 def _records(folder: Path, world: int) -> Iterator[StepRecord]:
     for rank in range(world):
         for file in sorted(rank_folder(folder, rank).glob("step-*.json")):
-            record = read_own(file, StepRecord)
+            record = read_record(file, StepRecord)
             if (record.rank, f"step-{record.step:06d}") != (rank, file.stem):
                 raise UsageError(f"{file} is damaged: it belongs to a different rank or step")
             yield record

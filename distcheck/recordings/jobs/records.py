@@ -49,8 +49,7 @@ COMPILED = "torch.compile"
 
 class OpCall(msgspec.Struct, frozen=True):
     """A call of an operator or a compiled region, in a `module` and a `part` of a step. `outputs`
-    is "" if the call completes later, like a collective. `draws` is True if it uses random
-    numbers.
+    is "" if it completes later, like a collective. `draws` is True if it uses random numbers.
     """
 
     name: str
@@ -61,10 +60,8 @@ class OpCall(msgspec.Struct, frozen=True):
     draws: bool = False
 
 
-class Ops(msgspec.Struct, frozen=True):
-    """The operators of a step in order, and the number of operators beyond the limit, which are
-    omitted.
-    """
+class RecordedOps(msgspec.Struct, frozen=True):
+    """The operators of a step in order, and the number omitted beyond the limit."""
 
     calls: tuple[OpCall, ...] = ()
     left_out: int = 0
@@ -96,7 +93,7 @@ class LoadedBatch(msgspec.Struct, frozen=True, kw_only=True):
     drawn: dict[str, str] = {}
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class RereadSample(msgspec.Struct, frozen=True, kw_only=True):
     """The sample that a rank reads for an index, under RNG streams that are equal on all ranks: a
     digest of each leaf, the largest leaf first.
     """
@@ -109,10 +106,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class RereadSamples(msgspec.Struct, frozen=True):
     """The samples that a rank reads a second time after its last step."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RereadSample, ...]
 
 
-class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+class LoaderIteration(msgspec.Struct, frozen=True, kw_only=True):
     """The start of a pass over a data loader; `sampler_epoch` is the value from set_epoch.
 
     samples        the size of the data set, if known
@@ -141,7 +138,7 @@ class LossCall(msgspec.Struct, frozen=True, kw_only=True):
     target: str
 
 
-class Factor(msgspec.Struct, frozen=True, kw_only=True):
+class LossFactor(msgspec.Struct, frozen=True, kw_only=True):
     """A factor of a loss term.
 
     computed  True if the script may have included a second factor, as in `aux * (0.1 / passes)`
@@ -155,22 +152,20 @@ class Factor(msgspec.Struct, frozen=True, kw_only=True):
     divides: bool = False
 
 
-class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """A summand of a loss: its factors, and the index of its LossCall in the pass (-1 for a mean or
-    sum that the script computes).
-    """
+class LossTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """A summand of a loss: its factors and its LossCall (-1: a mean or sum of the script)."""
 
     name: str
     reduction: str
     call: int
-    factors: tuple[Factor, ...] = ()
+    factors: tuple[LossFactor, ...] = ()
 
     @property
     def weight(self) -> float:
         return math.prod(factor.number for factor in self.factors)
 
 
-class Pass(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardPass(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of the model, and the backward that followed.
 
     inputs       digests of the tensors among its arguments
@@ -199,7 +194,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     drew: bool = False
     loss: float | None = None
     losses: tuple[LossCall, ...] = ()
-    terms: tuple[Term, ...] = ()
+    terms: tuple[LossTerm, ...] = ()
     unread: str = ""
     pieces: tuple[tuple[str, ...], ...] = ()
     exchanges: bool | None = None
@@ -207,7 +202,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     autocast: str = ""
 
 
-class Clip(msgspec.Struct, frozen=True, kw_only=True):
+class ClipCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of torch's gradient clipping.
 
     most    maximum norm; None: torch only computed the norm
@@ -237,9 +232,8 @@ class CollectiveCall(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's shard of a DTensor: the shape of the tensor, and the offset `at` of the shard. The
-    ranks in `of` hold the whole tensor together; those in `adds` hold summands of one sum, or of a
-    mean.
+    """A rank's shard of a DTensor: the tensor's shape, and the shard's offset `at`. Ranks in `of`
+    hold the whole tensor together; ranks in `adds` hold summands of one sum, or of a mean.
     """
 
     shape: tuple[int, ...]
@@ -249,7 +243,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     mean: bool = False
 
 
-class Axis(msgspec.Struct, frozen=True, kw_only=True):
+class MeshAxis(msgspec.Struct, frozen=True, kw_only=True):
     """One axis of the mesh of ranks, and its kind; the last axis varies fastest."""
 
     name: str
@@ -291,14 +285,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str
     number: int = 0  # of the optimizer
     groups: tuple[dict[str, float], ...]
-    passes: tuple[Pass, ...]
+    passes: tuple[ForwardPass, ...]
     earlier: tuple[tuple[int, int], ...] = ()
     backwards: int = 1
     carried: bool = False
     exchanged: bool = False
     batches: tuple[LoadedBatch, ...] = ()
-    iterations: tuple[Iteration, ...] = ()
-    clips: tuple[Clip, ...] = ()
+    iterations: tuple[LoaderIteration, ...] = ()
+    clips: tuple[ClipCall, ...] = ()
     calls: tuple[CollectiveCall, ...] = ()
     digests: dict[str, Digest] = {}
     dtypes: dict[str, str] = {}
@@ -314,16 +308,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     parts: dict[str, Shard] = {}
     modules: WatchedCalls | None = None
-    ops: Ops | None = None
+    ops: RecordedOps | None = None
     gpu_bytes: int = 0
     checksum: str = ""
 
     @property
-    def trained(self) -> list[Pass]:
+    def trained(self) -> list[ForwardPass]:
         """Return the passes that the step was trained on; each has a loss."""
         return [one for one in self.passes if one.live and one.loss is not None]
 
-    def by_loss(self, constant: Collection[str]) -> list[list[Pass]]:
+    def by_loss(self, constant: Collection[str]) -> list[list[ForwardPass]]:
         """Return the passes with a loss, by loss: only passes of one loss accumulate.
 
         A pass belongs to another loss if its functions or its loaders differ, if it has other
@@ -332,7 +326,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         these are transformed.
         """
         sizes = {(b.loader, b.epoch, b.number): len(b.rows) or math.inf for b in self.batches}
-        found: dict[Any, list[Pass]] = {}
+        found: dict[Any, list[ForwardPass]] = {}
         known: dict[Any, list[Any]] = {}  # targets, by function, loaders and samples
         for one in (one for one in self.passes if one.loss is not None):
             calls = [(c.name, c.target if c.target in constant else "") for c in one.losses]
@@ -366,12 +360,12 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0  # the process that started it
     wrapper: str = ""
     divided_by: str = ""
-    axes: tuple[Axis, ...] = ()  # of the mesh, if the script has one
+    axes: tuple[MeshAxis, ...] = ()  # of the mesh, if the script has one
     bypassed: str = ""  # the wrapper of a model that is called without it
     schedules_by: str = ""  # "accelerate" if its schedules step once per rank
 
 
-class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
+class SavedRecordingFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Required contents of a kept recording; `form` is the format version."""
 
     world: World
@@ -380,14 +374,12 @@ class KeptRecording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def checksum_of(file: Path, most: int | None = None) -> str:
-    """Return the digest of a nonempty file. The file is memory-mapped, since copying large files
-    would dominate the cost. Raises OSError, and ValueError for more than `most` bytes or something
-    other than a file.
+    """Return the digest of a nonempty file. It is memory-mapped, since copying large files is slow.
+    Raises OSError, and ValueError for more than `most` bytes or something other than a file.
     """
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
@@ -406,14 +398,12 @@ def write_json(file: Path, record: msgspec.Struct) -> None:
     private.write(file, msgspec.json.encode(record))
 
 
-def for_others(record: RankRecord) -> RankRecord:
-    """Return a copy of the record for other people: the command line, which may contain secrets, is
-    masked.
-    """
+def with_masked_command(record: RankRecord) -> RankRecord:
+    """Return a copy for other people: the command line may contain secrets, so it is masked."""
     return msgspec.structs.replace(record, arguments=tuple(masked_words(record.arguments)))
 
 
-def read_own(file: Path, kind: type[Read]) -> Read:
+def read_record(file: Path, kind: type[Read]) -> Read:
     """Read a file of a recording. Raises UsageError if it is damaged."""
     try:
         return decode_json(read_bounded(file), kind)

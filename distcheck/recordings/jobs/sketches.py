@@ -20,14 +20,14 @@ def _signs(rows: int) -> torch.Tensor:
     return torch.randint(0, 2, (rows,), generator=generator).double() * 2 - 1
 
 
-def sketch(tensor: torch.Tensor) -> torch.Tensor:
+def project(tensor: torch.Tensor) -> torch.Tensor:
     """Return the signed sums, float64."""
     flat = tensor.detach().reshape(-1).cpu()
     rows = -(-flat.numel() // SLOTS)
     return _sums(flat, _signs(rows))
 
 
-def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+def project_magnitudes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sums of absolute values, float64."""
     flat = tensor.detach().reshape(-1).cpu().abs()
     rows = -(-flat.numel() // SLOTS)

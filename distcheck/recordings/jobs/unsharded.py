@@ -46,7 +46,14 @@ from distcheck.errors import UsageError
 from distcheck.machine.shared_tensors import raw_bytes
 from distcheck.recordings.jobs import reading, records, sketches
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import SHARING, Axis, LossCall, Pass, Shard, rank_folder
+from distcheck.recordings.jobs.records import (
+    SHARING,
+    ForwardPass,
+    LossCall,
+    MeshAxis,
+    Shard,
+    rank_folder,
+)
 from distcheck.recordings.jobs.watched import SUMS
 from distcheck.records.mesh import Mesh
 
@@ -56,7 +63,9 @@ _OF_RANK = ("data", "random", "origin")  # not of parameters
 _replace = msgspec.structs.replace
 
 
-def unsharded(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> JobRecording:
+def unshard_recording(
+    job: JobRecording, folder: Path, axes: Sequence[MeshAxis] = ()
+) -> JobRecording:
     """Return the unsharded recording in a new folder, or the recording itself if every rank has a
     whole model. `axes` replaces the recorded axes. Raises UsageError if shards do not fit.
     """
@@ -64,7 +73,7 @@ def unsharded(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> Job
     divided = any(record.parts for record in job.records.values())
     if not divided and not any(axis.kind in (*SHARING, "expert") for axis in axes):
         return job
-    replicas = replicas_of(axes, job.world)
+    replicas = replica_groups(axes, job.world)
     steps = tuple(step for step in job.steps if all(record.whole for record in job.at(step)))
     private.folder(folder, is_new=True)
     for note in job.folder.glob("python-*"):
@@ -79,14 +88,14 @@ def unsharded(job: JobRecording, folder: Path, axes: Sequence[Axis] = ()) -> Job
             shutil.copy(read, own / "read.json")
         for step in steps:
             _Replica(job, replica, step, axes).write(own, number, len(replicas))
-    found = reading.read(folder)
+    found = reading.read_recording(folder)
     drawn = {n: job.drawn[u[0]] for n, u in enumerate(replicas) if u[0] in job.drawn}
     return dataclasses.replace(
         found, apart=job, replicas=replicas, drawn=drawn, uneven=job.uneven, steps=steps
     )
 
 
-def replicas_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]:
+def replica_groups(axes: Sequence[MeshAxis], world: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that train one model on the same samples, in order."""
     mesh = mesh_of(axes)
     if mesh is None or mesh.world != world:
@@ -99,16 +108,14 @@ def replicas_of(axes: Sequence[Axis], world: int) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(replica) for replica in found.values())
 
 
-def mesh_of(axes: Sequence[Axis]) -> Mesh | None:
+def mesh_of(axes: Sequence[MeshAxis]) -> Mesh | None:
     return Mesh(tuple((axis.name, axis.size) for axis in axes)) if axes else None  # type: ignore[misc]
 
 
-def whole_of(
+def unsharded_tensor(
     job: JobRecording, rank: int, step: int, key: str, times: Mapping[int, float] = _NO_FACTORS
 ) -> torch.Tensor | None:
-    """Return a rank's tensor, unsharded if necessary; None if there is none. Shards are multiplied
-    by the `times` of their rank.
-    """
+    """Return a rank's tensor, unsharded, or None; shards are multiplied by their `times`."""
     record = job.records[rank, step]
     if key not in record.digests:
         return None
@@ -120,7 +127,7 @@ class _Replica:
     """One step of the ranks that train one model."""
 
     def __init__(
-        self, job: JobRecording, ranks: Sequence[int], step: int, axes: Sequence[Axis],
+        self, job: JobRecording, ranks: Sequence[int], step: int, axes: Sequence[MeshAxis],
         times: Mapping[int, float] = _NO_FACTORS,
     ) -> None:  # fmt: skip
         self._times = times
@@ -220,7 +227,7 @@ class _Replica:
         if whole:
             self._kept[name] = value.clone()
         else:
-            self._kept[f"sums/{name}"] = sketches.sketch(value)
+            self._kept[f"sums/{name}"] = sketches.project(value)
 
     def own(self, rank: int, key: str) -> torch.Tensor | None:
         if (rank, self._step) not in self._job.records:
@@ -298,7 +305,7 @@ class _Replica:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def _passes(self) -> Iterator[Pass]:
+    def _passes(self) -> Iterator[ForwardPass]:
         """Yield the first rank's passes with the losses of the last stage; inputs sharded along a
         sequence become pieces.
         """
@@ -326,7 +333,7 @@ def _lies_within(at: Sequence[int], value: torch.Tensor, shape: Sequence[int]) -
     return all(0 <= b <= b + n <= m for b, n, m in zip(at, value.shape, shape, strict=True))
 
 
-def _merge_passes(one: Pass, several: Sequence[Pass]) -> Pass:
+def _merge_passes(one: ForwardPass, several: Sequence[ForwardPass]) -> ForwardPass:
     inputs = [*zip(*(p.inputs for p in several), strict=True)]
     whole = [len(set(digests)) == 1 for digests in inputs]
     if all(whole):

@@ -22,9 +22,7 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WatchedTensor(msgspec.Struct, frozen=True):
-    """An input or output of a module. `shape` is None if unknown. `trains` is True if backward may
-    use it.
-    """
+    """An input or output of a module; shape None: unknown; `trains`: backward may use it."""
 
     shape: Shape | None
     digest: str
@@ -33,9 +31,7 @@ class WatchedTensor(msgspec.Struct, frozen=True):
 
 
 class ModuleCall(msgspec.Struct, frozen=True):
-    """The `call`-th call of a module in forward pass `number` of the step. Inputs and outputs are
-    indices of tensors.
-    """
+    """The `call`-th call of a module in forward pass `number`, with indices of tensors."""
 
     name: str
     kind: str
@@ -80,17 +76,15 @@ class WatchedStep(NamedTuple):
     sums: torch.Tensor
 
     def places(self) -> dict[str, int]:
-        """Return tensors' indices by role in the first call that has them, as in `2/layers.0#0/out
-        0`.
-        """
+        """Return tensors' indices by role in the first such call: `2/layers.0#0/out 0`."""
         named: dict[int, str] = {}
         for call in self.watched.calls:
-            for name, place in named_places(call):
+            for name, place in tensors_by_role(call):
                 named.setdefault(place, name)
         return {name: place for place, name in named.items()}
 
 
-def named_places(call: ModuleCall) -> Iterator[tuple[str, int]]:
+def tensors_by_role(call: ModuleCall) -> Iterator[tuple[str, int]]:
     """Yield the tensors of a call by their role, outputs first."""
     of = f"{call.number}/{call.name}#{call.call}"
     for kind, places in (("out", call.outputs), ("in", call.inputs)):
@@ -98,11 +92,11 @@ def named_places(call: ModuleCall) -> Iterator[tuple[str, int]]:
             yield f"{of}/{kind} {number}", place
 
 
-def shapes_of(watched: WatchedCalls) -> dict[str, Shape | None]:
+def shapes_by_role(watched: WatchedCalls) -> dict[str, Shape | None]:
     return {
         name: watched.tensors[place].shape
         for call in watched.calls
-        for name, place in named_places(call)
+        for name, place in tensors_by_role(call)
     }
 
 
@@ -111,16 +105,14 @@ def prefix_of_rank(rank: int) -> str:
     return f"{OF_RANKS}{rank}/"
 
 
-def packed(seen: WatchedStep, of: str) -> dict[str, torch.Tensor]:
+def pack_modules(seen: WatchedStep, of: str) -> dict[str, torch.Tensor]:
     """Return recorded modules as named tensors for a file; names begin with `of`."""
     text = bytearray(msgspec.json.encode(seen.watched))
     return {f"{of}record": torch.frombuffer(text, dtype=torch.uint8), f"{of}sums": seen.sums}
 
 
-def unpacked(found: Mapping[str, torch.Tensor], of: str) -> WatchedStep | None:
-    """Read the modules that `packed` stored; None if there are none. Raises ValueError if they do
-    not fit.
-    """
+def unpack_modules(found: Mapping[str, torch.Tensor], of: str) -> WatchedStep | None:
+    """Read modules that `pack_modules` stored, None if absent. Raises ValueError."""
     if f"{of}record" not in found:
         return None
     watched = decode_json(bytes(found[f"{of}record"].tolist()), WatchedCalls)

@@ -43,9 +43,7 @@ _DAMAGE = (
 
 @SAVE.does
 def save_job(job: TraceFilesRequest, fds: Descriptors, reporter: Reporter) -> tuple[str, ...]:
-    """Write the traces to folders run-1 and run-2 (the rerun). Return the digest of each index.
-    Raises CannotRunError.
-    """
+    """Write the traces to run-1 and run-2; return the indexes' digests. Raises CannotRunError."""
     indexes = []
     try:
         for number, fd in _numbered_traces(fds):

@@ -55,10 +55,8 @@ class StepHeader:
         return ""
 
     @property
-    def loss_over(self) -> int:
-        """Return the number of tokens in the mean of the loss; the number of samples if tokens are
-        not counted.
-        """
+    def loss_count(self) -> int:
+        """Return the number of tokens (without token counts: samples) that the loss averages."""
         return len(self.ids) if self.tokens is None else self.tokens
 
 
@@ -161,20 +159,18 @@ def read_lines(index: mmap.mmap, layout: TraceLayout, at: int) -> StepLines | No
     return found if sizes == {parameters} and max(numbers, default=-1) < len(found.lines) else None
 
 
-def room_for_lines(parameters: int) -> int:
+def lines_capacity(parameters: int) -> int:
     """Return the bytes for the lines of a step: some paths, and a few numbers per parameter."""
     return 1024 + 16 * parameters
 
 
-def lines_of(
+def index_lines(
     names: Mapping[str, bool],
     given: Mapping[str, frozenset[str]],
     perhaps: Mapping[str, frozenset[str]],
     reducing: frozenset[str],
 ) -> StepLines:
-    """Return the lines of parameters. `names`, in layout order, maps to True if there is a
-    gradient.
-    """
+    """Return the lines of parameters; `names`, in layout order, map to True with a gradient."""
     nothing = frozenset[str]()
     lines = sorted(nothing.union(*given.values(), *perhaps.values()))
     number = {line: place for place, line in enumerate(lines[:256])}

@@ -202,9 +202,7 @@ def has_loss(loss: float) -> bool:
 
 
 def steps_written(index: "mmap.mmap | bytes", layout: TraceLayout) -> int:
-    """Return the number of steps, from the first, that every rank has completed; `index` maps the
-    trace's start.
-    """
+    """Return the number of steps that every rank completed; `index` is the trace's start."""
     for step in range(layout.steps):
         if not all(index[layout.header_offset(rank, step)] for rank in range(layout.world)):
             return step

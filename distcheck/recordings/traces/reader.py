@@ -71,9 +71,7 @@ class TraceReader:
         return steps_written(self._map, self._of_file)
 
     def entry(self, rank: int, kind: Kind, slot: int, index: int) -> Entry:
-        """Return the table entry of a tensor. If a rank owns the gradient, return the entry of the
-        owner.
-        """
+        """Return the table entry of a tensor, of its owner if a rank owns the gradient."""
         owner = self.owner(rank, kind, slot, index)
         return self._entry(self.ranks[rank] if owner is None else owner, kind, slot, index)
 

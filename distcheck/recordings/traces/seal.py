@@ -24,7 +24,7 @@ _NAME = "checksums.json"
 _ABOUT = "about.json"
 
 
-class Seal(msgspec.Struct, frozen=True, kw_only=True):
+class TraceChecksums(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of checksums.json: XXH3 digests of 128 bits, in hexadecimal."""
 
     schema: str
@@ -39,7 +39,7 @@ def digest(data: bytes) -> str:
 def write_about(folder: Path, about: bytes, indexes: Sequence[str]) -> None:
     """Write about.json and then the checksums; `indexes` are the digests of the indexes."""
     private.write(folder / _ABOUT, about)
-    seal = Seal(schema=SCHEMA, about=digest(about), indexes=tuple(indexes))
+    seal = TraceChecksums(schema=SCHEMA, about=digest(about), indexes=tuple(indexes))
     private.write(folder / _NAME, msgspec.json.encode(seal))
 
 
@@ -64,7 +64,7 @@ def read_about(folder: Path) -> tuple[bytes, tuple[str, ...]]:
     return about, seal.indexes
 
 
-def _read(folder: Path) -> Seal:
+def _read(folder: Path) -> TraceChecksums:
     try:
         data = read_bounded(folder / _NAME)
     except msgspec.DecodeError as error:
@@ -79,7 +79,7 @@ def _read(folder: Path) -> Seal:
     try:
         schema = decode_json(data, _Schema).schema
         if schema == SCHEMA:
-            return decode_json(data, Seal)
+            return decode_json(data, TraceChecksums)
     except msgspec.MsgspecError as error:
         raise UsageError(_damage(folder, f"{_NAME}: {error}")) from error
     raise UsageError(
@@ -100,10 +100,8 @@ TRACES = ("trace", "rerun")  # of a case, as they are saved
 
 
 class TraceFilesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to move traces between shared memory and a folder.
-
-    SAVE returns the digests of the indexes; LOAD requires them in `indexes`. With `tensors` False,
-    only the indexes are moved.
+    """Request to move traces between shared memory and a folder. SAVE returns the digests of the
+    indexes; LOAD requires them in `indexes`. With `tensors` False, only the indexes are moved.
     """
 
     folder: str

@@ -39,9 +39,7 @@ class TraceWriter:
     def put(
         self, kind: Kind, slot: int, index: int, tensor: torch.Tensor | None, *, order: int = 0
     ) -> None:
-        """Record one tensor (or its absence) and the `memory_order` of its dimensions. The tensor
-        may be reused after this call.
-        """
+        """Record a tensor or its absence, and its `memory_order`. The caller may reuse it."""
         at = self._layout.entry_offset(self._rank, kind, slot, index)
         if tensor is None:
             self._publish(at, NO_DIGEST, EntryState.ABSENT, EntrySource.OWN, self._rank, order)

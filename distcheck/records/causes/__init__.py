@@ -25,7 +25,7 @@ LineKind = Literal[
 By = Literal["verify", "job", "guard", "compare"]
 
 
-class InJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CauseInJobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Symptoms and fix of a cause in a whole job, if they differ from those in `verify`."""
 
     when: tuple[str, ...]
@@ -66,7 +66,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wrong: str
     right: str
     suggestion: str | dict[str, str]
-    in_jobs: InJobs | None = None
+    in_jobs: CauseInJobs | None = None
 
     @property
     def suggestions(self) -> Mapping[str, str]:
@@ -85,7 +85,7 @@ def causes() -> Mapping[str, Cause]:
 
 
 @cache
-def shared() -> Mapping[str, str]:
+def shared_suggestions() -> Mapping[str, str]:
     """Return the suggestions that several causes share, by name of the variant."""
     return msgspec.convert(read_table("shared"), dict[str, str])
 
@@ -99,11 +99,10 @@ def name_cause(cause: str, evidence: str, /, *variants: str, **given: object) ->
     their placeholders. Raises KeyError for a cause that is not in the table.
     """
     return Diagnosis(
-        cause=cause, evidence=evidence, suggestion=suggested(cause, *variants, **given)
+        cause=cause, evidence=evidence, suggestion=joined_suggestions(cause, *variants, **given)
     )
 
 
-def suggested(cause: str, /, *variants: str, **given: object) -> str:
-    """Return the suggestions of the given variants, joined."""
-    texts = {**shared(), **causes()[cause].suggestions}
+def joined_suggestions(cause: str, /, *variants: str, **given: object) -> str:
+    texts = {**shared_suggestions(), **causes()[cause].suggestions}
     return "; ".join(texts[variant].format(**given) for variant in variants or (_USUAL,))

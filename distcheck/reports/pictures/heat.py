@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from distcheck.records import CheckResult, ErrorMap
-from distcheck.records.layers import shown_layer
+from distcheck.records.layers import layer_label
 from distcheck.reports.pictures import (
     Drawing,
     Picture,
@@ -132,7 +132,7 @@ class _Grid:
 
 def layer_of(check: CheckResult) -> str:
     """Return the layer after a comma, if there is one."""
-    name = shown_layer(check.layer)
+    name = layer_label(check.layer)
     return f", {name}" if name else ""
 
 

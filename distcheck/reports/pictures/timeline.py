@@ -6,9 +6,9 @@ from distcheck.records import Collective, Outcome, odd_ranks
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.odd_ranks import (
     Key,
-    call_mismatch,
-    first_not_called,
-    groups_of,
+    first_call_mismatch,
+    first_unreached_call,
+    group_ranks_by_call,
     ranks_in_words,
 )
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
@@ -27,7 +27,10 @@ def draw(name: str, outcomes: Ends) -> Picture | None:
         return None
     named = {rank: {key: _name(call) for key, call in own.items()} for rank, own in calls.items()}
     unknown = sum(not own for own in named.values())
-    usual = {key: odd_ranks.majority_call(groups_of(named, key), unknown=unknown) for key in keys}
+    usual = {
+        key: odd_ranks.majority_call(group_ranks_by_call(named, key), unknown=unknown)
+        for key in keys
+    }
     drawing = Drawing(name, 700 if len(keys) > 9 else 320)
     width = min(26.0, (drawing.width - _LABEL - 6) / len(keys))
     strips = _Strips(drawing, width)
@@ -147,7 +150,7 @@ def _legend(drawing: Drawing, y: float) -> float:
 def _describe_deviations(outcomes: Ends, calls: odd_ranks.Calls) -> str:
     """Describe deviating or missing calls with the diagnosis's sentence."""
     parts = []
-    apart = call_mismatch(calls)
+    apart = first_call_mismatch(calls)
     proven = [o.why or "" for o in outcomes if o.proven == "mismatch"]
     if proven or apart is not None:
         words = proven[0] if proven else apart.in_words() if apart else ""
@@ -156,7 +159,7 @@ def _describe_deviations(outcomes: Ends, calls: odd_ranks.Calls) -> str:
     culprits = [o.rank for o in bad if not o.lost_peer and not o.sizes_differ]
     victims = {o.rank for o in outcomes if o.rank not in culprits} if culprits else set()
     victims |= {o.rank for o in bad if o.lost_peer}
-    behind = first_not_called(calls, besides=victims)
+    behind = first_unreached_call(calls, besides=victims)
     if behind is not None:
         number, ranks = behind
         parts.append(f"Call {number} is missing on {ranks_in_words(ranks)}.")

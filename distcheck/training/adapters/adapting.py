@@ -22,16 +22,16 @@ from distcheck.training.adapters.forms import Form, choose_form, form_of
 from distcheck.training.adapters.free_names import FreeNames, StartUp
 from distcheck.training.adapters.hypotheses import Tiers, ways_to_call
 from distcheck.training.adapters.names import FINISH, meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import ReachedCode, function_of
+from distcheck.training.adapters.source import ReachedCode, called_function
 from distcheck.training.adapters.target import (
     Target,
-    bound_later,
+    method_without_self,
     name_of_start_method,
     named_parameters,
-    own_names,
-    required,
+    public_method_names,
+    required_parameters,
     source_line,
     sources_of,
 )
@@ -109,12 +109,12 @@ def _adapt(target: Target, find: Callable[[str], Any]) -> LoadedStrategy:
 
 
 def _no_form(target: Target) -> UsageError:
-    if not callable(target.value) and not own_names(type(target.value)):
+    if not callable(target.value) and not public_method_names(type(target.value)):
         return UsageError(
             f"strategy {target.spec!r} is an object of type {type(target.value).__name__}; pass "
             "a function, a class, or an object with a method to call after backward"
         )
-    return refusal(
+    return refusal_error(
         target,
         f"strategy {target.spec!r} is the class {target.signature}; expected a function "
         "f(model), or a class with a method to call after backward, by a conventional name or as "
@@ -131,7 +131,7 @@ def _usual_method(value: Any) -> str:
     `forward` if it takes a model. Empty if there is none.
     """
     kind = value if inspect.isclass(value) else type(value)
-    methods = own_names(kind)
+    methods = public_method_names(kind)
     if inspect.isclass(value) and issubclass(value, nn.Module) and "forward" in methods:
         first = list(inspect.signature(value.forward).parameters)[1:2]
         if list(map(meaning_of, first)) == ["model"]:
@@ -175,7 +175,7 @@ def _method_of(target: Target, method: str) -> Target:
 
 def _methods(value: Any) -> str:
     kind = value if inspect.isclass(value) else type(value)
-    return f"it has {', '.join(own_names(kind)) or 'no public method'}"
+    return f"it has {', '.join(public_method_names(kind)) or 'no public method'}"
 
 
 def _refuse_deferred(target: Target) -> None:
@@ -234,18 +234,18 @@ def _bound(target: Target, scene: Scene, start_up: StartUp) -> Target:
         return target
     if hasattr(target.value, CONTRACT_ATTRIBUTE) or target.adaptation.form in ("method", "wrapper"):
         return target
-    asks_for = {p.name: meaning_of(p.name) for p in required(named_parameters(owner))}
+    asks_for = {p.name: meaning_of(p.name) for p in required_parameters(named_parameters(owner))}
     assigned = target.arguments
     unknown = [n for n, meaning in asks_for.items() if meaning not in _FIXED and n not in assigned]
     if unknown or any(name.startswith("self.") for name in assigned):
         return target
     making = Filling(scene, owner, what=f"strategy {target.spec!r}")
     scene.uses |= set(asks_for.values())
-    later = bound_later(target.value, making.call)  # MPI is available only in the rank
+    later = method_without_self(target.value, making.call)  # MPI is available only in the rank
     if (first := name_of_start_method(owner, takes="model")) not in ("", target.name):
-        start_up.make(making, first, lends=target.source.steps_its_optimizer)
+        start_up.make(making, first, lends=target.source.steps_optimizer)
         scene.uses.add("model")
-        later = bound_later(target.value, start_up.ready)
+        later = method_without_self(target.value, start_up.ready)
     return dataclasses.replace(target, value=later, owner=None, maker=owner)
 
 
@@ -289,7 +289,9 @@ def _uses_mpi(target: Target, scene: Scene) -> bool:
         held = getattr(target.value.__self__, "__dict__", {}).values()
         if any(type(value).__module__.startswith("mpi4py") for value in held):
             return True
-    return target.module is not None and _exchanges_by_mpi(function_of(target.value), target.module)
+    return target.module is not None and _exchanges_by_mpi(
+        called_function(target.value), target.module
+    )
 
 
 def _exchanges_by_mpi(function: Any, module: ModuleType, most: int = _MOST_MODULES) -> bool:

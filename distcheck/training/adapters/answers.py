@@ -16,11 +16,11 @@ Pairs = list[tuple[nn.Parameter, torch.Tensor]]
 _DESCENDS = 0.5  # cosine; parameters and their gradients are nearly orthogonal
 
 
-def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def wait_for(answer: Any) -> Any:
+def wait_for_handles(answer: Any) -> Any:
     """Wait for the handles that an asynchronous call returned; return any other answer."""
     if isinstance(answer, list | tuple) and answer and all(hasattr(a, "wait") for a in answer):
         for work in answer:
@@ -33,9 +33,7 @@ def wait_for(answer: Any) -> Any:
 
 
 def set_gradients_from(parameters: Sequence[nn.Parameter], answer: Any, *, what: str) -> None:
-    """Set the parameters' gradients from one or more returned tensors. Raises UsageError for wrong
-    shapes.
-    """
+    """Set the parameters' gradients from returned tensors. Raises UsageError for wrong shapes."""
     tensors = list(answer) if isinstance(answer, list | tuple) else [answer]
     fits = len(tensors) == len(parameters)
     for parameter, tensor in zip(parameters, tensors, strict=False):
@@ -107,16 +105,16 @@ class AfterBackward:
         UsageError if the first call takes a step or registers hooks.
         """
         if not self._is_first:
-            answer = wait_for(call())
+            answer = wait_for_handles(call())
             if self._returns:
-                self._take(_gradients_of(self._scene.live_model, answer))
+                self._take(_gradients_of(self._scene.current_model, answer))
             return answer
         self._is_first = False
-        model = self._scene.live_model
+        model = self._scene.current_model
         still, hooks = NoStepCheck(model), _hook_ids(model)
         gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         before = [(p, gradient.clone()) for p, gradient in gradients if _is_plain(gradient)]
-        answer = wait_for(call())
+        answer = wait_for_handles(call())
         if isinstance(answer, nn.Module) and answer is not model:
             return answer
         if _hook_ids(model) - hooks:
@@ -153,7 +151,7 @@ def _gradients_of(model: nn.Module, answer: Any) -> Pairs:
         answer = [answer.get(name) for name in named] if known else list(answer.values())
     if not isinstance(answer, list | tuple):
         return []
-    required = present(named.values())
+    required = with_gradient(named.values())
     returned = [tensor for tensor in answer if tensor is not None]
     pairs = list(zip(required, returned, strict=False))
     is_each = len(required) == len(returned) and bool(required)

@@ -13,10 +13,15 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.answers import AfterBackward, present, set_gradients_from, wait_for
+from distcheck.training.adapters.answers import (
+    AfterBackward,
+    set_gradients_from,
+    wait_for_handles,
+    with_gradient,
+)
 from distcheck.training.adapters.forms import Form, is_context_function
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import COLLECTIVES
 from distcheck.training.adapters.target import (
@@ -36,7 +41,7 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
     is_other = target.is_unbound if around else target.is_class
     lacks_subject = (once or form.handed != "model") and not target.first
     if not callable(target.value) or is_other or lacks_subject:
-        raise refusal(target, f"strategy {target.spec!r} {form.lacks}")
+        raise refusal_error(target, f"strategy {target.spec!r} {form.lacks}")
     if once and is_context_function(target.value):
         raise UsageError(
             f"strategy {target.spec!r} is a context manager, which --as {form.name} would call "
@@ -54,7 +59,7 @@ def adapt_row(form: Form, target: Target, scene: Scene) -> LoadedStrategy:
         scale_loss, sync = _enter_and_leave(target, call)
         return target.loaded(note, scale_loss=scale_loss, sync=sync)
     if form.called == "for the optimizer's step":
-        return target.loaded(note, sync=lambda model, step: wait_for(call()), update="sync")
+        return target.loaded(note, sync=lambda model, step: wait_for_handles(call()), update="sync")
     sync = _call_after(form, target, scene, call)
     if form.called == "after the optimizer's step":
         return target.loaded(note, sync=sync, update="sync")
@@ -98,12 +103,14 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
             if p.name == "step" and not is_annotated_number(p)
         ]
         if not target.parameters and not takes_all and not scene.uses & {"model", "optimizer"}:
-            raise refusal(target, f"{target.described}, which takes neither a model nor gradients")
+            raise refusal_error(
+                target, f"{target.described}, which takes neither a model nor gradients"
+            )
     filling = Filling(scene, target.value, what=target.described, supplied=supplied, also=stepped)
     listed = any(wants_list(p, target.source) for p in target.parameters if p.name == first)
     listed |= meaning_of(first).startswith("listed_")
     named = "named_" * (
-        meaning_of(first).endswith("named_parameters") or target.source.goes_through_pairs(first)
+        meaning_of(first).endswith("named_parameters") or target.source.unpacks_pairs(first)
     )
     if supplied and of_parameters and not listed:
         scene.handed_once[first] = f"@{named}param_list"
@@ -111,7 +118,7 @@ def _call_of(form: Form, target: Target, scene: Scene) -> Callable[[], Any]:
     is_wrapped, owner = _reads_module(target), _Owner(scene) if _holds_the_model(target) else None
 
     def call() -> Any:
-        model = scene.live_model
+        model = scene.current_model
         if is_wrapped and not hasattr(model, "module"):
             model = nn.ModuleDict({"module": model})  # as DDP holds it
         if takes_all:  # f(*arguments)
@@ -163,7 +170,7 @@ def call_of_method(scene: Scene, made: list[Any], name: str | None, what: str) -
         method = getattr(made[-1], name, None)
         if not callable(method):
             raise UsageError(f"{what} created an object without a method {name}()")
-        wait_for(Filling(scene, method, what=f"{what}, {name}").call())
+        wait_for_handles(Filling(scene, method, what=f"{what}, {name}").call())
 
     return call
 
@@ -226,12 +233,12 @@ def _call_with_all_gradients(target: Target, scene: Scene) -> Sync:
     filling = Filling(scene, target.value, what=target.described, supplied=[target.first, *into])
 
     def sync(model: nn.Module, step: Step) -> None:
-        parameters = present(scene.parameters())
+        parameters = with_gradient(scene.parameters())
         tensors = [parameter.grad for parameter in parameters]
         if len(memory) != len(parameters):
             memory[:] = [torch.zeros_like(parameter) for parameter in parameters]
         means = [torch.zeros_like(parameter) for parameter in parameters]
-        answer = wait_for(filling.call(tensors, *[means, memory][: len(into)]))
+        answer = wait_for_handles(filling.call(tensors, *[means, memory][: len(into)]))
         if into:  # its return value is ignored
             answer = means
         # The return value, or else the list that it received, whose entries it may replace.
@@ -256,7 +263,7 @@ def _call_with_tensors(form: Form, target: Target, scene: Scene) -> Sync:
         received = torch.zeros_like(sent)
         tensors = [sent, received][: len(supplied)]
         handed = [t.cpu() for t in tensors] if as_arrays else tensors  # arrays are on the CPU
-        answer = wait_for(filling.call(*(t.numpy() if as_arrays else t for t in handed)))
+        answer = wait_for_handles(filling.call(*(t.numpy() if as_arrays else t for t in handed)))
         for tensor, seen in zip(tensors, handed, strict=True):
             if seen is not tensor:
                 tensor.copy_(seen)
@@ -267,7 +274,7 @@ def _call_with_tensors(form: Form, target: Target, scene: Scene) -> Sync:
         return sent if in_place else torch.as_tensor(answer)
 
     def sync(model: nn.Module, step: Step) -> None:
-        parameters = present(scene.parameters())
+        parameters = with_gradient(scene.parameters())
         if form.handed == "flat gradient":
             _reduce_flat(parameters, reduce, step, what=repr(target.spec))
             return

@@ -20,9 +20,14 @@ from torch import nn
 from distcheck.errors import UsageError, did_you_mean
 from distcheck.training.adapters import names
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.source import ReachedCode, Source, function_of, own_globals
-from distcheck.training.adapters.target import Target, named_parameters, required
-from distcheck.training.adapters.unknown import NotGiven, options, stand_in
+from distcheck.training.adapters.source import (
+    ReachedCode,
+    Source,
+    assigned_globals,
+    called_function,
+)
+from distcheck.training.adapters.target import Target, named_parameters, required_parameters
+from distcheck.training.adapters.unknown import MissingValue, stand_in, suggested_options
 
 _FILLED = "__distcheck_filled__"  # in a module: the values put there, by name
 # Meanings that change during training, and the attribute of the scene that they need.
@@ -42,7 +47,7 @@ class FreeNames:
         for name, text in self._variables.items():
             _check_used(name, target)
             scene.check(text)
-        names_missing, sources = _missing(function_of(target.value), target.module)
+        names_missing, sources = _missing(called_function(target.value), target.module)
         missing = sorted(names_missing - self._variables.keys())
         self.filled = {
             name: meaning
@@ -62,7 +67,7 @@ class FreeNames:
                     value = importlib.import_module(names.IMPORTED[name])
             sentence = (
                 f"strategy {target.spec!r} uses {name}, which its module does not define; pass "
-                f"{options('--set', [name], None)}"
+                f"{suggested_options('--set', [name], None)}"
             )
             self._set_name(name, stand_in(name, sentence) if value is None else value)
 
@@ -129,7 +134,7 @@ def _meaning(name: str, sources: list[Source]) -> str:
     as a communicator: the code that reads it may never run.
     """
     meaning = names.FREE.get(name, "")
-    uses = {source.use_of(name) for source in sources}
+    uses = {source.kind_by_use(name) for source in sources}
     if meaning == "group" and "communicator" in uses:
         return ""
     return "group" if meaning == "communicator" and "group" in uses else meaning
@@ -178,7 +183,6 @@ class StartUp:
         self.note = "; ".join(filter(None, [self.note, how]))
 
     def ready(self) -> Any:
-        """Return the constructed object."""
         (made,) = self.made
         for name, value in list(vars(made).items()):
             if self.making and self.making[2] and isinstance(value, torch.optim.Optimizer):
@@ -186,9 +190,7 @@ class StartUp:
         return made
 
     def run(self, model: nn.Module) -> nn.Module:
-        """Call the functions, and return the module to train. These calls do not count as use of
-        the code.
-        """
+        """Call the functions and return the module to train; this does not count as use."""
         before, answer = self._scene.calls, None
         for filling in self._calls:
             filling.call()
@@ -204,12 +206,12 @@ def _set_up(target: Target) -> list[Callable[..., Any]]:
     module = target.module
     if module is None:
         return []
-    reached = ReachedCode(function_of(target.value), module)
+    reached = ReachedCode(called_function(target.value), module)
     empty = {n for n in reached.read - reached.written if _is_empty(module, n)}
     by_name: dict[str, list[Callable[..., Any]]] = {}
     for value in list(vars(module).values()):
         if inspect.isfunction(value) and value.__module__ == module.__name__:
-            for name in own_globals(value) & empty:
+            for name in assigned_globals(value) & empty:
                 by_name.setdefault(name, []).append(value)
     # If several functions set a name, it is unknown which one the script calls.
     only = dict.fromkeys(setters[0] for setters in by_name.values() if len(setters) == 1)
@@ -219,7 +221,7 @@ def _set_up(target: Target) -> list[Callable[..., Any]]:
 def _is_empty(module: ModuleType, name: str) -> bool:
     """Return True if a global name is None or an empty container."""
     value = getattr(module, name, None)
-    if value is None or type(value).__name__.startswith(NotGiven.__name__):
+    if value is None or type(value).__name__.startswith(MissingValue.__name__):
         return True
     return isinstance(value, list | dict | set | tuple) and not value
 
@@ -227,6 +229,6 @@ def _is_empty(module: ModuleType, name: str) -> bool:
 def _may_be_called(function: Callable[..., Any]) -> bool:
     """Return True if a function sets up and does not train, judged by its parameters and calls."""
     source = Source(function)
-    parameters = required(named_parameters(function))
+    parameters = required_parameters(named_parameters(function))
     known = all(source.meaning_of(p.name) in names.BEFORE_TRAINING for p in parameters)
     return known and not source.words & {"backward", "init_process_group", "spawn", "parse_args"}

@@ -19,20 +19,20 @@ from distcheck.errors import UsageError
 from distcheck.records import Adaptation
 from distcheck.training.adapters.forms import FORMS, choose_form, form_of, is_context_function
 from distcheck.training.adapters.forms.own_optimizer import parameters_name
-from distcheck.training.adapters.forms.wrapper import first_phases, is_known
+from distcheck.training.adapters.forms.wrapper import can_fill_arguments, phase_methods
 from distcheck.training.adapters.names import NO_FINISH, meaning_of
 from distcheck.training.adapters.source import COLLECTIVES, SENDS_PARAMETERS, Source
 from distcheck.training.adapters.target import (
     Target,
+    author_methods,
     is_single_process_default,
-    meaning_in,
     named_parameters,
-    own_names,
-    required,
-    written,
+    parameter_meaning,
+    public_method_names,
+    required_parameters,
 )
 from distcheck.training.adapters.unknown import UnknownArgumentsError
-from distcheck.training.adapters.values import candidates, class_for
+from distcheck.training.adapters.values import candidate_values, class_for_argument
 from distcheck.training.loaded import LoadedStrategy
 
 Tiers = tuple[tuple[Adaptation, ...], ...]
@@ -73,9 +73,13 @@ def _unknown_of_maker(target: Target) -> dict[str, list[str]]:
     made = target.value if target.is_class else target.owner
     if made is None or choose_form(target) not in (None, form_of("method")):
         return {}
-    asked = [p for p in required(named_parameters(made)) if p.name not in target.arguments]
+    asked = [
+        p for p in required_parameters(named_parameters(made)) if p.name not in target.arguments
+    ]
     unknown = [p for p in asked if not Source(made).meaning_of(p.name)]
-    return {p.name: candidates(p, made) for p in unknown if class_for(p, made) is None}
+    return {
+        p.name: candidate_values(p, made) for p in unknown if class_for_argument(p, made) is None
+    }
 
 
 def _combine_values(said: Adaptation, unknown: Mapping[str, Sequence[str]]) -> list[Adaptation]:
@@ -162,7 +166,7 @@ def _forms_of_function(target: Target) -> Iterator[str]:
     if form_of("comm-hook").fits(target):
         yield "comm-hook"
         return
-    kinds = {target.known_kind} if target.known_kind else _possible_kinds(target)
+    kinds = {target.kind_without_name} if target.kind_without_name else _possible_kinds(target)
     if any(source.registers_hooks for source in target.reached):
         yield "hooks"
     makes = target.source.returns_what_it_calls
@@ -192,13 +196,17 @@ def _possible_kinds(target: Target) -> set[str]:
 
 
 def _forms_of_class(kind: type) -> Iterator[str]:
-    taken = required(named_parameters(kind))
+    taken = required_parameters(named_parameters(kind))
     is_optimizer = issubclass(kind, torch.optim.Optimizer)
-    words = set[str]().union(*(Source(getattr(kind, name)).words for name in written(kind)))
-    first = meaning_in(kind, taken[0]) if taken else ""
+    words = set[str]().union(*(Source(getattr(kind, name)).words for name in author_methods(kind)))
+    first = parameter_meaning(kind, taken[0]) if taken else ""
     if hasattr(kind, "__enter__") and hasattr(kind, "__exit__"):
         yield "context"
-    if taken and first in ("optimizer", "") and (is_optimizer or "step" in own_names(kind)):
+    if (
+        taken
+        and first in ("optimizer", "")
+        and (is_optimizer or "step" in public_method_names(kind))
+    ):
         yield "optimizer"
         yield from ["sharded-optimizer"] if words & SENDS_PARAMETERS else []
     if is_optimizer:
@@ -223,7 +231,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
         return [replace(said, finish=name) for name in methods], []
     if form not in ("wrapper", "sharded-module", "autograd") or not inspect.isclass(made):
         return [], []
-    finish, reset = first_phases(target)
+    finish, reset = phase_methods(target)
     methods = _methods(made)
     none = [NO_FINISH] if _may_sync_uncalled(made) else []
     after = [name for name in (*methods, *none) if name != (finish or NO_FINISH)]
@@ -240,7 +248,7 @@ def _phases(target: Target, form: str | None) -> tuple[list[Adaptation], list[Ad
 
 def _may_sync_uncalled(kind: type) -> bool:
     """Return True if its objects may synchronize without a call: by hooks, or in forward."""
-    members = written(kind)
+    members = author_methods(kind)
     sources = [Source(getattr(kind, name)) for name in members]
     forward = [Source(getattr(kind, n)) for n in ("forward", "__call__") if n in members]
     words = set[str]().union(*(source.words for source in forward))
@@ -249,4 +257,8 @@ def _may_sync_uncalled(kind: type) -> bool:
 
 def _methods(kind: type) -> list[str]:
     """Return the methods that a training loop may call directly."""
-    return [n for n in own_names(kind) if n not in _NO_PHASES and is_known(getattr(kind, n))]
+    return [
+        n
+        for n in public_method_names(kind)
+        if n not in _NO_PHASES and can_fill_arguments(getattr(kind, n))
+    ]

@@ -32,9 +32,7 @@ _ACCESSORS = ("full_parameters", "full_gradients")
 
 
 def with_unsharded_model(base: LoadedStrategy, made: Any, *, what: str) -> LoadedStrategy:
-    """Return the strategy with the full model unsharded after every step. Raises UsageError if it
-    has only one of the two accessors.
-    """
+    """Return the strategy with the full model after every step. Raises UsageError."""
     has = [name for name in _ACCESSORS if callable(getattr(made, name, None))]
     if len(has) == 1:
         other = next(name for name in _ACCESSORS if name not in has)
@@ -43,7 +41,7 @@ def with_unsharded_model(base: LoadedStrategy, made: Any, *, what: str) -> Loade
         )
     layout = _Accessed(base, made, what) if has else _Pieced(base, what)
     return dataclasses.replace(
-        base.promising(one_group=True),
+        base.with_contract(one_group=True),
         wrap=layout.wrap,
         optimizer=layout.optimizer,
         sync=layout.sync,

@@ -9,8 +9,8 @@ from distcheck.training.adapters.target import (
     Target,
     name_of_start_method,
     named_parameters,
-    own_names,
-    required,
+    public_method_names,
+    required_parameters,
 )
 from distcheck.training.adapters.unknown import FormError
 
@@ -38,16 +38,16 @@ _BEFORE_TRAINING = _GIVEN | {
 }
 
 
-def refusal(target: Target, why: str) -> FormError:
+def refusal_error(target: Target, why: str) -> FormError:
     """Return the error for code that cannot be adapted, with a strategy file for this object."""
     name = "Adapted" if target.is_class or target.maker is not None else "sync"
     return FormError(
         f"{why}. Pass its form with --as ({', '.join(form_names())}), or call it yourself from a "
-        f"file next to it, and pass that as FILE.py:{name}:\n{template(target)}"
+        f"file next to it, and pass that as FILE.py:{name}:\n{strategy_template(target)}"
     )
 
 
-def template(target: Target) -> str:
+def strategy_template(target: Target) -> str:
     """Return the source of a strategy that calls the code after backward, with CAPITALS to edit."""
     place, _, attribute = target.spec.partition(":")
     module = place.removesuffix(".py").rpartition("/")[2]
@@ -55,9 +55,9 @@ def template(target: Target) -> str:
     made = target.value if target.is_class else target.maker
     handed = _keyword_arguments(target.required, _GIVEN)
     if made is not None:
-        methods = own_names(made)
+        methods = public_method_names(made)
         own = f"{methods[0] if len(methods) == 1 else 'METHOD'}()"
-        making = _keyword_arguments(required(named_parameters(made)), _BEFORE_TRAINING)
+        making = _keyword_arguments(required_parameters(named_parameters(made)), _BEFORE_TRAINING)
         begins = name_of_start_method(made, takes="model")
         lines = [
             "import torch.distributed as dist",

@@ -31,12 +31,16 @@ from distcheck.training.adapters.target import (
     wants_list,
 )
 from distcheck.training.adapters.unknown import (
-    NotKnownError,
     UnknownArgumentsError,
-    explain,
-    options,
+    UnknownAttributeError,
+    raise_if_stand_in_rejected,
+    suggested_options,
 )
-from distcheck.training.adapters.values import argument_for_class, candidates, class_for
+from distcheck.training.adapters.values import (
+    argument_for_class,
+    candidate_values,
+    class_for_argument,
+)
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Scene:
     _looked_at: list[type] = field(default_factory=list)  # classes that may be made
 
     @property
-    def live_model(self) -> nn.Module:
+    def current_model(self) -> nn.Module:
         """The model. Raises UsageError if the code requests the model before training."""
         if self.model is None:
             raise UsageError("the code requests the model before it exists")
@@ -77,7 +81,7 @@ class Scene:
             self._namespace.device = self.value("device")
 
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.live_model.parameters())
+        return list(self.current_model.parameters())
 
     def value(self, meaning: str) -> Any:
         """Return the current value of a meaning. Raises UsageError if it does not exist yet."""
@@ -104,10 +108,10 @@ class Scene:
             # Smaller than DDP's, so that a small model fills more than one.
             "bucket_mb": lambda: 1,
             "bucket_bytes": lambda: 1 << 20,
-            "parameters": lambda: self.live_model.parameters(),
+            "parameters": lambda: self.current_model.parameters(),
             "listed_parameters": self.parameters,
-            "named_parameters": lambda: self.live_model.named_parameters(),
-            "listed_named_parameters": lambda: list(self.live_model.named_parameters()),
+            "named_parameters": lambda: self.current_model.named_parameters(),
+            "listed_named_parameters": lambda: list(self.current_model.named_parameters()),
             "gradients": lambda: [p.grad for p in self.parameters() if p.grad is not None],
             "groups": lambda: self._live("optimizer").param_groups,
         }
@@ -118,10 +122,8 @@ class Scene:
         heads = [name for name, _ in self.adaptation.arguments if "." in name]
         self.used.update(name for name in heads if not name.startswith("self."))
 
-    def reads_of(self, name: str, function: Callable[..., Any]) -> None:
-        """Record the command-line attributes that a function reads, so that all missing ones can be
-        listed together.
-        """
+    def note_attribute_reads(self, name: str, function: Callable[..., Any]) -> None:
+        """Record the command-line attributes that a function reads, to list all missing ones."""
         self._reads |= dict.fromkeys(sorted(Source(function).attributes_of(name)), function)
 
     def read(self, text: str) -> Any:
@@ -136,11 +138,13 @@ class Scene:
         named = self.find(name)
         return Filling(self, named, what=name).call() if inspect.isclass(named) else named
 
-    def object_for(self, parameter: inspect.Parameter, function: Callable[..., Any]) -> str:
+    def argument_for_object(
+        self, parameter: inspect.Parameter, function: Callable[..., Any]
+    ) -> str:
         """Return the value of `--arg` that creates the object for a parameter, from a class of the
         code's author that needs no unknown arguments. Empty if there is no such class.
         """
-        kind = class_for(parameter, function)
+        kind = class_for_argument(parameter, function)
         if kind is None or kind in self._looked_at:
             return ""
         once, assumed = dict(self.handed_once), list(self.assumed)
@@ -156,9 +160,7 @@ class Scene:
         return argument_for_class(kind)
 
     def keep(self, name: str, text: str) -> Any:
-        """Return the value of an option. It is created only once per name, because it may hold
-        state.
-        """
+        """Return the value of an option, created once per name: it may hold state."""
         if text.startswith("@") and ":" not in text:
             return self.read(text)
         if name not in self._kept:
@@ -272,8 +274,8 @@ class Filling:
             listed = [p.name for p in unknown]
             raise UnknownArgumentsError(
                 f"{what}: unknown parameters {', '.join(listed)}; pass "
-                f"{options('--arg', listed, function)}",
-                {p.name: candidates(p, function) for p in unknown},
+                f"{suggested_options('--arg', listed, function)}",
+                {p.name: candidate_values(p, function) for p in unknown},
             )
         known = {p.name for p in parameters}
         more = assigned.items() if takes_any(function, "VAR_KEYWORD") else ()
@@ -287,7 +289,7 @@ class Filling:
         scene, function = self._scene, self._function
         meaning = Source(function).meaning_of(parameter.name)
         if not meaning:
-            text = scene.object_for(parameter, function)
+            text = scene.argument_for_object(parameter, function)
             scene.assumed += [f"{parameter.name}={text}"] * bool(text)
             return "assigned" * bool(text), text
         meaning = self._refine_meaning(meaning, parameter)
@@ -295,7 +297,7 @@ class Filling:
             scene.assumed.append(f"{parameter.name}={scene.value(meaning)}")
         if meaning == "arguments":
             scene.note_namespace()
-            scene.reads_of(parameter.name, function)
+            scene.note_attribute_reads(parameter.name, function)
         return "meaning", meaning
 
     def _refine_meaning(self, meaning: str, parameter: inspect.Parameter) -> str:
@@ -328,7 +330,7 @@ class Filling:
         try:
             return self._function(*positional, **keywords)
         except TypeError as error:
-            explain(error)
+            raise_if_stand_in_rejected(error)
             raise
 
     def _read(self, name: str, text: str) -> Any:
@@ -350,9 +352,9 @@ class _Arguments(SimpleNamespace):
         reads = object.__getattribute__(self, "_reads")
         lacking = [name, *(other for other in reads if other not in {name, *vars(self)})]
         names = [f"args.{one}" for one in lacking]
-        raise NotKnownError(
+        raise UnknownAttributeError(
             f"the code reads {', '.join(names)}, which distcheck does not know; pass "
-            f"{options('--arg', names, reads.get(name))}"
+            f"{suggested_options('--arg', names, reads.get(name))}"
         )
 
 

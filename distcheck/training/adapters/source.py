@@ -48,20 +48,18 @@ _TAKE_ONE = {
 }  # fmt: skip
 
 
-def unwrapped(value: Any) -> Any:
-    """Return the function inside a partial, or inside a decorator whose closure has a single
-    function.
-    """
+def unwrap_function(value: Any) -> Any:
+    """Return the function inside a partial, or the only one in a decorator's closure."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
-        elif (inner := decorated(value)) is not None:
+        elif (inner := decorated_function(value)) is not None:
             value = inner
         else:
             return value
 
 
-def decorated(value: Any) -> Any:
+def decorated_function(value: Any) -> Any:
     """Return the function that a decorator without functools.wraps hides; None if there is none."""
     if not inspect.isfunction(value) or hasattr(value, "__wrapped__") or value.__closure__ is None:
         return None
@@ -82,9 +80,9 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def function_of(value: Any) -> Any:
+def called_function(value: Any) -> Any:
     """Return the function that a call runs: the function of a partial, or an object's __call__."""
-    value = unwrapped(value)
+    value = unwrap_function(value)
     is_named = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
     return value if is_named or not callable(value) else type(value).__call__
 
@@ -137,7 +135,7 @@ class Source:
     """A function's syntax tree; empty if its source is unavailable."""
 
     def __init__(self, value: Any) -> None:
-        self._value = function_of(value)
+        self._value = called_function(value)
         try:
             self._nodes = _nodes_of(self._value)
         except (OSError, TypeError, SyntaxError):
@@ -177,13 +175,13 @@ class Source:
             and (isinstance(node.ctx, ast.Store) or not assigned)
         }
 
-    def changed_of(self, name: str) -> set[str]:
+    def changed_attributes(self, name: str) -> set[str]:
         """Return every `.attr` of a variable that is assigned or extended."""
         parts = [one.split(".") for one in self.called if one.count(".") == 2]
         added = {attribute for of, attribute, method in parts if of == name and method in _ADDING}
         return added | self.attributes_of(name, assigned=True)
 
-    def use_of(self, name: str) -> str:
+    def kind_by_use(self, name: str) -> str:
         """Return the kind of a variable judged by its use, regardless of its name: a `model`, an
         `optimizer`, its `groups` of parameters, a `communicator` of mpi4py, a `group`, or the
         `distributed` module; empty if ambiguous.
@@ -209,7 +207,7 @@ class Source:
         """Return True if the function calls a communication method that only mpi4py has."""
         return bool(self.attributes & (_OF_A_COMMUNICATOR - {"Get_rank", "Get_size", "Barrier"}))
 
-    def worked_on(self, name: str) -> str:
+    def kind_by_elements(self, name: str) -> str:
         """Return the kind of a variable, judged by the use of the variable or of its elements.
 
         `parameters` and `models` follow from attributes of the elements, `gradients` from elements
@@ -229,7 +227,7 @@ class Source:
         """Return the meaning of a variable. Its use takes precedence over its name, unless the name
         is more specific about a model or an optimizer.
         """
-        use, named = self.use_of(name), meaning_of(name)
+        use, named = self.kind_by_use(name), meaning_of(name)
         return named if use in ("model", "optimizer", "groups") and named else use or named
 
     @property
@@ -238,7 +236,7 @@ class Source:
         return self._nodes.called
 
     @property
-    def steps_its_optimizer(self) -> bool:
+    def steps_optimizer(self) -> bool:
         held = [n for n in self.attributes_of("self") if meaning_of(n) == "optimizer"]
         return any(f"self.{name}.step" in self.called for name in held)
 
@@ -270,7 +268,7 @@ class Source:
             for value in returned
         )
 
-    def goes_through_pairs(self, name: str) -> bool:
+    def unpacks_pairs(self, name: str) -> bool:
         """Return True if the function unpacks elements of a variable: `for name, p in pairs`."""
         loops = (node for node in self._nodes if isinstance(node, ast.For | ast.comprehension))
         pairs = (n for n in loops if isinstance(n.target, ast.Tuple) and len(n.target.elts) == 2)
@@ -297,9 +295,7 @@ class Source:
 
     @property
     def descends(self) -> bool:
-        """Return True if the function subtracts from a parameter's `.data`: p.data -= ...,
-        p.data.sub_(...)
-        """
+        """Return True if the function subtracts from a parameter's `.data` (`-=`, `sub_`)."""
         return self._nodes.descends
 
     @property
@@ -396,7 +392,7 @@ def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return read, frozenset(name for operation, name in done if operation in _BINDS)
 
 
-def own_globals(function: Callable[..., Any]) -> frozenset[str]:
+def assigned_globals(function: Callable[..., Any]) -> frozenset[str]:
     return _globals_of(function.__code__)[1]
 
 
@@ -409,8 +405,8 @@ def _code_objects(value: Any, known: dict[str, Any]) -> Iterator[CodeType]:
     if inspect.isclass(value):
         members = vars(value).values()
         functions = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
-    unwrapped = [inspect.unwrap(f) for f in functions if callable(f)]
-    waiting = [f.__code__ for f in unwrapped if getattr(f, "__globals__", None) is known]
+    unwrap_function = [inspect.unwrap(f) for f in functions if callable(f)]
+    waiting = [f.__code__ for f in unwrap_function if getattr(f, "__globals__", None) is known]
     while waiting:
         code = waiting.pop()
         yield code

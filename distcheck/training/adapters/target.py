@@ -16,8 +16,8 @@ from distcheck.training.adapters.source import (
     COLLECTIVES,
     ReachedCode,
     Source,
-    decorated,
-    function_of,
+    called_function,
+    decorated_function,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        value = decorated(self.value) or self.value
+        value = decorated_function(self.value) or self.value
         return str(getattr(value, "__name__", type(value).__name__))
 
     @cached_property
@@ -77,7 +77,7 @@ class Target:
     @property
     def required(self) -> Parameters:
         """The parameters that have neither a default nor a value from `--arg`."""
-        return [p for p in required(self.parameters) if p.name not in self.arguments]
+        return [p for p in required_parameters(self.parameters) if p.name not in self.arguments]
 
     @property
     def first(self) -> str:
@@ -89,12 +89,12 @@ class Target:
         if not taken or not self._is_a_fact(taken[0]):
             return taken[0] if taken else ""
         others = [name for name in taken if not self._is_a_fact(name)]
-        known = [name for name in others if name in names.SUBJECTS or self.source.use_of(name)]
+        known = [name for name in others if name in names.SUBJECTS or self.source.kind_by_use(name)]
         return next(iter(known or others), taken[0])
 
     def _is_a_fact(self, name: str) -> bool:
         """Return True if a parameter is a fact of the world or a setting, and not a subject."""
-        use = self.source.use_of(name)
+        use = self.source.kind_by_use(name)
         if use:
             return use not in ("model", "optimizer", "groups")
         return name in names.MEANINGS and (name in names.WORLD or name not in names.SUBJECTS)
@@ -102,7 +102,7 @@ class Target:
     @property
     def first_annotation(self) -> str:
         """The annotation of the first parameter, as text; empty if there is none."""
-        return next((annotation(p) for p in self.parameters if p.name == self.first), "")
+        return next((annotation_text(p) for p in self.parameters if p.name == self.first), "")
 
     @cached_property
     def source(self) -> Source:
@@ -112,7 +112,7 @@ class Target:
     def signature(self) -> str:
         """The signature, without annotations and without defaults that are not literals."""
         try:
-            shown = inspect.signature(decorated(self.value) or self.value)
+            shown = inspect.signature(decorated_function(self.value) or self.value)
         except (TypeError, ValueError):
             return self.name
         plain = (int, float, str, bool, type(None))
@@ -138,12 +138,10 @@ class Target:
 
     @cached_property
     def reached(self) -> list[Source]:
-        """Return the source of the object, and the sources of all code that it reaches in its
-        module.
-        """
+        """Return the sources of the object and of all code that it reaches in its module."""
         if self.module is None or self.value is None:
             return [self.source]
-        return ReachedCode(function_of(self.value), self.module).sources
+        return ReachedCode(called_function(self.value), self.module).sources
 
     @property
     def everything(self) -> list[Source]:
@@ -157,7 +155,7 @@ class Target:
         """Return True if step() requires a closure, or receives one by `--arg`."""
         step: Any = getattr(self.value, "step", None) if self.is_class else None
         taken = [p for p in named_parameters(step, skip=1) if p.name == "closure"]
-        return bool(required(taken) or (taken and "closure" in self.arguments))
+        return bool(required_parameters(taken) or (taken and "closure" in self.arguments))
 
     @property
     def needs_closure(self) -> bool:
@@ -169,9 +167,7 @@ class Target:
 
     @property
     def hooks_ddp(self) -> bool:
-        """Return True if the code registers a communication hook on a module that it receives, so
-        on DDP.
-        """
+        """Return True if the code registers a communication hook on a module that it receives."""
         function = getattr(self.value, "__init__") if self.is_class else self.value  # noqa: B009
         called = Source(function).called
         is_made = any(one.endswith(("DDP", "DistributedDataParallel")) for one in called)
@@ -185,22 +181,21 @@ class Target:
 
     @cached_property
     def kind_of_first(self) -> str:
-        """The kind of the subject: `model`, `models`, `parameters`, `gradients`, `tensor`,
-        `optimizer`, or empty if unknown. Use takes precedence over annotation, and annotation over
-        name.
+        """The kind of the subject by use, annotation or name, in this order: `model`, `models`,
+        `parameters`, `gradients`, `tensor`, `optimizer`, or empty if unknown.
         """
-        kind = self.known_kind or self._named_kind()
+        kind = self.kind_without_name or self._named_kind()
         if kind in ("parameters", "gradients"):
             return "parameters" if "grad" in self.source.attributes else kind
         return kind
 
     @property
-    def known_kind(self) -> str:
+    def kind_without_name(self) -> str:
         """The kind of the subject judged by use and annotation, without its name."""
-        use = self.source.use_of(self.first)
+        use = self.source.kind_by_use(self.first)
         if use in ("model", "optimizer"):
             return use
-        return self.source.worked_on(self.first) or self._annotated_kind()
+        return self.source.kind_by_elements(self.first) or self._annotated_kind()
 
     def _annotated_kind(self) -> str:
         text = self.first_annotation
@@ -233,11 +228,10 @@ def wants_list(parameter: inspect.Parameter, source: Source) -> bool:
 
 
 def is_annotated_number(parameter: inspect.Parameter) -> bool:
-    """Return True if a parameter is annotated as a number, as in `step: int`."""
     return parameter.annotation in (int, "int")
 
 
-def annotation(parameter: inspect.Parameter) -> str:
+def annotation_text(parameter: inspect.Parameter) -> str:
     """Return the annotation of a parameter, as text; empty if there is none."""
     text = parameter.annotation
     if text is parameter.empty:
@@ -251,7 +245,7 @@ def _signature_parameters(value: Callable[..., Any]) -> Parameters | None:
     """
     bases = [one for one in getattr(value, "__mro__", ()) if "__init__" in vars(one)][1:-1]
     try:
-        found = list(inspect.signature(decorated(value) or value).parameters.values())
+        found = list(inspect.signature(decorated_function(value) or value).parameters.values())
     except (TypeError, ValueError):
         return None
     passes_all = [p.kind.name for p in found] == ["VAR_POSITIONAL", "VAR_KEYWORD"]
@@ -263,7 +257,7 @@ def named_parameters(value: Callable[..., Any], *, skip: int = 0) -> Parameters:
     return [p for p in (_signature_parameters(value) or [])[skip:] if p.kind in _NAMED]
 
 
-def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
+def parameter_meaning(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
     """Return the meaning of a parameter from its annotation, or else from its use or name."""
     text = str(parameter.annotation)
     called = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009
@@ -271,7 +265,7 @@ def meaning_in(function: Callable[..., Any], parameter: inspect.Parameter) -> st
     return known or Source(called).meaning_of(parameter.name)
 
 
-def required(parameters: Parameters) -> Parameters:
+def required_parameters(parameters: Parameters) -> Parameters:
     return [p for p in parameters if p.default is p.empty]
 
 
@@ -288,38 +282,36 @@ def takes_any(value: Callable[..., Any], kind: str) -> bool:
     return signed is None or any(p.kind.name == kind for p in signed)
 
 
-def own_classes(build: Any) -> list[Any]:
+def author_classes(build: Any) -> list[Any]:
     """Return a class and its bases, except torch's and builtin ones; return a function itself."""
     bases = build.__mro__ if inspect.isclass(build) else (build,)
     return [base for base in bases if not base.__module__.startswith(("torch", "builtins"))]
 
 
-def own_names(build: type) -> list[str]:
-    """Return the public methods that are not inherited from torch or object, in order of
-    definition.
-    """
+def public_method_names(build: type) -> list[str]:
+    """Return the public methods not inherited from torch or object, in definition order."""
     kept = [
         (name, getattr(value, "__func__", value))  # the function of a static or class method
-        for base in own_classes(build)
+        for base in author_classes(build)
         for name, value in vars(base).items()
     ]
     functions = dict.fromkeys(name for name, value in kept if inspect.isfunction(value))
     return [n for n in functions if not n.startswith("_") and callable(getattr(build, n))]
 
 
-def written(kind: Any) -> list[str]:
+def author_methods(kind: Any) -> list[str]:
     """Return the functions that the author of a class defined."""
-    classes = own_classes(kind) if inspect.isclass(kind) else []
+    classes = author_classes(kind) if inspect.isclass(kind) else []
     found = (name for base in classes for name, v in vars(base).items() if inspect.isfunction(v))
     return list(dict.fromkeys(found))
 
 
 def sources_of(kind: type, name: str) -> list[Source]:
     """Return the sources of a method, of methods that it calls on `self`, and of their bases."""
-    members, found, waiting = written(kind), dict[str, list[Source]](), [name]
+    members, found, waiting = author_methods(kind), dict[str, list[Source]](), [name]
     while waiting:
         called = waiting.pop()
-        defined = [vars(base)[called] for base in own_classes(kind) if called in vars(base)]
+        defined = [vars(base)[called] for base in author_classes(kind) if called in vars(base)]
         found[called] = sources = [Source(one) for one in defined]
         if sources and "super" not in sources[0].words:
             del sources[1:]
@@ -335,16 +327,16 @@ def name_of_start_method(kind: Any, *, takes: str) -> str:
     other methods read without reducing anything, or has a common name. `takes` is its argument:
     `model` (or its parameters), or empty for none. Empty if several methods fit.
     """
-    own = {name: sources_of(kind, name) for name in written(kind)}
+    own = {name: sources_of(kind, name) for name in author_methods(kind)}
     if any(source.registers_hooks for source in own.pop("__init__", ())):
         return ""
     hooked, fitting = list[str](), list[str]()
     for name in own.keys() - {"__call__", "forward", "backward", *names.FINISH, *names.RESET}:
         uses = [source for other in own if other != name for source in own[other]]
         read = set[str]().union(*(source.attributes_of("self") for source in uses))
-        given = {n for s in own[name] for n in s.changed_of("self")}
+        given = {n for s in own[name] for n in s.changed_attributes("self")}
         works = set[str]().union(*(source.words for source in own[name])) & _WORKS
-        taken = required(named_parameters(getattr(kind, name), skip=1))
+        taken = required_parameters(named_parameters(getattr(kind, name), skip=1))
         asked = {Source(getattr(kind, name)).meaning_of(p.name) for p in taken}
         of_model = any(one == "model" or one.endswith("parameters") for one in asked)
         is_right = of_model and asked <= names.BEFORE_TRAINING
@@ -384,7 +376,7 @@ def _inspectable(value: Any) -> Any:
     return value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
 
 
-def bound_later(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
+def method_without_self(method: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
     """Return a method as a function without `self`. The rank constructs the object."""
     made: list[Any] = []
 

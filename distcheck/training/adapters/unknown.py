@@ -27,7 +27,7 @@ _BY_WORD = {
 }  # fmt: skip
 
 
-def options(option: str, names: Sequence[str], code: Callable[..., Any] | None) -> str:
+def suggested_options(option: str, names: Sequence[str], code: Callable[..., Any] | None) -> str:
     """Return the option for each of `names`, such as `--arg a=@rank --arg b=25`. Values are
     suggested by the last part of the name, or found in the file of `code`.
     """
@@ -78,11 +78,11 @@ class UnknownArgumentsError(FormError):
         self.values = values
 
 
-class NotKnownError(UsageError, AttributeError):
+class UnknownAttributeError(UsageError, AttributeError):
     """Raised for an attribute of unknown meaning; getattr with a default returns the default."""
 
 
-class NotGiven:
+class MissingValue:
     """A missing value: every use raises UsageError. `stand_in` creates one."""
 
     def __init__(self, sentence: str) -> None:
@@ -109,21 +109,21 @@ class NotGiven:
         _refuse(missing[0]) if missing else NotImplemented
 
 
-def _refuse(missing: NotGiven, *_: Any, **__: Any) -> NoReturn:
+def _refuse(missing: MissingValue, *_: Any, **__: Any) -> NoReturn:
     raise UsageError(object.__getattribute__(missing, "_sentence"))
 
 
 _made: dict[str, str] = {}  # sentences by the name of the stand-in's class
 
 
-def stand_in(name: str, sentence: str) -> NotGiven:
+def stand_in(name: str, sentence: str) -> MissingValue:
     kind = f"NotGiven_{name}"
     _made[kind] = sentence
-    made: NotGiven = type(kind, (NotGiven,), {})(sentence)
+    made: MissingValue = type(kind, (MissingValue,), {})(sentence)
     return made
 
 
-def explain(error: TypeError) -> None:
+def raise_if_stand_in_rejected(error: TypeError) -> None:
     """Raise UsageError if a function rejected a stand-in, recognized by its class in the error."""
     for kind, sentence in _made.items():
         if kind in str(error):
@@ -137,4 +137,4 @@ _USES = (
     "rmod rdivmod rpow rlshift rrshift rand ror rxor iadd isub imul itruediv"
 )
 for _use in _USES.split():
-    setattr(NotGiven, f"__{_use}__", _refuse)
+    setattr(MissingValue, f"__{_use}__", _refuse)

@@ -57,7 +57,7 @@ _FACTORIES = ("zeros", "empty", "ones", "full")
 _OFTEN = 2  # lines kept per feature
 
 
-def uses_of(sources: Sequence[Source]) -> tuple[UsedFeature, ...]:
+def used_features(sources: Sequence[Source]) -> tuple[UsedFeature, ...]:
     """Return the features that these sources use; each line appears once."""
     nodes = [(source, node) for source in sources for node in source.nodes]
     look = _Look(nodes)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import annotation, written
+from distcheck.training.adapters.target import annotation_text, author_methods
 from distcheck.training.adapters.unknown import suggested_value
 
 _LIBRARIES = {"torch", "numpy", "mpi4py", *sys.stdlib_module_names}
@@ -31,12 +31,12 @@ _NO_DIVISORS = re.compile(
 )
 
 
-def class_for(parameter: inspect.Parameter, function: Callable[..., Any]) -> type | None:
+def class_for_argument(parameter: inspect.Parameter, function: Callable[..., Any]) -> type | None:
     """Return the author's class from which an argument is to be created: the class in its
     annotation, or the only class of the module that has every attribute which the function reads.
     """
     source = Source(function)
-    words = re.findall(r"[A-Za-z_]\w*", annotation(parameter))
+    words = re.findall(r"[A-Za-z_]\w*", annotation_text(parameter))
     named = [source.names[word] for word in words if word in source.names]
     read = source.attributes_of(parameter.name)
     fitting = (one for one in list(source.names.values()) if inspect.isclass(one)) if read else ()
@@ -56,14 +56,14 @@ def _is_authors(kind: Any) -> bool:
 
 
 def _members(kind: type) -> set[str]:
-    own = (Source(getattr(kind, n)).attributes_of("self", assigned=True) for n in written(kind))
+    own = (
+        Source(getattr(kind, n)).attributes_of("self", assigned=True) for n in author_methods(kind)
+    )
     return set(dir(kind)).union(*own)
 
 
 def argument_for_class(kind: type) -> str:
-    """Return the value of `--arg` that creates an object of a class; empty if the class has no
-    file.
-    """
+    """Return the `--arg` value that creates an object of a class; empty without a file."""
     try:
         file = inspect.getsourcefile(kind) or ""
     except TypeError:
@@ -72,9 +72,9 @@ def argument_for_class(kind: type) -> str:
     return f"@{os.path.relpath(file) if inside else file}:{kind.__qualname__}" if file else ""
 
 
-def candidates(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[str]:
+def candidate_values(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[str]:
     """Return the values to try for an argument, in the format of `--arg`."""
-    text, name = annotation(parameter), parameter.name
+    text, name = annotation_text(parameter), parameter.name
     divides = ["@world_size"] if _may_divide(name, function) else []
     first = [value] if (value := suggested_value(name, function)) else []
     if "bool" in text or Source(function).only_tests(name):

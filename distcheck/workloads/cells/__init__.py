@@ -68,7 +68,7 @@ CELLS: Mapping[str, Cell] = {
         steps=4,
     ),
     "called_twice": Cell(
-        place="distcheck.workloads.cells.models:CalledTwice",
+        place="distcheck.workloads.cells.models:ModelCalledTwice",
         about="the model is called twice before one backward",
     ),
     "dropout": Cell(
@@ -104,7 +104,7 @@ CELLS: Mapping[str, Cell] = {
         about="parameters that are transposed views: their gradients are not contiguous",
     ),
     "one_storage": Cell(
-        place="distcheck.workloads.cells.sizes:OneStorage",
+        place="distcheck.workloads.cells.sizes:SharedStorage",
         about="parameters that are views of the same storage",
     ),
     "mixed_dtypes": Cell(
@@ -169,15 +169,15 @@ CELLS: Mapping[str, Cell] = {
         about="ranks begin with different parameters and must receive those of rank 0",
     ),
     "non_finite": Cell(
-        place="distcheck.workloads.cells.extremes:NonFinite",
+        place="distcheck.workloads.cells.extremes:NonFiniteGradients",
         about="gradients with infinities and NaN on some ranks, and no GradScaler",
     ),
     "huge_gradients": Cell(
-        place="distcheck.workloads.cells.extremes:Huge",
+        place="distcheck.workloads.cells.extremes:HugeGradients",
         about="gradients of 1e30, whose squares overflow float32",
     ),
     "denormal_gradients": Cell(
-        place="distcheck.workloads.cells.extremes:Denormal",
+        place="distcheck.workloads.cells.extremes:DenormalGradients",
         about="gradients below the smallest normal number of float32",
     ),
     "over_25_mib": Cell(

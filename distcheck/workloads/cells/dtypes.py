@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from distcheck.records.expected_events import Dtypes, RowsApart
+from distcheck.records.expected_events import GradientDtypes, NonzeroRowsDiffer
 from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellSamples, CellWorkload
 
 _SAMPLES, _COLUMNS = 512, 8
@@ -32,7 +32,7 @@ class MixedLayers(nn.Module):
 class MixedDtypes(CellWorkload):
     """Gradients in three dtypes."""
 
-    must_happen = (Dtypes(dtypes=("float32", "float64", "bfloat16")),)
+    must_happen = (GradientDtypes(dtypes=("float32", "float64", "bfloat16")),)
 
     own_dtypes = True
     layers = MixedLayers
@@ -58,7 +58,7 @@ class ComplexLayers(nn.Module):
 class ComplexParameters(CellWorkload):
     """Gradients with an imaginary part."""
 
-    must_happen = (Dtypes(dtypes=("complex64",)),)
+    must_happen = (GradientDtypes(dtypes=("complex64",)),)
 
     own_dtypes = True
     layers = ComplexLayers
@@ -74,7 +74,7 @@ class Complex128Parameters(CellWorkload):
     """Gradients with two parts in float64."""
 
     own_dtypes = True
-    must_happen = (Dtypes(dtypes=("complex128",)),)
+    must_happen = (GradientDtypes(dtypes=("complex128",)),)
     layers = LongComplexLayers
 
 
@@ -85,7 +85,7 @@ class NumberedSamples(CellSamples):
         pixels.copy_(ids)
 
 
-class Words(nn.Module):
+class WordEmbedding(nn.Module):
     """An embedding with one row for every two samples, which are often on different ranks."""
 
     def __init__(self, classes: int) -> None:
@@ -109,9 +109,9 @@ def _coalesce(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class SparseGradients(CellWorkload):
     """Sparse gradients with few rows."""
 
-    must_happen = (RowsApart(parameter="words.weight"),)
+    must_happen = (NonzeroRowsDiffer(parameter="words.weight"),)
 
-    layers = Words
+    layers = WordEmbedding
 
     def samples(self) -> CellSamples:
         """Return twice as many samples as a step uses."""
@@ -119,8 +119,7 @@ class SparseGradients(CellWorkload):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return SGD without momentum, which accepts sparse gradients. Duplicate rows are coalesced
-        first; otherwise the update's bits would depend on whether the synchronization coalesces
-        them.
+        first; otherwise the update's bits would depend on whether the synchronization does so.
         """
         optimizer = torch.optim.SGD(parameters, lr=0.05)
         optimizer.register_step_pre_hook(_coalesce)

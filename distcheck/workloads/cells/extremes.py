@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distcheck.contract import Batch
-from distcheck.records.expected_events import Magnitude, NotFinite
+from distcheck.records.expected_events import GradientMagnitude, NonfiniteGradient
 from distcheck.workloads.cells.samples import CellWorkload, Layers
 
 
@@ -31,7 +31,7 @@ class _Silent(torch.autograd.Function):
         return (gradients[0].unsqueeze(1) * sizes).sum(0), None
 
 
-class Gate(nn.Module):
+class GatedParameter(nn.Module):
     """A parameter whose gradient is the mean of `factors` times a pixel's magnitude."""
 
     def __init__(self, factors: Sequence[float]) -> None:
@@ -55,7 +55,7 @@ class WithGate(Layers):
 
     def __init__(self, classes: int, factors: Sequence[float]) -> None:
         super().__init__(classes)
-        self.beside = Gate(factors)
+        self.beside = GatedParameter(factors)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs [n, 3, 8, 8] -> [n, classes + 1]."""
@@ -76,22 +76,22 @@ class _Extreme(CellWorkload):
         return F.cross_entropy(logits, batch.labels) + zeros.mean()
 
 
-class NonFinite(_Extreme):
+class NonFiniteGradients(_Extreme):
     """An infinity of either sign, a NaN, and a finite number, in one parameter."""
 
     factors = (float("inf"), -float("inf"), float("nan"), 1.0)
-    must_happen = (NotFinite(parameter="beside.gate"),)
+    must_happen = (NonfiniteGradient(parameter="beside.gate"),)
 
 
-class Huge(_Extreme):
+class HugeGradients(_Extreme):
     """Elements whose squares overflow, and whose sum over ranks does not."""
 
     factors = (1e30, -1e30, 3e30, -2e30)
-    must_happen = (Magnitude(parameter="beside.gate", least=1e30, most=1e31),)
+    must_happen = (GradientMagnitude(parameter="beside.gate", least=1e30, most=1e31),)
 
 
-class Denormal(_Extreme):
+class DenormalGradients(_Extreme):
     """Elements below the smallest normal number of float32, 1.2e-38."""
 
     factors = (1e-39, -2e-40, 3e-41, 0.0)
-    must_happen = (Magnitude(parameter="beside.gate", least=1e-45, most=1.17e-38),)
+    must_happen = (GradientMagnitude(parameter="beside.gate", least=1e-45, most=1.17e-38),)

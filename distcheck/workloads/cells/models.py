@@ -7,11 +7,11 @@ from torch import nn
 from distcheck.contract import Batch
 from distcheck.records import expected_events as happenings
 from distcheck.records.expected_events import (
-    BufferReplaced,
-    Frozen,
+    BufferChanged,
     NoGradient,
-    OwnRandomNumbers,
-    Tied,
+    ParameterFrozen,
+    RankRandomNumbersDiffer,
+    TiedParameter,
 )
 from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
@@ -35,7 +35,7 @@ class TiedLayers(Layers):
 class TiedWeights(CellWorkload):
     """Two layers share one weight; its name is that of the first layer."""
 
-    must_happen = (Tied(),)
+    must_happen = (TiedParameter(),)
     layers = TiedLayers
 
 
@@ -65,7 +65,7 @@ class UnusedLater(CellWorkload):
 class FrozenParameters(CellWorkload):
     """A layer that is frozen before the strategy receives the model."""
 
-    must_happen = (Frozen(parameter="middle.weight"),)
+    must_happen = (ParameterFrozen(parameter="middle.weight"),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return a model with a frozen middle layer, through which gradients pass."""
@@ -77,7 +77,7 @@ class FrozenParameters(CellWorkload):
 class FrozenLater(CellWorkload):
     """A layer that is frozen during training."""
 
-    must_happen = (Frozen(parameter="middle.weight", after_training=True),)
+    must_happen = (ParameterFrozen(parameter="middle.weight", after_training=True),)
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Freeze the layer; its momentum stays unchanged and unused."""
@@ -88,7 +88,7 @@ class FrozenLater(CellWorkload):
 class UnfrozenLater(CellWorkload):
     """A layer that is unfrozen during training."""
 
-    must_happen = (happenings.Unfrozen(parameter="middle.weight"),)
+    must_happen = (happenings.ParameterUnfrozen(parameter="middle.weight"),)
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """Freeze the layer before the strategy receives the model."""
@@ -100,10 +100,10 @@ class UnfrozenLater(CellWorkload):
         model.middle.requires_grad_(step >= CHANGES_AT)
 
 
-class CalledTwice(CellWorkload):
+class ModelCalledTwice(CellWorkload):
     """One forward pass over each half of the shard, one backward: parameters are used twice."""
 
-    must_happen = (happenings.CalledTwice(),)
+    must_happen = (happenings.ModelCalledTwice(),)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = torch.cat([model(half) for half in batch.inputs.tensor_split(2)])
@@ -113,7 +113,7 @@ class CalledTwice(CellWorkload):
 class WithDropout(CellWorkload):
     """Dropout over the hidden layer."""
 
-    must_happen = (OwnRandomNumbers(),)
+    must_happen = (RankRandomNumbersDiffer(),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return a perceptron that drops half of the hidden units, at random for every sample."""
@@ -136,9 +136,7 @@ class RunningMeanModel(Layers):
         self.register_buffer("mean", torch.zeros(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layers. Assigns the mean instead of updating it in place; it does not affect the
-        loss.
-        """
+        """Run the layers. Reassigns the mean, which does not affect the loss, in every call."""
         self.mean = 0.9 * self.mean + 0.1 * inputs.detach().flatten(1).mean(0)
         return super().forward(inputs)
 
@@ -146,5 +144,5 @@ class RunningMeanModel(Layers):
 class ReassignedBuffers(CellWorkload):
     """A reassigned buffer: code that holds on to its first tensor uses a stale buffer."""
 
-    must_happen = (BufferReplaced(buffer="mean"),)
+    must_happen = (BufferChanged(buffer="mean"),)
     layers = RunningMeanModel

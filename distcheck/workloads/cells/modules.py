@@ -6,7 +6,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from distcheck.records.expected_events import EvalMode, IntegersChanged, Kinds, Twins
+from distcheck.records.expected_events import (
+    IntegerBufferChanged,
+    ModuleClasses,
+    SameShapeParameters,
+    StepInEvalMode,
+)
 from distcheck.workloads.cells.models import CHANGES_AT
 from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
@@ -14,7 +19,7 @@ _TWINS = 4
 _LETTERS, _EMBEDDED = 8, 8
 
 
-class Copies(nn.Module):
+class EqualLayers(nn.Module):
     """Copies of one layer, so that shapes and initial parameters are equal."""
 
     def __init__(self, classes: int) -> None:
@@ -35,11 +40,11 @@ class Copies(nn.Module):
 class EqualTwins(CellWorkload):
     """Four layers of one shape with equal initial parameters, as in nn.TransformerEncoder."""
 
-    must_happen = (Twins(least=_TWINS),)
-    layers = Copies
+    must_happen = (SameShapeParameters(least=_TWINS),)
+    layers = EqualLayers
 
 
-class Gain(nn.Parameter):
+class ParameterSubclass(nn.Parameter):
     """A subclass of nn.Parameter."""
 
 
@@ -51,7 +56,7 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-class Factors(nn.Module):
+class ParameterContainers(nn.Module):
     """Parameters in a list and in a dictionary, and one parameter of a subclass."""
 
     def __init__(self) -> None:
@@ -60,7 +65,7 @@ class Factors(nn.Module):
         self.shifts = nn.ParameterDict(
             {"first": nn.Parameter(torch.zeros(WIDTH)), "last": nn.Parameter(torch.zeros(WIDTH))}
         )
-        self.gain = Gain(torch.ones(1))
+        self.gain = ParameterSubclass(torch.ones(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, WIDTH] -> the same shape."""
@@ -87,7 +92,7 @@ class OddKinds(nn.Module):
         self.nested = nn.Sequential(
             nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH)), nn.Tanh())
         )
-        self.factors = Factors()
+        self.factors = ParameterContainers()
         self.again = self.nested  # a module with two names
         self.outputs = nn.Linear(WIDTH, classes)
 
@@ -111,11 +116,11 @@ class OddModules(CellWorkload):
     """Recurrent and attention layers, parametrizations, containers of parameters."""
 
     must_happen = (
-        Kinds(
+        ModuleClasses(
             kinds=(
                 "LSTM", "GRU", "MultiheadAttention", "Bilinear", "EmbeddingBag",
                 "ParametrizedLinear", "ParameterList", "ParameterDict", "Sequential", "PReLU",
-                "Gain",
+                "ParameterSubclass",
             )
         ),
     )  # fmt: skip
@@ -128,7 +133,7 @@ class OddModules(CellWorkload):
         return model
 
 
-class Counts(Layers):
+class SampleCounter(Layers):
     """Counts samples beyond 2^24, in integer buffers of several dtypes."""
 
     seen: torch.Tensor
@@ -151,11 +156,11 @@ class Counts(Layers):
 class IntegerBuffers(CellWorkload):
     """Buffers of int64, int32 and bool without effect on the loss, one beyond 2^24."""
 
-    must_happen = (IntegersChanged(buffer="seen", least=1 << 24),)
-    layers = Counts
+    must_happen = (IntegerBufferChanged(buffer="seen", least=1 << 24),)
+    layers = SampleCounter
 
 
-class Normalized(nn.Module):
+class BatchNormPerceptron(nn.Module):
     """A perceptron with BatchNorm."""
 
     def __init__(self, classes: int) -> None:
@@ -170,12 +175,10 @@ class Normalized(nn.Module):
 
 
 class InEvalMode(CellWorkload):
-    """A model with BatchNorm. The strategy receives it in eval mode, and two steps run in this
-    mode.
-    """
+    """A model with BatchNorm, passed on in eval mode and trained in it for two steps."""
 
-    must_happen = (EvalMode(buffer="norm.num_batches_tracked"),)
-    layers = Normalized
+    must_happen = (StepInEvalMode(buffer="norm.num_batches_tracked"),)
+    layers = BatchNormPerceptron
 
     def hand_over(self, model: nn.Module, rank: int) -> None:
         """Set eval mode on every rank, as after a validation pass."""

@@ -16,9 +16,7 @@ _CLASSES = 4
 
 
 class CellSamples(ComputedSamples):
-    """`size` images of 3x8x8 with values in [-1, 1) and four classes; the test split has the same
-    size.
-    """
+    """`size` images of 3x8x8 in [-1, 1), four classes; the test split has the same size."""
 
     shape = SHAPE
     classes = _CLASSES
@@ -68,9 +66,7 @@ class Classifier:
         return F.cross_entropy(model(batch.inputs), batch.labels)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return SGD, learning rate 0.05, momentum 0.9: with momentum, a wrong update also affects
-        later steps.
-        """
+        """Return SGD, learning rate 0.05, momentum 0.9, so that wrong updates show later."""
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 

@@ -5,19 +5,19 @@ from torch import nn
 
 from distcheck.contract import Training
 from distcheck.records.expected_events import (
-    Accumulated,
-    Clipped,
-    Evaluated,
-    GradientsKept,
-    OtherOrder,
-    RateChanged,
+    AccumulatedPasses,
+    EvaluatedBeforeStep,
+    GradientsClipped,
+    GradientsZeroedInPlace,
+    LearningRateChanged,
     Resumed,
-    ScalerSkips,
+    SampleOrderChanged,
+    ScalerSkippedStep,
     ShortBatch,
 )
 from distcheck.workloads.cells import BATCH
 from distcheck.workloads.cells.models import CHANGES_AT
-from distcheck.workloads.cells.modules import Normalized
+from distcheck.workloads.cells.modules import BatchNormPerceptron
 from distcheck.workloads.cells.samples import CellSamples, CellWorkload, Layers
 
 _MARK = 8.0  # a pixel value of no other sample
@@ -37,7 +37,7 @@ class RaggedBatch(CellWorkload):
 class TwoEpochs(CellWorkload):
     """Two steps per epoch."""
 
-    must_happen = (OtherOrder(),)
+    must_happen = (SampleOrderChanged(),)
 
     def samples(self) -> CellSamples:
         return CellSamples(2 * BATCH)
@@ -46,7 +46,7 @@ class TwoEpochs(CellWorkload):
 class Schedule(CellWorkload):
     """A warm-up from 0, then half the rate after every step."""
 
-    must_happen = (RateChanged(),)
+    must_happen = (LearningRateChanged(),)
 
     def schedule(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the learning rates 0, 0.05, 0.025, 0.0125, ..."""
@@ -57,7 +57,7 @@ class Schedule(CellWorkload):
 class Accumulation(CellWorkload):
     """Two backward passes per step."""
 
-    must_happen = (Accumulated(),)
+    must_happen = (AccumulatedPasses(),)
 
     training = Training(accumulate=2)
 
@@ -65,7 +65,7 @@ class Accumulation(CellWorkload):
 class Clipping(CellWorkload):
     """Gradient clipping to a norm that is always exceeded."""
 
-    must_happen = (Clipped(),)
+    must_happen = (GradientsClipped(),)
 
     training = Training(clip_norm=0.05)
 
@@ -81,7 +81,7 @@ class Resume(CellWorkload):
 class KeptGradients(CellWorkload):
     """Between steps, gradients are set to zero in place, not to None."""
 
-    must_happen = (GradientsKept(),)
+    must_happen = (GradientsZeroedInPlace(),)
 
     training = Training(keeps_gradients=True)
 
@@ -89,21 +89,20 @@ class KeptGradients(CellWorkload):
 class Evaluation(CellWorkload):
     """A model with running statistics (as in `eval_mode`), which an evaluation must not change."""
 
-    must_happen = (Evaluated(),)
+    must_happen = (EvaluatedBeforeStep(),)
 
     training = Training(evaluates=True)
-    layers = Normalized
+    layers = BatchNormPerceptron
 
 
 class MarkedSamples(CellSamples):
     """Samples with a mark on one of them."""
 
     def mark(self, pixels: torch.Tensor, ids: torch.Tensor) -> None:
-        """Mark sample 0."""
         pixels[ids == 0] = _MARK
 
 
-class Overflowing(Layers):
+class OverflowingParameter(Layers):
     """If the marked sample is in the shard and the loss is scaled, the gradient of one parameter
     overflows float32. The parameter adds zero to the logits, so nothing else changes.
     """
@@ -121,10 +120,10 @@ class Overflowing(Layers):
 class LossScaling(CellWorkload):
     """The loss is multiplied by 1024; ranks that read the marked sample have infinite gradients."""
 
-    must_happen = (ScalerSkips(),)
+    must_happen = (ScalerSkippedStep(),)
 
     training = Training(loss_scale=1024.0)
-    layers = Overflowing
+    layers = OverflowingParameter
 
     def samples(self) -> CellSamples:
         """Return samples so that one rank reads the marked sample once in two steps."""

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 
 from distcheck.records import expected_events as happenings
-from distcheck.records.expected_events import MoreBytes, MoreElements, Permuted, Remainder, Shapes
+from distcheck.records.expected_events import (
+    GradientShapes,
+    GradientWithMoreBytes,
+    GradientWithMoreElements,
+    IndivisibleParameter,
+    PermutedMemoryLayout,
+)
 from distcheck.workloads.cells.samples import FEATURES, WIDTH, CellWorkload, Layers
 
 KIB_128, MIB_1 = 1 << 15, 1 << 18  # elements of float32
@@ -14,7 +20,7 @@ MIB_25, POWER_24 = 25 << 20, 1 << 24  # bytes; elements
 _BOUNDARIES = (KIB_128, KIB_128 + 1, KIB_128 - 1, MIB_1, MIB_1 + 1, MIB_1 - 1)
 
 
-class Additions(nn.Module):
+class LinearWithTerms(nn.Module):
     """A linear layer. Additional parameters of any shape each add a small term to its logits.
 
     Parameter k adds the mean of its elements. Each element is multiplied by a small integer, and
@@ -46,13 +52,13 @@ class _Added(CellWorkload):
 
     def layers(self, classes: int) -> nn.Module:
         """Return a linear layer and parameters of these shapes."""
-        return Additions(self.shapes, classes)
+        return LinearWithTerms(self.shapes, classes)
 
 
 class OneElement(_Added):
     """Parameters of one element: a scalar, and with one and two dimensions."""
 
-    must_happen = (Shapes(shapes=((), (1,), (1, 1))),)
+    must_happen = (GradientShapes(shapes=((), (1,), (1, 1))),)
 
     shapes = ((), (1,), (1, 1))
 
@@ -60,7 +66,7 @@ class OneElement(_Added):
 class ZeroSize(_Added):
     """Parameters without elements, before and after a parameter with elements."""
 
-    must_happen = (Shapes(shapes=((0,), (4, 0))),)
+    must_happen = (GradientShapes(shapes=((0,), (4, 0))),)
 
     shapes = ((0,), (5,), (4, 0))
 
@@ -68,7 +74,7 @@ class ZeroSize(_Added):
 class IndivisibleSizes(_Added):
     """Parameters whose sizes no world size divides: primes, and products of odd numbers."""
 
-    must_happen = (Remainder(),)
+    must_happen = (IndivisibleParameter(),)
 
     shapes = ((3,), (7, 5), (1009,), (2,), (13, 11))
 
@@ -77,13 +83,13 @@ class BucketBoundaries(_Added):
     """Parameters as large as buckets: 128 KiB and 1 MiB, and one element more and less."""
 
     shapes = tuple((size,) for size in _BOUNDARIES)
-    must_happen = (Shapes(shapes=shapes),)
+    must_happen = (GradientShapes(shapes=shapes),)
 
 
 class ChannelsLast(CellWorkload):
     """Two convolutions whose weights are in channels_last memory format."""
 
-    must_happen = (Permuted(),)
+    must_happen = (PermutedMemoryLayout(),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return convolutions; gradients take the memory format of their parameters."""
@@ -113,10 +119,10 @@ class TransposedLayers(nn.Module):
         return nn.functional.linear(hidden, self.second)
 
 
-class OneStorage(CellWorkload):
+class SharedStorage(CellWorkload):
     """Parameters that are views of one flat tensor; each gradient has its own memory."""
 
-    must_happen = (happenings.OneStorage(),)
+    must_happen = (happenings.SharedStorage(),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return a model whose parameters were flattened to one tensor."""
@@ -130,11 +136,11 @@ class OneStorage(CellWorkload):
 class Transposed(CellWorkload):
     """Parameters [a, b] with strides (1, a); their gradients have the same strides."""
 
-    must_happen = (Permuted(),)
+    must_happen = (PermutedMemoryLayout(),)
     layers = TransposedLayers
 
 
-class Wide(nn.Module):
+class WideHiddenLayer(nn.Module):
     """A matrix [products, width] that maps products of pixels to a wide hidden layer with a fixed
     sum over it. Every element has a different gradient, at little cost.
     """
@@ -165,18 +171,18 @@ class _Large(CellWorkload):
 class Over25MiB(_Large):
     """One tensor of 25.2 MiB: larger than DDP's largest bucket."""
 
-    must_happen = (MoreBytes(nbytes=MIB_25),)
+    must_happen = (GradientWithMoreBytes(nbytes=MIB_25),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return a model with 2048 x 3221 elements."""
-        return Wide(2048, 3221, classes)
+        return WideHiddenLayer(2048, 3221, classes)
 
 
 class Over2To24(_Large):
     """One tensor of 16,785,405 elements: float32 represents no odd integer beyond 2^24."""
 
-    must_happen = (MoreElements(elements=POWER_24),)
+    must_happen = (GradientWithMoreElements(elements=POWER_24),)
 
     def layers(self, classes: int) -> nn.Module:
         """Return a model with 4095 x 4099 elements, 64 MiB."""
-        return Wide(4095, 4099, classes)
+        return WideHiddenLayer(4095, 4099, classes)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from distcheck.records.expected_events import NoGradient, StartsApart, ZeroGradient
+from distcheck.records.expected_events import InitialParametersDiffer, NoGradient, ZeroGradient
 from distcheck.workloads.cells.samples import WIDTH, CellSamples, CellWorkload, Layers
 
 _SIZE = 4096
@@ -116,9 +116,7 @@ class AbsentOnSome(_Divided):
 
 
 class ZeroOnSome(_Divided):
-    """One layer has samples on the last rank only, one on every rank but the last. A layer without
-    samples has a zero gradient.
-    """
+    """Layers without samples on some ranks, so that their gradients are zero there."""
 
     must_happen = (
         ZeroGradient(parameter="of_one.weight", on="every rank but one"),
@@ -138,7 +136,7 @@ class LayersWithBuffer(Layers):
 class DifferentStarts(CellWorkload):
     """Every rank except rank 0 starts with different parameters and a different buffer."""
 
-    must_happen = (StartsApart(),)
+    must_happen = (InitialParametersDiffer(),)
     layers = LayersWithBuffer
 
     def hand_over(self, model: nn.Module, rank: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distcheck.records.decoding import read_bounded
-from distcheck.workloads.datasets.files import Split, md5_matches, unpack
+from distcheck.workloads.datasets.files import DatasetSplit, md5_matches, unpack
 
 _ARCHIVE = "cifar-10-python.tar.gz"
 _TRAIN, _TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), ("test_batch",)
@@ -32,9 +32,7 @@ class CIFAR10Files:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return the possible places: a folder in the given one, the given folder itself, and the
-        archive.
-        """
+        """Return the possible places: a subfolder, the given folder, and the archive."""
         return [where / self.folder, where, where / _ARCHIVE]
 
     def locate(self, where: Path) -> Path | None:
@@ -49,7 +47,7 @@ class CIFAR10Files:
         else:
             (root / self.folder).symlink_to(found.resolve(), target_is_directory=True)
 
-    def read(self, root: Path, *, train: bool) -> Split:
+    def read(self, root: Path, *, train: bool) -> DatasetSplit:
         """Read one split, without torchvision, which unpickles any file and so runs any code in it.
         A wrong checksum only produces a note: users also verify on excerpts.
         """
@@ -57,7 +55,7 @@ class CIFAR10Files:
         batches = [_read_batch(root / self.folder / name) for name in names]
         images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches])
         labels = [label for batch in batches for label in batch["labels"]]
-        return Split(images.view(-1, 3, 32, 32), torch.tensor(labels))
+        return DatasetSplit(images.view(-1, 3, 32, 32), torch.tensor(labels))
 
     def fetch(self, root: Path) -> None:
         """Download from the authors' site, and verify checksums."""

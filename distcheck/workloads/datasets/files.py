@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 30  # of an unpacked archive: five times the published ones
 
 
 @dataclass(frozen=True)
-class Split:
+class DatasetSplit:
     """Images uint8 [n, channels, height, width] and labels [n] of one split."""
 
     images: torch.Tensor
@@ -51,9 +51,7 @@ class FileDataset(Protocol):
         """Make `found` readable for torchvision below `root`."""
         ...
 
-    def read(self, root: Path, *, train: bool) -> Split:
-        """Read one split below `root`."""
-        ...
+    def read(self, root: Path, *, train: bool) -> DatasetSplit: ...
 
     def fetch(self, root: Path) -> None: ...
 
@@ -127,7 +125,7 @@ def _require_torchvision(name: str) -> None:
         ) from error
 
 
-def _check_splits(name: str, found: Path, train: Split, test: Split) -> None:
+def _check_splits(name: str, found: Path, train: DatasetSplit, test: DatasetSplit) -> None:
     for split in (train, test):
         if len(split.labels) == 0 or len(split.labels) != len(split.images):
             raise CannotRunError(
@@ -180,7 +178,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-def too_large(archive: Path) -> str:
+def too_large_message(archive: Path) -> str:
     """Return the error message for an archive that would fill the disk."""
     return (
         f"{archive} unpacks to more than {MOST_BYTES >> 20} MiB, which is more than any data set "
@@ -203,7 +201,7 @@ def unpack(archive: Path, root: Path) -> None:
         for member in tar:
             left -= member.size
             if left < 0:
-                raise CannotRunError(too_large(archive))
+                raise CannotRunError(too_large_message(archive))
             tar.extract(member, root, filter="data")
 
 

@@ -4,7 +4,7 @@ import gzip
 from pathlib import Path
 
 from distcheck.errors import CannotRunError
-from distcheck.workloads.datasets.files import MOST_BYTES, Split, too_large
+from distcheck.workloads.datasets.files import MOST_BYTES, DatasetSplit, too_large_message
 
 _PIECE_BYTES = 1 << 20
 _FILES = (
@@ -25,9 +25,7 @@ class MNISTFiles:
     classes = 10
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return the possible places: a parent folder, the folder `MNIST`, and the folder of the
-        files.
-        """
+        """Return the possible places: below a parent folder, `MNIST`, and the given folder."""
         return [where / "MNIST" / "raw", where / "raw", where]
 
     def locate(self, where: Path) -> Path | None:
@@ -47,11 +45,11 @@ class MNISTFiles:
             else:
                 (folder / name).symlink_to(source.resolve())
 
-    def read(self, root: Path, *, train: bool) -> Split:
+    def read(self, root: Path, *, train: bool) -> DatasetSplit:
         from torchvision.datasets import MNIST
 
         data = MNIST(str(root), train=train, download=False)
-        return Split(data.data.unsqueeze(1), data.targets)
+        return DatasetSplit(data.data.unsqueeze(1), data.targets)
 
     def fetch(self, root: Path) -> None:
         """Download from torchvision's mirrors, and verify checksums."""
@@ -76,7 +74,7 @@ def _unpack(source: Path, target: Path) -> None:
         while piece := packed.read(_PIECE_BYTES):
             left -= len(piece)
             if left < 0:
-                raise CannotRunError(too_large(source))
+                raise CannotRunError(too_large_message(source))
             plain.write(piece)
 
 

@@ -88,10 +88,8 @@ _MOST_BYTES = 64 << 20
 _made: dict[tuple[bytes, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-class RememberedSamples(SyntheticSamples):
-    """Synthetic samples for a process that reads them many times. They are cached, up to
-    _MOST_BYTES, and copied.
-    """
+class CachedSamples(SyntheticSamples):
+    """Synthetic samples for repeated reads, cached up to _MOST_BYTES and copied."""
 
     def read(
         self, ids: torch.Tensor, *, train: bool, dtype: torch.dtype

@@ -18,7 +18,12 @@ from distcheck.addons.explore.search import Search
 from distcheck.addons.explore.space import cases
 from distcheck.errors import UsageError, VerdictError
 from distcheck.records import Case, Delay
-from distcheck.records.generated_words import EXPLORED_DTYPES, PREFIX, ModelWords, parse
+from distcheck.records.generated_words import (
+    EXPLORED_DTYPES,
+    PREFIX,
+    GeneratedModelSpec,
+    parse_model_words,
+)
 from distcheck.worlds.pool import Pool
 from tests import explored
 from tests.world.command import Run
@@ -58,10 +63,10 @@ def search_in(
     return found
 
 
-def least(found: Search) -> tuple[Case, ModelWords]:
+def least(found: Search) -> tuple[Case, GeneratedModelSpec]:
     assert found.finding is not None, f"nothing found in {len(found.cases)} cases"
     case = found.finding.report.case
-    return case, parse(case.workload.removeprefix(PREFIX))
+    return case, parse_model_words(case.workload.removeprefix(PREFIX))
 
 
 TWICE = Case(

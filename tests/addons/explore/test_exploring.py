@@ -26,17 +26,17 @@ from distcheck.errors import CannotRunError, DistcheckError, ExitCode, UsageErro
 from distcheck.judge.oracles.full_batch import relative_tolerance
 from distcheck.judge.oracles.order_exact import expected_gradients
 from distcheck.plan.cases import check_case
-from distcheck.plan.declined import declined_words, words_in
+from distcheck.plan.declined import declinable_words, declined_words
 from distcheck.records import Adaptation, Case, CaseReport, Delay, Diagnosis
 from distcheck.records.causes import APART
 from distcheck.records.generated_words import (
     EXPLORED_DTYPES,
     PREFIX,
     SHAPE,
-    ModelLayer,
-    ModelWords,
+    GeneratedLayer,
+    GeneratedModelSpec,
     is_trainable_layer,
-    parse,
+    parse_model_words,
 )
 from distcheck.store.run_folder import write_case
 from distcheck.training.building import describe_model, open_ingredients
@@ -48,8 +48,8 @@ from tests.stored import compare
 
 
 @given(models())
-def test_a_model_is_what_its_words_say(model: ModelWords) -> None:
-    assert parse(model.words) == model
+def test_a_model_is_what_its_words_say(model: GeneratedModelSpec) -> None:
+    assert parse_model_words(model.words) == model
     built = described(model.words).model(sample_shape=SHAPE, classes=1)
     taking = [p for p in built.parameters() if p.requires_grad]
     assert taking
@@ -61,7 +61,7 @@ def test_a_model_is_what_its_words_say(model: ModelWords) -> None:
 
 @given(models())
 @settings(max_examples=25)
-def test_a_trace_is_laid_out_as_an_optimizers_step_would_have_it(model: ModelWords) -> None:
+def test_a_trace_is_laid_out_as_an_optimizers_step_would_have_it(model: GeneratedModelSpec) -> None:
     ingredients = open_ingredients(Case(id="x", strategy="x", world=1, batch=1,
                                         workload=model.workload), b"", None)  # fmt: skip
     built = ingredients.model()
@@ -69,10 +69,10 @@ def test_a_trace_is_laid_out_as_an_optimizers_step_would_have_it(model: ModelWor
 
 
 @given(models())
-@example(parse("table17-table17-table3-table1-linear1"))
-@example(parse("scale-scale-scale-scale-linear1.bias"))
-@example(parse("linear1-linear7.tied"))
-def test_no_tanh_of_a_generated_model_saturates(model: ModelWords) -> None:
+@example(parse_model_words("table17-table17-table3-table1-linear1"))
+@example(parse_model_words("scale-scale-scale-scale-linear1.bias"))
+@example(parse_model_words("linear1-linear7.tied"))
+def test_no_tanh_of_a_generated_model_saturates(model: GeneratedModelSpec) -> None:
     """Where it is nearly 1 its slope is the rest of 1 - tanh^2, with the rounding errors of 1.
 
     At worst a table's mean, 1.5 * 1.5, times weights of 1.5, and a bias of 1.5 / 4.
@@ -96,7 +96,7 @@ def test_no_tanh_of_a_generated_model_saturates(model: ModelWords) -> None:
 
 @given(models())
 @settings(max_examples=15)
-def test_no_gradient_of_a_generated_model_cancels(model: ModelWords) -> None:
+def test_no_gradient_of_a_generated_model_cancels(model: GeneratedModelSpec) -> None:
     """What full batch float32 allows for is relative to the sum, so no term may be larger than
     that. A norm's own weight is compared on the scale of its bias, so it is left out here.
     """
@@ -131,15 +131,15 @@ def _batch(inputs: torch.Tensor, labels: torch.Tensor) -> Batch:
 
 
 def test_backward_passes_are_words() -> None:
-    words = parse("linear3;adam;accumulate=3;samples=20")
-    assert words == ModelWords((ModelLayer("linear", 3),), "adam", 20, 3)
+    words = parse_model_words("linear3;adam;accumulate=3;samples=20")
+    assert words == GeneratedModelSpec((GeneratedLayer("linear", 3),), "adam", 20, 3)
     assert words.words == "linear3;adam;samples=20;accumulate=3"
     assert described(words.words).training == Training(accumulate=3)
     assert described("linear3").training == Training()
 
 
 def test_words_of_older_cases_are_read_as_they_were() -> None:
-    words = parse("conv2.strided-linear3.bias.tied-scale;adam;samples=20;accumulate=2")
+    words = parse_model_words("conv2.strided-linear3.bias.tied-scale;adam;samples=20;accumulate=2")
     assert words.words == "conv2.strided-linear3.bias.tied-scale;adam;samples=20;accumulate=2"
     assert [layer.nested for layer in words.layers] == [0, 0, 0]
     model = described(words.words).model(sample_shape=SHAPE, classes=1)
@@ -148,8 +148,8 @@ def test_words_of_older_cases_are_read_as_they_were() -> None:
 
 
 def test_neighbors_share_the_modules_that_they_are_nested_in() -> None:
-    words = parse("scale.nested2-scale.nested3-scale-running.nested1-scale.nested1")
-    assert parse(words.words) == words
+    words = parse_model_words("scale.nested2-scale.nested3-scale-running.nested1-scale.nested1")
+    assert parse_model_words(words.words) == words
     model = described(words.words).model(sample_shape=SHAPE, classes=1)
     names = [name for name, _ in model.named_parameters()]
     assert names == ["0.0.0.factor", "0.0.1.0.factor", "1.factor", "2.1.factor"]
@@ -173,12 +173,12 @@ def test_two_groups_learn_and_decay_at_rates_that_change() -> None:
 
 @given(models(without=["norm", "running"]))
 @settings(max_examples=15)
-def test_what_is_absent_has_no_gradient_without_its_samples(model: ModelWords) -> None:
+def test_what_is_absent_has_no_gradient_without_its_samples(model: GeneratedModelSpec) -> None:
     """And the whole batch's gradient is the mean of the samples', a None counting as zero."""
     torch.manual_seed(0)
     marked = [msgspec.structs.replace(layer, marks=("absent",)) for layer in model.layers]
     marked = [layer for layer in marked if layer.kind != "running"]
-    workload = described(ModelWords((*marked, ModelLayer("scale"))).words)
+    workload = described(GeneratedModelSpec((*marked, GeneratedLayer("scale"))).words)
     built = workload.model(sample_shape=SHAPE, classes=1).double()
     inputs, labels = workload.samples().read(torch.arange(6), train=True, dtype=torch.float64)
     chosen = inputs[:, 0, 0, 0] < 1.0
@@ -198,7 +198,7 @@ def test_what_is_absent_has_no_gradient_without_its_samples(model: ModelWords) -
 
 @given(cases("allreduce"))
 def test_absent_is_drawn_only_where_zeros_move_nothing(case: Case) -> None:
-    model = parse(case.workload.removeprefix(PREFIX))
+    model = parse_model_words(case.workload.removeprefix(PREFIX))
     if any("absent" in layer.marks for layer in model.layers):
         assert (model.optimizer, model.groups) == ("sgd", False)
 
@@ -223,13 +223,16 @@ def test_a_contract_that_declines_a_cell_declines_what_has_it() -> None:
     )
     assert set(declined) == {"absent", "strided", "accumulate"}
     assert "its contract declines unused_later" in declined["absent"]
-    assert words_in("generated:scale.absent-linear1.bias;accumulate=2") == {"absent", "accumulate"}
-    assert words_in("cnn") == set()
+    assert declinable_words("generated:scale.absent-linear1.bias;accumulate=2") == {
+        "absent",
+        "accumulate",
+    }
+    assert declinable_words("cnn") == set()
 
 
 @given(cases("allreduce", most_steps=4))
 def test_every_shard_has_a_sample_for_every_backward_pass(case: Case) -> None:
-    words = parse(case.workload.removeprefix(PREFIX))
+    words = parse_model_words(case.workload.removeprefix(PREFIX))
     sizes = shard_sizes(case.steps, size=words.samples, batch=case.batch, world=case.world)
     assert min(map(min, sizes)) >= words.accumulate
 
@@ -239,7 +242,7 @@ def test_several_backward_passes_are_drawn_in_every_dtype(dtype: str) -> None:
     others = [name for name in EXPLORED_DTYPES if name != dtype]
     drawn = find(cases("allreduce", without=others), lambda case: "accumulate" in case.workload)
     assert (drawn.dtype, drawn.world, drawn.batch, drawn.steps) == (dtype, 1, 2, 1)
-    assert parse(drawn.workload.removeprefix(PREFIX)).accumulate == 2
+    assert parse_model_words(drawn.workload.removeprefix(PREFIX)).accumulate == 2
 
 
 @given(cases("allreduce", vary={"bucket": ["25", "1"]}))
@@ -307,7 +310,7 @@ def test_what_is_to_be_left_out_is_left_out(without: set[str], data: st.DataObje
 )
 def test_words_that_describe_nothing_get_one_sentence(words: str, why: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(words)
+        parse_model_words(words)
     assert why in str(caught.value)
 
 

@@ -20,7 +20,7 @@ from distcheck.plan.matrix import Planned, plan_run
 from distcheck.plan.settings import Request
 from distcheck.plan.thorough import ThoroughSearch, thorough_extras, with_thorough_worlds
 from distcheck.records import Report
-from distcheck.records.run_facts import Explored
+from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports import github, html_report, junit
 from distcheck.reports.json_report import decoded
 from distcheck.reports.wording import describe_search
@@ -140,7 +140,7 @@ def test_a_budget_that_is_none_gets_one_sentence(words: str) -> None:
 
 
 def test_nothing_is_searched_where_cases_fail_already() -> None:
-    entered: list[Explored] = []
+    entered: list[ExploredSearch] = []
     asked = [ThoroughSearch(strategy=FAILED.case.strategy, budget_s=60.0)]
     search_thoroughly(
         Pool(), asked, [FAILED], (), keep=False, show=lambda text: None,
@@ -268,7 +268,7 @@ def test_a_case_that_no_search_has_found_is_still_refused() -> None:
 
 
 def test_how_far_a_search_went_is_one_line() -> None:
-    about = Explored(
+    about = ExploredSearch(
         strategy="ddp", verdict="pass", budget_s=60.0, spent_s=61.2, seed=3, most_world=6,
         most_steps=6, cases=40, passed=38, insensitive=2, left_out={"absent": "declined"},
     )  # fmt: skip
@@ -276,7 +276,9 @@ def test_how_far_a_search_went_is_one_line() -> None:
         "explore: ddp: found nothing in 40 cases, worlds 1 to 6, up to 6 steps; 61 s of 60 s, seed "
         "3; 2 cases could not have revealed every simple mistake; absent was excluded: declined"
     )
-    not_run = Explored(strategy="ddp", verdict="not run", budget_s=60.0, reason="not searched: x")
+    not_run = ExploredSearch(
+        strategy="ddp", verdict="not run", budget_s=60.0, reason="not searched: x"
+    )
     assert describe_search(not_run) == "explore: ddp: not searched: x"
 
 

@@ -57,14 +57,14 @@ def test_a_search_that_finds_nothing_passes_and_says_how_far_it_went() -> None:
 
 @pytest.mark.sweep
 def test_only_a_requested_world_may_exceed_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_room = limits.check_room
+    check_room = limits.check_resources
 
     def little_room(case, *about, **more) -> None:  # type: ignore[no-untyped-def]
         if case.world > 4:
             raise CannotRunError("needs about 9 GiB of memory; 1 GiB are available")
         check_room(case, *about, **more)
 
-    monkeypatch.setattr(limits, "check_room", little_room)
+    monkeypatch.setattr(limits, "check_resources", little_room)
     asked = {"workload": "mlp", "dtype": "float32", "separate": False, "explore_s": 0,
              "thorough": True, "without": list(CELLS)}  # fmt: skip
     report = framework.verify("allreduce", **asked)  # type: ignore[arg-type]

@@ -28,8 +28,8 @@ from distcheck.records import Case
 from distcheck.training.building import open_ingredients
 from distcheck.training.loading import load_strategy
 from distcheck.training.loop import Loop
-from distcheck.training.recorder import Observer
-from distcheck.training.whole_tensors import whole
+from distcheck.training.recorder import LoopObserver
+from distcheck.training.whole_tensors import as_full_tensor
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
 from distcheck.worlds.rendezvous import join
 from tests.world.jobs import Asked, _join
@@ -62,8 +62,8 @@ def _reductions(rank: int, size: int) -> Iterator[tuple[str, list[torch.Tensor]]
     tensor = tensor.to(memory_format=torch.channels_last)
     dist.all_reduce(tensor)
     yield "all_reduce channels_last", [tensor]
-    whole, part = _vector(rank, 12 * size, torch.float32), torch.empty(12)
-    dist.reduce_scatter_tensor(part, whole)
+    as_full_tensor, part = _vector(rank, 12 * size, torch.float32), torch.empty(12)
+    dist.reduce_scatter_tensor(part, as_full_tensor)
     yield "reduce_scatter_tensor", [part]
     part = torch.empty(12)
     dist.reduce_scatter(part, list(_vector(rank, 12 * size, torch.float32).chunk(size)))
@@ -163,14 +163,14 @@ def trains(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
     ingredients = open_ingredients(case, b"", None)
     rank = asked.rendezvous.rank
     strategy = load_strategy(case.strategy)
-    loop = Loop(ingredients, strategy, Observer(), rank=rank, progress=reporter.progress)
+    loop = Loop(ingredients, strategy, LoopObserver(), rank=rank, progress=reporter.progress)
     digest = xxhash.xxh3_128()
     for step in range(case.steps):
         loss, _, _ = loop.step(step)
         digest.update(repr(loss).encode())
         for tensor in (*loop.model.parameters(), *loop.model.buffers()):
             for one in (tensor, tensor.grad):
-                plain = torch.empty(0) if one is None else whole(one).detach().contiguous()
+                plain = torch.empty(0) if one is None else as_full_tensor(one).detach().contiguous()
                 digest.update(raw_bytes(plain))
     loop.close()
     return digest.digest()

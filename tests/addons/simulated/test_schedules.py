@@ -13,25 +13,25 @@ from distcheck.errors import UsageError
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.settings import Request
 from distcheck.records.schedules import (
-    Choice,
+    PostedTurn,
     Schedule,
+    ScheduleChoice,
     ScheduleRun,
     ScheduleSearchResult,
     SearchCoverage,
-    Turn,
-    read_schedule,
+    parse_schedule,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["17", "3:1,7:0", "buffered", "buffered,3:1", ""])
 def test_a_schedule_is_its_text(text: str) -> None:
-    assert str(read_schedule(text)) == text
+    assert str(parse_schedule(text)) == text
 
 
 @pytest.mark.parametrize("text", ["0", "x", "3:", "3:1,", "1:2:3", "9" * 14, "-1", "²", "buffer"])
 def test_a_wrong_schedule_is_one_sentence(text: str) -> None:
     with pytest.raises(UsageError, match="--schedule "):
-        read_schedule(text)
+        parse_schedule(text)
 
 
 def test_schedules_need_the_simulated_backend_and_come_first() -> None:
@@ -50,7 +50,7 @@ def test_schedules_need_the_simulated_backend_and_come_first() -> None:
 
 def order_under(text: str, turns: int = 6, *, asks: int | None = None) -> list[int]:
     """Who ran: three ranks that offer their turn after each of their calls."""
-    chooser, seen = SchedulePolicy(read_schedule(text), 3), []
+    chooser, seen = SchedulePolicy(parse_schedule(text), 3), []
 
     def stop(*_: object) -> None:
         raise AssertionError
@@ -93,7 +93,7 @@ def ran(schedule: Schedule, *, end: str = "finished", bits: bytes = b"a") -> Sch
     preemptions = schedule.preemptions
     if schedule.seed:
         preemptions = tuple((choice, 1) for choice in range(1, 9))
-    turns = (Turn(0, "send", " at f.py:3"), Turn(1, "recv", switched=bool(preemptions)))
+    turns = (PostedTurn(0, "send", " at f.py:3"), PostedTurn(1, "recv", switched=bool(preemptions)))
     return ScheduleRun(str(schedule), end, "what", (bits, bits), preemptions, turns)
 
 
@@ -183,7 +183,7 @@ class Shared(ScheduleForks):
         return [[self._one(one, before) for before, one in enumerate(part)] for part in parts]
 
 
-SEEDS = [read_schedule(str(seed)) for seed in range(1, 9)]
+SEEDS = [parse_schedule(str(seed)) for seed in range(1, 9)]
 
 
 def test_schedules_share_processes_which_end_with_the_usual_one() -> None:
@@ -235,7 +235,7 @@ def interleaved(
         run = ScheduleRun(
             str(schedule), "finished", choices=tuple(chooser.choices),
             preemptions=tuple(chooser.preemptions),
-            turns=(Turn(0, str(more.get("call", "barrier"))),), cut=bool(more.get("cut")),
+            turns=(PostedTurn(0, str(more.get("call", "barrier"))),), cut=bool(more.get("cut")),
         )  # fmt: skip
         return run, tuple(order)
 
@@ -313,13 +313,13 @@ def test_a_pass_says_which_schedules_were_run(covered: SearchCoverage, said: str
 
 
 def test_a_failure_among_enumerated_schedules_is_the_one_with_the_fewest_switches() -> None:
-    choices = tuple(Choice(0, (1,)) for _ in range(6))
+    choices = tuple(ScheduleChoice(0, (1,)) for _ in range(6))
 
     def one(schedule: Schedule) -> ScheduleRun:
         bits = b"b" if (5, 1) in schedule.preemptions else b"a"
         made = msgspec.structs.replace(schedule)
         run = ScheduleRun(
-            str(made), "finished", "", (bits, bits), made.preemptions, (Turn(0, "x"),)
+            str(made), "finished", "", (bits, bits), made.preemptions, (PostedTurn(0, "x"),)
         )
         return msgspec.structs.replace(run, choices=choices)
 

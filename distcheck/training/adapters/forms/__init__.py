@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
-from distcheck.training.adapters.source import Source, unwrapped
+from distcheck.training.adapters.source import Source, unwrap_function
 from distcheck.training.adapters.target import Target
 
 Moment = Literal[
@@ -69,10 +69,8 @@ class Form:
 
 
 def is_context_function(value: Any) -> bool:
-    """Return True if `contextlib.contextmanager` created the function, so that a call returns a
-    context.
-    """
-    inner = getattr(unwrapped(value), "__wrapped__", None)
+    """Return True if a call returns a context manager, by `contextlib.contextmanager`."""
+    inner = getattr(unwrap_function(value), "__wrapped__", None)
     return inspect.isgeneratorfunction(inner)
 
 
@@ -95,7 +93,7 @@ def _calls_step(target: Target) -> bool:
     """Return True if it takes an optimizer and calls its step, directly or in its module."""
     if not target.is_function:
         return False
-    if target.maker is not None and target.source.steps_its_optimizer:
+    if target.maker is not None and target.source.steps_optimizer:
         return True
     known = vars(target.module) if target.module is not None else {}
     called = [known[name] for name in target.source.words if inspect.isfunction(known.get(name))]
@@ -296,7 +294,6 @@ FORMS = (
 
 @cache
 def form_names() -> list[str]:
-    """Return the names that `--as` accepts."""
     return sorted(form.name for form in FORMS)
 
 

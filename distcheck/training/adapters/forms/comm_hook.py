@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distcheck.machine.compat import BaseFuture
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Target, annotation
+from distcheck.training.adapters.target import Target, annotation_text
 from distcheck.training.loaded import LoadedStrategy
 
 
@@ -23,13 +23,17 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return DDP around the model, with the hook registered. Raises UsageError."""
     bucket = _bucket_of(target)
     if not bucket:
-        raise refusal(target, f"strategy {target.spec!r} takes no bucket: {target.signature}")
+        raise refusal_error(target, f"strategy {target.spec!r} takes no bucket: {target.signature}")
     parameters = [p.name for p in target.parameters]
     before = parameters[: parameters.index(bucket)]
     state_name = before[0] if before else ""
     state = next((p for p in target.parameters if p.name == state_name), None)
     text = target.arguments.get(state_name, "")
-    text = text or (scene.object_for(state, target.value) if state is not None else "") or "None"
+    text = (
+        text
+        or (scene.argument_for_object(state, target.value) if state is not None else "")
+        or "None"
+    )
     scene.check(text)
     scene.used.add(state_name)
     supplied = [name for name in (state_name, bucket) if name]
@@ -68,7 +72,7 @@ def _bucket_of(target: Target) -> str:
     first_two = target.parameters[:2]
     for parameter in first_two:
         is_named_so = parameter.name in ("bucket", "grad_bucket")
-        if is_named_so or "GradBucket" in annotation(parameter):
+        if is_named_so or "GradBucket" in annotation_text(parameter):
             return parameter.name
     if target.adaptation.form == "comm-hook" and first_two:
         return first_two[-1].name

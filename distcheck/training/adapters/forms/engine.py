@@ -18,13 +18,13 @@ from distcheck.contract import Batch, Build, LossOf, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters.forms.wrapper import ModuleAroundWrapper
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.training.loading import not_installed
-from distcheck.training.optimizers import OptimizerProxy, innermost
-from distcheck.training.recorder import OfItsOwn
+from distcheck.training.loading import missing_package_error
+from distcheck.training.optimizers import OptimizerProxy, innermost_optimizer
+from distcheck.training.recorder import CompleteOnEachRank
 
 _NEEDED = ("backward", "step")
 Tensors = Mapping[str, torch.Tensor | None]
@@ -51,7 +51,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return a strategy that calls the function once, before the first step. Raises UsageError."""
     taken = _parameter_names(target)
     if len(taken) != 2 or not callable(target.value):
-        raise refusal(
+        raise refusal_error(
             target, f"strategy {target.spec!r} is not a function of a model and an optimizer"
         )
     for name in _OFFLINE:
@@ -77,7 +77,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         try:
             answer = filling.call(model, built)
         except ModuleNotFoundError as error:
-            raise not_installed(error) or error from None
+            raise missing_package_error(error) or error from None
         made.append(Engine(answer, model, built, what))
         modules[-1].no_sync = made[-1].no_sync  # type: ignore[assignment]
         return EngineOptimizer(made[-1])
@@ -96,7 +96,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         clip=lambda model, max_norm: made[-1].clip(max_norm),
         full=lambda accessor: made[-1].full(accessor),
         engine=True,
-    ).promising(declines=("resume",))
+    ).with_contract(declines=("resume",))
 
 
 class Engine:
@@ -159,14 +159,14 @@ class Engine:
                 "expected a mapping from the model's names to tensors"
             )
         known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return OfItsOwn(known) if isinstance(tensors, OfItsOwn) else known
+        return CompleteOnEachRank(known) if isinstance(tensors, CompleteOnEachRank) else known
 
 
 class EngineOptimizer(OptimizerProxy):
     """The optimizer that the loop steps. Its methods call the engine."""
 
     def __init__(self, engine: Engine) -> None:
-        inner = innermost(engine.optimizer)
+        inner = innermost_optimizer(engine.optimizer)
         self.optim = inner if isinstance(inner, torch.optim.Optimizer) else engine.built
         super().__init__(self.optim)
         self._engine = engine
@@ -192,19 +192,19 @@ def _deepspeed_accessor(
 
     def parameters() -> Tensors:
         if not in_pieces:
-            return OfItsOwn({name: p.detach() for name, p in named.items()})
+            return CompleteOnEachRank({name: p.detach() for name, p in named.items()})
         return {name: _to_full_shape(safe_get_full_fp32_param(p), p) for name, p in named.items()}
 
     def gradients() -> Tensors:
         if not in_pieces:
-            return OfItsOwn({name: p.grad for name, p in named.items()})
+            return CompleteOnEachRank({name: p.grad for name, p in named.items()})
         return {name: _to_full_shape(safe_get_full_grad(p), p) for name, p in named.items()}
 
     def state() -> Tensors:
         keys = {key for held in built.state.values() for key in held}
         pairs = [(f"{name}/{key}", p, key) for name, p in named.items() for key in keys]
         if not in_pieces:
-            return OfItsOwn({name: built.state[p].get(key) for name, p, key in pairs})
+            return CompleteOnEachRank({name: built.state[p].get(key) for name, p, key in pairs})
         return {n: _to_full_shape(safe_get_full_optimizer_state(p, key), p) for n, p, key in pairs}
 
     return {"full_parameters": parameters, "full_gradients": gradients, "full_state": state}[

@@ -24,20 +24,18 @@ import torch.distributed as dist
 from torch import nn
 
 from distcheck.contract import Step
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
-from distcheck.training.adapters.target import Target, named_parameters, required
+from distcheck.training.adapters.target import Target, named_parameters, required_parameters
 from distcheck.training.loaded import LoadedStrategy
-from distcheck.workloads.features import Measuring, Workload
+from distcheck.workloads.features import MetricWorkload, Workload
 
 _LABELS = {"labels", "label", "target", "targets", "y", "y_true", "classes", "ids", "groups"}
 _OF_A_MATRIX = {"transpose", "t", "T", "mT", "mm", "matmul", "norm"}
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that averages every gradient over the ranks after backward. A metric has
-    communicated before.
-    """
+    """Return a strategy that averages gradients after backward, unless it is a metric."""
     of_metric = target.adaptation.form == "metric"
 
     def sync(model: nn.Module, step: Step) -> None:
@@ -45,23 +43,25 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         if not of_metric:
             _average(model)
 
-    given = ", ".join(Made(target, scene).given)
+    given = ", ".join(ConstructedObject(target, scene).given)
     said = f"{target.name}({given}), a loss that communicates by itself; gradients are averaged "
     said += "over the ranks, as in DDP"
     said = f"{target.name}, a metric with update({given}) and compute()" if of_metric else said
     # No rank's gradient is a term: the full batch alone judges.
-    return target.loaded(said, sync=sync).promising(parallel=(("data", -1),), sync="out-of-sight")
+    return target.loaded(said, sync=sync).with_contract(
+        parallel=(("data", -1),), sync="out-of-sight"
+    )
 
 
 def workload(target: Target, scene: Scene) -> Workload:
     """Return the table of features, trained under this loss or measured by this metric."""
-    made = Made(target, scene)
+    made = ConstructedObject(target, scene)
     if target.adaptation.form != "metric":
         return Workload(made.make, made.given)
     given = made.given
     if len(given) == 1:
         given = {name: "values" for name, role in given.items() if role != "labels"} or given
-    return Measuring(made.make, given)
+    return MetricWorkload(made.make, given)
 
 
 def _average(model: nn.Module) -> None:
@@ -79,7 +79,7 @@ def _average(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-class Made:
+class ConstructedObject:
     """The user's object, and the arguments of its method: "labels", or "features" for a view.
 
     `make` returns a new object of a class or of a function without arguments, a copy of an object,
@@ -101,10 +101,10 @@ class Made:
             made = self.make()
             names = _unset_parameters(getattr(made, method, made), target)
         if not names:
-            raise refusal(target, f"{what} takes no samples: {target.signature}")
+            raise refusal_error(target, f"{what} takes no samples: {target.signature}")
         needed = ("update", "compute") if method == "update" else ()
         if not all(hasattr(self.make(), name) for name in needed):
-            raise refusal(target, f"strategy {target.spec!r} has no update() and compute()")
+            raise refusal_error(target, f"strategy {target.spec!r} has no update() and compute()")
         reads = {n: set[str]().union(*(s.attributes_of(n) for s in target.reached)) for n in names}
         labels = {n for n in names if n in _LABELS and not reads[n] & _OF_A_MATRIX}
         self.given = {name: "labels" if name in labels else "features" for name in names}
@@ -113,5 +113,5 @@ class Made:
 def _unset_parameters(function: Any, target: Target) -> list[str]:
     """Return the parameters without a default, and labels with one, that no --arg sets."""
     free = [p for p in named_parameters(function) if p.name not in target.arguments]
-    needed = {p.name for p in required(free)}
+    needed = {p.name for p in required_parameters(free)}
     return [p.name for p in free if p.name in needed or p.name in _LABELS]

@@ -10,14 +10,14 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import unknown
-from distcheck.training.adapters.answers import AfterBackward, wait_for
+from distcheck.training.adapters.answers import AfterBackward, wait_for_handles
 from distcheck.training.adapters.called import adapt_row
 from distcheck.training.adapters.forms import form_of
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target, bound_later, source_file, sources_of
+from distcheck.training.adapters.target import Target, method_without_self, source_file, sources_of
 from distcheck.training.loaded import LoadedStrategy
 
 
@@ -31,14 +31,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     did not run or, if necessary, on a constructed object. Raises UsageError.
     """
     if target.owner is None or not target.is_unbound:
-        raise refusal(target, f"strategy {target.spec!r} is not a method of a class")
+        raise refusal_error(target, f"strategy {target.spec!r} is not a method of a class")
     required = {p.name for p in target.required}
     handed = target.first in required and target.kind_of_first in ("tensor", "gradients")
     if handed and target.adaptation.form is None:
         return _handed_gradients(target, scene)
     code = getattr(target.value, "__code__", None)
     if code is None or not code.co_argcount or code.co_varnames[0] != "self":
-        raise refusal(target, f"{target.described}, whose first parameter is not self")
+        raise refusal_error(target, f"{target.described}, whose first parameter is not self")
     filling = Filling(scene, target.value, what=target.described, supplied=["self"])
     uses = _Uses(target, scene)
     if "arguments" in uses.meanings:
@@ -55,9 +55,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         if stand_in is None and making is not None:  # once model and optimizer exist
             stand_in = making.call()
         if isinstance(stand_in, nn.Module) and "model" not in dict(stand_in.named_children()):
-            stand_in.model = scene.live_model
+            stand_in.model = scene.current_model
         if uses.steps:
-            wait_for(filling.call(stand_in))
+            wait_for_handles(filling.call(stand_in))
         else:
             after.run(lambda: filling.call(stand_in))
 
@@ -70,7 +70,7 @@ def _handed_gradients(target: Target, scene: Scene) -> LoadedStrategy:
     uses = _Uses(target, scene)
     making = uses.making(of_a_module=True)
     stand_in = None if making is not None else uses.stand_in()
-    bound = bound_later(target.value, lambda: stand_in if making is None else making.call())
+    bound = method_without_self(target.value, lambda: stand_in if making is None else making.call())
     form = form_of("tensor-mean" if target.kind_of_first == "tensor" else "gradients")
     return adapt_row(form, dataclasses.replace(target, value=bound, owner=None), scene)
 
@@ -90,7 +90,7 @@ class _Uses:
         }
         scene.used |= {f"self.{name}" for name in self._attributes}
         sources = sources_of(target.owner, target.name)
-        self.steps = any(source.steps_its_optimizer for source in sources)
+        self.steps = any(source.steps_optimizer for source in sources)
         wanted = set[str]().union(*(source.attributes_of("self") for source in sources))
         wanted = {n for n in wanted if not hasattr(target.owner, n) and n not in self._attributes}
         self._unknown = {n for n in wanted if not meaning_of(n)}
@@ -98,7 +98,7 @@ class _Uses:
         self.meanings = {meaning_of(n) for n in wanted}
         models = sorted(n for n in wanted if meaning_of(n) == "model")
         if len(models) > 1:
-            raise refusal(
+            raise refusal_error(
                 target,
                 f"{target.spec!r} uses several models ({', '.join(models)}), but only one is "
                 "trained",
@@ -149,13 +149,13 @@ class _Uses:
         if meaning in ("parameters", "named_parameters"):  # an attribute is not a generator
             meaning = f"listed_{meaning}"
         if not meaning:
-            give = f"pass {unknown.options('--arg', [f'self.{name}'], self._owner)}"
+            give = f"pass {unknown.suggested_options('--arg', [f'self.{name}'], self._owner)}"
             sentence = (
                 f"the code uses self.{name}, which distcheck does not know; {self._why_not or give}"
             )
             if name in self._unknown:
                 return unknown.stand_in(name, sentence)
-            raise unknown.NotKnownError(sentence)
+            raise unknown.UnknownAttributeError(sentence)
         try:
             return self._scene.value(meaning)
         except UsageError as error:

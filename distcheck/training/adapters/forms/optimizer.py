@@ -14,7 +14,7 @@ from distcheck.training.adapters import names
 from distcheck.training.adapters.called import call_of_method
 from distcheck.training.adapters.forms.own_optimizer import WatchedOptimizer
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target, named_parameters
 from distcheck.training.loaded import LoadedStrategy
@@ -42,7 +42,9 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """
     supplied = optimizer_name(target)
     if not supplied:
-        raise refusal(target, f"strategy {target.spec!r} takes no optimizer: {target.signature}")
+        raise refusal_error(
+            target, f"strategy {target.spec!r} takes no optimizer: {target.signature}"
+        )
     filling = Filling(scene, target.value, what=target.described, supplied=supplied)
 
     objects: list[Any] = []

@@ -25,7 +25,7 @@ from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.forms.steps_inside import RATE, take_gradients
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import Target, named_parameters
@@ -47,7 +47,7 @@ def adapt(target: Target, scene: Scene, *, is_divided: bool = False) -> LoadedSt
     step() in place of the optimizer's. Raises UsageError.
     """
     if not fits(target):
-        raise refusal(target, f"strategy {target.spec!r} is not an optimizer class")
+        raise refusal_error(target, f"strategy {target.spec!r} is not an optimizer class")
     base = _torch_base(target.value)
     if base is None:
         return _adapt_by_update(target, scene)
@@ -86,14 +86,11 @@ class WatchedOptimizer(OptimizerProxy):
         self._made.zero_grad()
 
     def before_update(self, begins: Callable[..., Any]) -> Any:
-        """Register `begins`, to be called once gradients are final; return a handle with
-        `remove()`.
-        """
+        """Register `begins`, called once gradients are final; its handle has `remove()`."""
         self._begun = [begins]
         return self
 
     def remove(self) -> None:
-        """Remove the registered function."""
         self._begun = []
 
     def step(self) -> None:
@@ -179,7 +176,7 @@ def _adapt_by_update(target: Target, scene: Scene) -> LoadedStrategy:
     settings = [p.name for p in named_parameters(target.value)]
     rate = next((name for name in settings if names.meaning_of(name) == "rate"), "")
     if not rate:
-        raise refusal(
+        raise refusal_error(
             target,
             f"strategy {target.spec!r} is an optimizer with its own update and no parameter lr, "
             "so gradients cannot be derived from its step",

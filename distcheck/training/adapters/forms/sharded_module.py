@@ -11,7 +11,7 @@ from distcheck.training.adapters.forms import wrapper
 from distcheck.training.adapters.scene import Scene
 from distcheck.training.adapters.sharded_parameters import OptimizerOverShards, ShardedParameters
 from distcheck.training.adapters.source import Source
-from distcheck.training.adapters.target import Target, own_classes
+from distcheck.training.adapters.target import Target, author_classes
 from distcheck.training.loaded import LoadedStrategy
 
 
@@ -22,14 +22,14 @@ def fits(target: Target) -> bool:
         return False
     around = Source(target.module).words if target.module is not None else set()
     gathers = any("all_gather" in word or "allgather" in word for word in around)
-    words = {word for part in own_classes(made) for word in Source(part).words}
+    words = {word for part in author_classes(made) for word in Source(part).words}
     return gathers and any("shard" in word.lower() for word in words)
 
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
-    """Return a strategy that trains the wrapper in place of the module. The recorded model is a
-    separate copy, into which unsharded parameters, gradients and optimizer state are written.
-    Raises UsageError.
+    """Return a strategy that trains the wrapper in place of the module. Unsharded parameters,
+    gradients and state are written to a separate copy of the model, which is recorded. Raises
+    UsageError.
     """
     base = wrapper.adapt_wrapper(target, scene, in_pieces=True)
     kept: list[ShardedParameters] = []
@@ -60,7 +60,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         kept[0].write_gradients()
 
     # Clipping by the loop would use the norm of a shard, which is not the code's error.
-    promising = base.promising(
+    promising = base.with_contract(
         sync="out-of-sight",
         optimizer_state="cut",
         one_group=True,

@@ -12,20 +12,20 @@ from torch import nn
 
 from distcheck.contract import Build, Step
 from distcheck.errors import UsageError
-from distcheck.training.adapters.answers import present
+from distcheck.training.adapters.answers import with_gradient
 from distcheck.training.adapters.forms import own_optimizer
 from distcheck.training.adapters.forms.optimizer import WrappedOptimizer, optimizer_name
 from distcheck.training.adapters.forms.optimizer import adapt as adapt_optimizer
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import COLLECTIVES, SENDS_PARAMETERS
 from distcheck.training.adapters.target import (
     Target,
-    annotation,
-    meaning_in,
+    annotation_text,
     named_parameters,
-    own_names,
-    required,
+    parameter_meaning,
+    public_method_names,
+    required_parameters,
     sources_of,
     takes_any,
 )
@@ -41,8 +41,8 @@ def fits(target: Target) -> bool:
 
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return a strategy that constructs the class with the workload's optimizer class and settings.
-    If the class leaves averaging to its caller, distcheck all-reduces the gradients before its
-    step. Raises UsageError.
+    If it leaves averaging to its caller, distcheck first all-reduces the gradients. Raises
+    UsageError.
     """
     name = _class_name(target) if target.is_class else ""
     is_around = not name and not own_optimizer.fits(target) and target.is_class
@@ -58,12 +58,14 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if is_around and optimizer_name(target):
         return _with_sharded_state(adapt_optimizer(target, scene))
     if not name:
-        raise refusal(target, f"strategy {target.spec!r} takes neither an optimizer nor its class")
+        raise refusal_error(
+            target, f"strategy {target.spec!r} takes neither an optimizer nor its class"
+        )
     known = {p.name for p in target.parameters}
     takes_all = takes_any(target.value, "VAR_KEYWORD")
     scene.used |= {argument for argument in target.arguments if argument in known or takes_all}
     first = next(p for p in target.parameters if p.name != name)
-    takes_groups, sends = meaning_in(target.value, first) == "groups", _sender(target.value)
+    takes_groups, sends = parameter_meaning(target.value, first) == "groups", _sender(target.value)
 
     def optimizer(build: Build, parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
@@ -84,7 +86,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         return WrappedOptimizer(made, held[0] if held else made, scene, has_groups=False)
 
     def sync(model: nn.Module, step: Step) -> None:
-        for parameter in present(scene.parameters()):
+        for parameter in with_gradient(scene.parameters()):
             assert parameter.grad is not None
             parameter.grad.mul_(step.weight)
             dist.all_reduce(parameter.grad)
@@ -95,13 +97,16 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         "gradients" + f"; {sends}() is called after its step" * bool(sends),
         optimizer=optimizer,
         sync=sync,
-    ).promising(optimizer_state="sharded", one_group=True)
+    ).with_contract(optimizer_state="sharded", one_group=True)
 
 
 def _sender(kind: type) -> str:
     """Return the only method that sends parameters, if step() sends nothing; empty otherwise."""
-    own = {n: set[str]().union(*(s.words for s in sources_of(kind, n))) for n in own_names(kind)}
-    free = [n for n in own if not required(named_parameters(getattr(kind, n), skip=1))]
+    own = {
+        n: set[str]().union(*(s.words for s in sources_of(kind, n)))
+        for n in public_method_names(kind)
+    }
+    free = [n for n in own if not required_parameters(named_parameters(getattr(kind, n), skip=1))]
     found = [n for n in free if own[n] & SENDS_PARAMETERS]
     is_idle = "step" in own and not own["step"] & COLLECTIVES
     return found[0] if is_idle and len(found) == 1 else ""
@@ -110,13 +115,13 @@ def _sender(kind: type) -> str:
 def _with_sharded_state(loaded: LoadedStrategy, **promised: Any) -> LoadedStrategy:
     """Return the strategy with each part of the state on one rank, and further properties."""
     note = f"{loaded.note}, with sharded state"
-    return loaded.promising(note=note, optimizer_state="sharded", **promised)
+    return loaded.with_contract(note=note, optimizer_state="sharded", **promised)
 
 
 def _class_name(target: Target) -> str:
     """Return the parameter that takes an optimizer class; empty if there is none."""
     for p in named_parameters(target.value):
-        text = annotation(p)
+        text = annotation_text(p)
         if p.name in _CLASSES or ("ype[" in text and "Optimizer" in text):
             return p.name
     return ""

@@ -24,9 +24,9 @@ from torch import nn
 from distcheck.contract import Step
 from distcheck.errors import UsageError
 from distcheck.machine.numerics import gamma, unit_roundoff
-from distcheck.training.adapters.answers import wait_for
+from distcheck.training.adapters.answers import wait_for_handles
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.target import Target
 from distcheck.training.loaded import LoadedStrategy
@@ -49,12 +49,12 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     optimizer takes the step. Raises UsageError.
     """
     if target.is_class or target.is_unbound or not target.first:
-        raise refusal(
+        raise refusal_error(
             target, f"strategy {target.spec!r} is not a function of a model or of parameters"
         )
     takes_optimizer = any(meaning_of(p.name) == "optimizer" for p in target.parameters)
     if not _rates(target) and not takes_optimizer:
-        raise refusal(
+        raise refusal_error(
             target,
             f"{target.described}: gradients are derived from its step by dividing by the learning "
             "rate, which is unknown; make it a parameter lr, or set its name in the module with "
@@ -68,7 +68,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
 
     def call() -> None:
         with _plain_sgd(scene) if takes_optimizer else contextlib.nullcontext():
-            wait_for(filling.call(*([scene.live_model] if supplied else [])))
+            wait_for_handles(filling.call(*([scene.current_model] if supplied else [])))
 
     sync, close = take_gradients(target, scene, call, rate)
     return target.loaded(

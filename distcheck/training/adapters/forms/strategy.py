@@ -12,10 +12,10 @@ from distcheck.errors import UsageError
 from distcheck.training.adapters import names
 from distcheck.training.adapters.layouts import with_unsharded_model
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Scene
-from distcheck.training.adapters.target import Target, own_names
-from distcheck.training.loaded import LoadedStrategy, construct
+from distcheck.training.adapters.target import Target, public_method_names
+from distcheck.training.loaded import LoadedStrategy, construct_object
 
 ScaleLoss = Callable[[torch.Tensor, Step], torch.Tensor]
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -39,7 +39,7 @@ def _has_methods(target: Target) -> bool:
     if any(callable(getattr(value, method, None)) for method in methods):
         return True
     kind: Any = value if inspect.isclass(value) else type(value)
-    alone = set(own_names(kind)) - {"close"} == {"optimizer"}
+    alone = set(public_method_names(kind)) - {"close"} == {"optimizer"}
     taken = inspect.signature(kind.optimizer).parameters.values() if alone else ()
     places = [p for p in taken if p.kind in _BY_PLACE]  # self, a factory, the parameters
     return len(places) == 3 and all(p.default is p.empty for p in places)
@@ -48,10 +48,10 @@ def _has_methods(target: Target) -> bool:
 def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     """Return the object's methods. Different signatures of scale_loss and sync are adapted."""
     if not _has_methods(target):
-        raise refusal(
+        raise refusal_error(
             target, f"strategy {target.spec!r} has none of wrap, backward, sync and scale_loss"
         )
-    made = construct(target.spec, target.value) if target.is_class else target.value
+    made = construct_object(target.spec, target.value) if target.is_class else target.value
     methods = {
         name: method
         for name in ("wrap", "scale_loss", "close", "clip", "optimizer", "backward")
@@ -61,7 +61,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
         methods["scale_loss"] = adapt_scale_loss(target.spec, methods["scale_loss"])
     sync = getattr(made, "sync", None)
     if sync is None and list(methods) == ["scale_loss"]:
-        others = [name for name in names.FINISH if name in own_names(type(made))]
+        others = [name for name in names.FINISH if name in public_method_names(type(made))]
         sync = getattr(made, others[0]) if others else None
     if sync is not None:
         methods["sync"] = _adapt_sync(target.spec, sync)

@@ -17,18 +17,18 @@ from distcheck.training.adapters import names
 from distcheck.training.adapters.called import call_of_method
 from distcheck.training.adapters.forms.strategy import adapt_scale_loss
 from distcheck.training.adapters.names import meaning_of
-from distcheck.training.adapters.refusals import refusal
+from distcheck.training.adapters.refusals import refusal_error
 from distcheck.training.adapters.scene import Filling, Scene
 from distcheck.training.adapters.source import Source
 from distcheck.training.adapters.target import (
     Target,
-    meaning_in,
+    author_classes,
+    author_methods,
     name_of_start_method,
     named_parameters,
-    own_classes,
-    own_names,
-    required,
-    written,
+    parameter_meaning,
+    public_method_names,
+    required_parameters,
 )
 from distcheck.training.loaded import LoadedStrategy
 
@@ -36,14 +36,12 @@ _BY_HOOKS = "created once before training: it registers hooks; nothing is called
 
 
 def fits(target: Target) -> bool:
-    """Return True for a class whose constructor takes a module or parameters, and for a method of
-    it.
-    """
+    """Return True for a class constructed from a module or parameters, and for its methods."""
     made = target.owner if target.is_unbound else target.value if target.is_class else None
     if made is None or issubclass(made, torch.optim.Optimizer):
         return False
-    parameters = required(named_parameters(made))
-    meanings = [meaning_in(made, p) for p in parameters]
+    parameters = required_parameters(named_parameters(made))
+    meanings = [parameter_meaning(made, p) for p in parameters]
     agents = meanings.count("model") > 1 or not all(map(_is_there, meanings))
     if target.is_unbound and agents:
         return False  # a method of a trainer or an agent is meant
@@ -62,7 +60,7 @@ def adapt(target: Target, scene: Scene) -> LoadedStrategy:
     if target.adaptation.form != "autograd":
         return loaded
     note = f"{loaded.note}; it averages within backward, so local gradients are not recorded"
-    return loaded.promising(note=note, sync="out-of-sight")
+    return loaded.with_contract(note=note, sync="out-of-sight")
 
 
 def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStrategy:
@@ -73,17 +71,17 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
     supplied = _module_name(build)
     what = f"strategy {target.spec!r}"
     filling = Filling(scene, build, what=what, supplied=supplied)
-    finish, reset = first_phases(target)
+    finish, reset = phase_methods(target)
     for option, name in (("--finish", finish), ("--reset", reset)):
         _check_method(target, build, name, option, scene)
     clears = _usual_method(build, ["zero_grad"])
     has_none = target.adaptation.finish == names.NO_FINISH and not finish
     is_trained = _is_trained(build)
-    hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in own_classes(build))
+    hooks = inspect.isclass(build) and any(Source(c).registers_hooks for c in author_classes(build))
     first = "" if is_trained else name_of_start_method(build, takes="")
     first = "" if first in (finish, reset) else first
     if not is_trained and not has_none and not hooks and not finish and not first:
-        raise refusal(
+        raise refusal_error(
             target,
             f"{what} takes a module, and no method has a conventional name for a call after "
             f"backward (it has {_method_names(build)}); pass --finish METHOD, or --finish none if "
@@ -112,7 +110,7 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
         made[-1].backward(loss)
         return loss.detach()
 
-    runs_backward, scales = _takes_loss(build), "scale_loss" in written(build)
+    runs_backward, scales = _takes_loss(build), "scale_loss" in author_methods(build)
     begins = f", reset {reset}() before every step" * bool(reset)
     begins += ", its scale_loss() before backward" * scales
     begins += ", its zero_grad() in place of the optimizer's" * bool(clears)
@@ -137,17 +135,17 @@ def adapt_wrapper(target: Target, scene: Scene, *, in_pieces: bool) -> LoadedStr
 def _takes_loss(build: Any) -> bool:
     if (
         not inspect.isclass(build)
-        or "backward" not in own_names(build)
+        or "backward" not in public_method_names(build)
         or issubclass(build, torch.autograd.Function)
     ):
         return False
-    return len(required(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
+    return len(required_parameters(named_parameters(getattr(build, "backward"), skip=1))) == 1  # noqa: B009
 
 
 def _module_name(build: Callable[..., Any]) -> list[str]:
     """Return the parameter that takes the module: by its name or annotation, else the first."""
     taken = named_parameters(build)
-    meanings = {p.name: meaning_in(build, p) for p in taken}
+    meanings = {p.name: parameter_meaning(build, p) for p in taken}
     of_module = [name for name, meaning in meanings.items() if meaning == "model"]
     return of_module[:1] or [p.name for p in taken[:1] if not meanings[p.name]]
 
@@ -163,11 +161,13 @@ def _is_trained(build: Callable[..., Any]) -> bool:
 def _method_names(build: Callable[..., Any]) -> str:
     if not inspect.isclass(build):
         return "its methods"
-    methods = [n for n in own_names(build) if n not in ("forward", "parameters", "state_dict")]
+    methods = [
+        n for n in public_method_names(build) if n not in ("forward", "parameters", "state_dict")
+    ]
     return ", ".join(methods) or "its methods, of which there are none"
 
 
-def first_phases(target: Target) -> tuple[str, str]:
+def phase_methods(target: Target) -> tuple[str, str]:
     """Return the methods to call after backward and before every step: those set by options, or
     else those with common names. After backward, also the only method of an object that is not
     itself the trained module. Empty if there is none.
@@ -184,8 +184,8 @@ def first_phases(target: Target) -> tuple[str, str]:
 
 def _usual_method(build: Any, usual: Sequence[str]) -> str:
     """Return the first method with one of these names whose arguments are known."""
-    methods = own_names(build) if inspect.isclass(build) else []
-    return next((n for n in usual if n in methods and is_known(getattr(build, n))), "")
+    methods = public_method_names(build) if inspect.isclass(build) else []
+    return next((n for n in usual if n in methods and can_fill_arguments(getattr(build, n))), "")
 
 
 def _check_method(
@@ -201,20 +201,22 @@ def _check_method(
     Filling(scene, getattr(build, name), what=f"{option} {name}", skip=1)
 
 
-def is_known(method: Callable[..., Any]) -> bool:
+def can_fill_arguments(method: Callable[..., Any]) -> bool:
     """Return True if all required arguments, except the object itself, can be filled in."""
-    return all(meaning_of(p.name) for p in required(named_parameters(method, skip=1)))
+    return all(meaning_of(p.name) for p in required_parameters(named_parameters(method, skip=1)))
 
 
 def _only_method(build: Callable[..., Any]) -> str:
     """Return the only method of an object that does not replace the model, if it can be called;
     empty for objects that register hooks.
     """
-    if _is_trained(build) or any(Source(c).registers_hooks for c in own_classes(build)):
+    if _is_trained(build) or any(Source(c).registers_hooks for c in author_classes(build)):
         return ""
-    methods = own_names(build) if inspect.isclass(build) else []
+    methods = public_method_names(build) if inspect.isclass(build) else []
     methods = [name for name in methods if name != name_of_start_method(build, takes="")]
-    return methods[0] if len(methods) == 1 and is_known(getattr(build, methods[0])) else ""
+    return (
+        methods[0] if len(methods) == 1 and can_fill_arguments(getattr(build, methods[0])) else ""
+    )
 
 
 def _as_module(target: Target, model: nn.Module, made: Any) -> nn.Module:
