@@ -107,7 +107,7 @@ def test_accuracy_is_that_of_tokens_without_padding() -> None:
     assert ran.returncode == 0, ran.stderr
     real = int((targets != IGNORED).sum())
     assert 0 < real < targets.numel()
-    assert f"accuracy 100.00 % of {real}," in ran.stdout
+    assert f"accuracy 100.00% on {real} test samples," in ran.stdout
 
 
 @pytest.mark.sweep
