@@ -568,6 +568,8 @@ def test_screen_page_and_documents(llama: Engines) -> None:
     written = page.read_text()
     assert written.count("<svg") == 2
     assert "Worst tokens" in written
+    assert "changed tensors" not in written  # columns that scores do not have
+    assert "<br>: " not in written
     assert '<th scope="row">59</th>' in written  # the last position of the longest sequence
     assert "scores-temperature" in files["junit"].read_text()
     code, screen = command(llama.file, llama.file)
