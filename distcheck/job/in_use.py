@@ -1,8 +1,8 @@
-"""Marks a job's folder as in use by a file lock (flock).
+"""Holds a file lock (flock) that marks a job's folder as in use.
 
 The kernel releases the lock when a process exits, however it exits. The job's processes also hold
-it, so a folder whose lock is free has no user. Imports little, since every Python process of a job
-runs this at startup.
+it, so no process uses a folder whose lock is free. This module imports little, because every Python
+process of a job runs it at startup.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def is_free(folder: str) -> bool:
 
 
 def machine_boot_id() -> bytes:
-    """Return an identifier of this machine until its next reboot: some file systems have locks that
-    other machines cannot see.
+    """Return an ID that changes at reboot. It shows that a lock belongs to this machine, because on
+    some file systems other machines cannot see the lock.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:

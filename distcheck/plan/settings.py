@@ -3,7 +3,7 @@ a key of the configuration, a parameter of `distcheck.verify(...)`, and a field 
 
 A new setting needs a field here, its line in `KeywordSettings`, and the code that reads it. Other
 commands select theirs by name (`cli/options.py`); tests/unit/test_settings.py checks that all
-agree. No torch, and no click.
+agree. This module imports neither torch nor click.
 """
 
 import inspect

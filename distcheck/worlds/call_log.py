@@ -1,5 +1,5 @@
 """A rank's latest calls in memory shared with the front end, readable after a library has aborted
-the process. gloo aborts if a message has another size than the receiving call expects. Calls made
+the process. gloo aborts if a message differs in size from the receiving call's tensor. Calls made
 by C++ code (DDP over gloo) are not recorded.
 """
 

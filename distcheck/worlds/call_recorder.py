@@ -1,9 +1,9 @@
-"""Call recorder: details of a rank's calls that torch's flight recorder lacks, and the call in
-which the rank is blocked.
+"""Records details of a rank's calls that torch's flight recorder lacks, and the call in which the
+rank is blocked.
 
 The methods of torch's process groups record reduce operation, root, splits, peer and tag of every
 call made from Python; `Work.wait` records that the main thread waits, and for which call. No tensor
-is kept. Calls of C++ code (DDP) are in the flight recorder only.
+is kept. Calls by C++ code (DDP) are in the flight recorder only.
 
 torch numbers the calls of a group, messages included; the flight recorder's entry with the same
 `op_id` describes the same call.

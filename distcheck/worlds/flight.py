@@ -1,8 +1,8 @@
-"""torch's flight recorder: the collectives that this process has entered.
+"""Reads torch's flight recorder: the collectives that this process has entered.
 
-It also records gloo on CPU if TORCH_FR_BUFFER_SIZE is set, and is empty if torch has none. NCCL has
-a separate recorder, which is read if the process has used a GPU. Backends written in Python are not
-recorded; such a backend may register its own `CallRecorder`.
+The recorder covers gloo on CPU if TORCH_FR_BUFFER_SIZE is set, and is empty if torch has none. NCCL
+has a separate recorder, which is read if the process has used a GPU. Backends written in Python are
+not recorded; such a backend may register its own `CallRecorder`.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Signal handling: Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGQUIT all end a command in the
 same way, with a report on the results so far.
 
-The first signal interrupts. While the ranks are ended and the report is written, a second one is
-ignored. The third exits at once, and the helper ends the ranks when this process is gone.
+The first signal interrupts. While distcheck terminates the ranks and writes the report, a second
+signal is ignored. The third exits at once; a helper process then terminates the ranks.
 """
 
 import contextlib

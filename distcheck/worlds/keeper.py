@@ -1,8 +1,8 @@
 """Process supervisor: runs an arbitrary command and kills everything it started when it exits or
-the front end dies. Standard library only.
+the front end dies. Imports only the standard library.
 
-Orphaned descendants, detached or not, become children of this process, which ends them too. Its
-exit status is that of the command.
+Orphaned descendants, detached or not, become children of the supervisor, which ends them too. The
+supervisor exits with the command's exit status.
 
 For an MPI launcher, it also removes leftover files: a killed launcher leaves its folder behind, and
 killed MPICH ranks their shared memory. Open MPI's prterun listens on all interfaces and has no

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not wrap: prctl, sources of host names, reading /proc."""
+"""The few Linux calls that Python does not wrap: prctl, host name lookup, and reading /proc."""
 
 import contextlib
 import ctypes

@@ -1,12 +1,12 @@
 """Messages between front end, helper and children; `framing.py` encodes them.
 
 front end -> helper    Spawn (with the child's file descriptors), Signal
-helper -> front end    Ready; about a child Spawned and Exited, as Of
-child -> front end     Progress, UserMessage, Done, Raised, Stacks, Waits and Unblocked, over a pipe
+helper -> front end    Ready; Spawned and Exited about a child, wrapped in RoutedEvent
+child -> front end     Progress, UserMessage, Done, Raised, Stacks, Blocked, Unblocked; over a pipe
 
-Ranks without a pipe to the front end are reported as Of: by the child that runs a simulated world,
-which also sends Proven and Remarked for the whole world, and by another machine
-(`remote/protocol.py`).
+Messages from ranks without a pipe to the front end are also wrapped in RoutedEvent. They come from
+the child that runs a simulated world, which also sends Proven and Remarked for the whole world, or
+from another machine (`remote/protocol.py`).
 """
 
 import time

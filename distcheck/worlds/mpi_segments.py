@@ -1,5 +1,5 @@
 """Removes Open MPI's files in shared memory. A process that mpirun did not start leaves them behind
-unless Python itself exits normally, and ranks and recorded processes never do.
+unless Python exits normally, which ranks and recorded processes never do.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a world at a store.
+"""Connects the ranks of a world through a store.
 
 If all ranks are forked by one front end, the store is a file in memory, whose descriptor they
 inherit. Ranks of several processes meet at a TCPStore: the front end binds port 0, on loopback

@@ -1,4 +1,4 @@
-"""The exit status of each rank of a world, with root causes before secondary failures."""
+"""Returns the exit status of each rank, with root causes before secondary failures."""
 
 import os
 import re

@@ -1,7 +1,7 @@
 """The ranks of a world that run in one place, and the interface between a world and that place.
 
 A world on one machine has one share; under a launcher that spans processes or machines, it has one
-for each of them (`coordinator.py`).
+share for each of them (`coordinator.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,7 @@
 A fixed deadline is either too long to wait for or too short on an overloaded machine (Measured: the
 same passing world took 35 ms on an idle one and 310 ms at load 20). The deadline therefore applies
 to time without progress in which the ranks neither ran nor waited for a core or a disk: a world
-blocked in a collective that never completes accumulates it in real time, a computing one
+blocked in a collective that never completes accumulates it in real time, a world that computes
 accumulates none. A rank that spins forever has a separate deadline, ten times as long. A rank that
 sets up an engine may compile extensions, so its deadline is longer.
 """

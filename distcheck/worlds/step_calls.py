@@ -1,9 +1,9 @@
 """Maps tensors to the lines of code under test that communicate them during a recorded step.
 
-Recorded collectives and messages (`call_recorder`, `simulated/world`) are also reported here. Only
-weak references to the storages of its tensors are kept: they hold no memory, and a storage is not
-confused with a later one at the same address. Only calls made directly by the code under test have
-a line; calls by torch's own code or by C++ code have none.
+Recorded collectives and messages (`call_recorder`, `simulated/world`) are also reported here. This
+module keeps only weak references to the tensors' storages. They hold no memory, and a storage is
+not confused with a later storage at the same address. Only calls made directly by the code under
+test have a line; calls by torch's own code or by C++ code have none.
 """
 
 import math

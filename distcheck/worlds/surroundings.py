@@ -1,10 +1,10 @@
-"""Differences between the ranks of a world in addition to their rank, as between machines.
+"""Makes ranks differ in more than their rank, as ranks on several machines do.
 
 `together`  every rank is forked from one interpreter, has the same environment, and is not delayed
 `separate`  ranks differ in every one of FACTORS
 
  delays        each rank sleeps for some milliseconds, before backward and before a collective
- memory        each rank allocates and frees first, so that its objects have other addresses
+ memory        each rank first allocates and frees memory, so that objects have other addresses
  nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK as on several machines
  environment   each rank has its environment variables in another order
  interpreters  ranks are forked from interpreters with different hash seeds and addresses

@@ -1,8 +1,8 @@
 """Limits the number of concurrent worlds when pytest-xdist runs many processes.
 
 A world occupies as many cores as it has ranks, so more concurrent worlds than cores only make each
-of them slower. A process that wants to start one binds one of a few names in the abstract socket
-namespace: the kernel gives a name to one process, and releases it however that process ends.
+of them slower. A process that wants to start a world binds one of a few names in the abstract
+socket namespace. The kernel gives a name to one process, and releases it however that process ends.
 
 A lock file (filelock) would need a folder that other users cannot write to, and a rank forked
 during a turn would hold the lock as well.

@@ -3,7 +3,7 @@
 A thread polls ten times a second. The main thread is blocked if it is within `Work.wait` at two
 consecutive polls; or if it is within C++ code of torch that waits for collectives (such as backward
 with DDP), has not run since the last poll, and has open collectives. In the latter case the awaited
-one is unknown. The thread reports the awaited calls once, and retracts the report when the rank
+call is unknown. The thread reports the awaited calls once, and retracts the report when the rank
 resumes.
 """
 

@@ -1,7 +1,7 @@
 """Persistent processes that serve one request after another, each through its own channel.
 
-A request costs one message to each process and one back. After a failure the processes are in an
-unknown state: the caller ends them and starts new ones.
+A request costs one message to each process and one message back. After a failure the processes are
+in an unknown state: the caller ends them and starts new ones.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""One world of ranks: started together, supervised, and ended together.
+"""One world of ranks, which are started together, supervised, and ended together.
 
 running     until every rank has reported, one has failed, or all have stalled
 asking      the remaining ranks are asked for their stacks

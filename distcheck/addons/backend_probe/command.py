@@ -86,7 +86,7 @@ def run_probes(
 
 
 class _Episode:
-    """One world: from a probe to the one that ends it, or to the last one."""
+    """One world: from a probe to the probe that ends it, or to the final probe."""
 
     def __init__(self, probes: Sequence[Probe], first: int, world: int, on_cell: OnCell) -> None:
         self._probes, self._first, self._size, self._on_cell = probes, first, world, on_cell

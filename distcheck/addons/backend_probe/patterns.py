@@ -6,7 +6,7 @@ ranks' values differ, and neighboring positions differ, which exposes a dropped,
 swapped rank and a shifted chunk; a salt changes all values from call to call, which exposes an old
 result.
 
-No torch here, and nothing of torch.distributed.
+This module does not import torch.
 """
 
 import math

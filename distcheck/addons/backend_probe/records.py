@@ -1,5 +1,5 @@
 """Results of a sweep (a verdict per cell, and the exit code), and the front end's requests to
-probing processes. No torch.
+probing processes. Does not import torch.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """`distcheck verify --on ENGINE`: runs the parts of a matrix as tasks of an existing engine.
 
 The engine places, queues and retries tasks; distcheck splits the matrix like `--shard`, and merges
-the results like `merge`. A lost task is unknown, with the engine's reason.
+the results like `merge`. A lost task makes its part unknown, with the engine's reason.
 
-running      the task: one part, judged by its own distcheck process; and the front end, which
-             starts tasks and merges reports
+running      the task, which judges one part in a separate distcheck process; and the front end,
+             which starts tasks and merges reports
 on_ray, on_slurm    one file per engine, with `start(address, work) -> Tasks`
 """
 

@@ -1,4 +1,6 @@
-"""Ray engine: each part is a task with a CPU or GPU per rank, and a copy of the current folder."""
+"""Ray engine: each part of a matrix runs as a task with one CPU or GPU per rank, in a copy of the
+current folder.
+"""
 
 import importlib
 import logging
@@ -43,7 +45,7 @@ class RayEngine:
         }
 
     def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
-        """Yield the tasks that ended within one second."""
+        """Wait up to one second, then yield the tasks that have ended."""
         done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=1.0)
         for task in done:
             part = self._tasks.pop(task)
@@ -59,7 +61,7 @@ class RayEngine:
 
 
 def start(address: str, work: Sequence[MatrixTask]) -> RayEngine:
-    """Start tasks on the Ray cluster at an address, on that of RAY_ADDRESS, or on a new local one.
+    """Start tasks on the Ray cluster at `address` or RAY_ADDRESS, or on a new local cluster.
     Raises CannotRunError.
     """
     with ExitStack() as started:

@@ -1,5 +1,5 @@
-"""Slurm engine, through submitit: each part is a job with one CPU or GPU per rank. Code is loaded
-by its path, so the current folder must be on a file system that all nodes share.
+"""Slurm engine, through submitit: each part of a matrix runs as a job with one CPU or GPU per rank.
+Code is loaded by its path, so the current folder must be on a file system that all nodes share.
 """
 
 import logging
@@ -41,7 +41,7 @@ class SlurmEngine:
             self._jobs += started
 
     def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
-        """Yield the jobs that have ended, after one second."""
+        """Wait one second, then yield the jobs that have ended."""
         time.sleep(_LOOK_EVERY_S)
         for job, part in list(self._jobs):
             if not job.done():

@@ -1,5 +1,5 @@
-"""A verification matrix on an engine (Ray or Slurm). The task judges one part in a process and
-returns the report as text; the front end starts the parts and merges their reports.
+"""Runs a verification matrix on an engine (Ray or Slurm). Each task judges one part in a process
+and returns the report as text; the front end starts the tasks and merges their reports.
 """
 
 import importlib
@@ -33,7 +33,7 @@ _MOST_WORDS = 2000  # characters of stderr
 
 
 def run_part(words: Sequence[str], folder: str | None) -> Ended:
-    """Run `distcheck verify` with these arguments, in a folder or in the task's own."""
+    """Run `distcheck verify` with these arguments, in `folder` or the task's working directory."""
     parent = os.getpid()
     with scratch.folder(prefix="distcheck-part-") as place:
         file = Path(place, "part.json")
@@ -86,7 +86,7 @@ class EngineTasks(Protocol):
     code: str
 
     def ended(self) -> Iterator[tuple[MatrixTask, Ended | LostPart]]:
-        """Wait briefly, and yield the parts that ended meanwhile."""
+        """Wait briefly, then yield the parts that have ended."""
         ...
 
     def close(self) -> None: ...
@@ -151,8 +151,8 @@ def _collect_reports(
     place: Path,
     progress: LiveProgress,
 ) -> tuple[list[MatrixPart], dict[int, str], bool]:
-    """Return the reports, read like files from another author, the reason for each missing part by
-    its number, and True if interrupted by Ctrl-C, which ends running parts.
+    """Return the reports (read like untrusted files), the reason for each missing part by its
+    number, and True if interrupted by Ctrl-C, which ends running parts.
     """
     parts: list[MatrixPart] = []
     lost: dict[int, str] = {}

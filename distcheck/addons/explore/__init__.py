@@ -1,11 +1,11 @@
-"""Search for the smallest case in which a strategy fails.
+"""Searches for the smallest case in which a strategy fails.
 
     space             the space of cases, as hypothesis strategies
     search            draws cases, runs them, shrinks failing ones
     running           runs cases on ranks and a judge that are reused across cases
-    worker            the side of these ranks and of the judge
+    worker            the processes of these ranks and of the judge
     messages          the requests that they receive
-    failure_database  saved failing cases, and how they are shown
+    failure_database  saves failing cases, and prints them as Python code
     thorough_search   the search of `--thorough`
 
 For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,

@@ -1,4 +1,4 @@
-"""The options of `distcheck explore`, and its exit code."""
+"""Reads the options of `distcheck explore`, runs its searches and returns its exit code."""
 
 import importlib.util
 import itertools
@@ -44,8 +44,8 @@ _WORST_FIRST = (
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
-    """Return the options of each search: one for `--strategy`, else one for each strategy of the
-    matrix. A typed option overrides the matrix's key. Raises UsageError.
+    """Return the options of each search: one search for `--strategy`, else one for each strategy in
+    the matrix. A typed option overrides the matrix's key. Raises UsageError.
     """
     matrix = read_configuration(asked.pop("config"))
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies

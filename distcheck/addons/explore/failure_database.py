@@ -23,7 +23,7 @@ _DEFAULT_DEADLINE_S = 30.0
 
 
 class FailureDatabase:
-    """The cases in which a strategy once failed, in a folder per strategy."""
+    """The cases in which a strategy failed, in one folder per strategy."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
@@ -52,8 +52,8 @@ class FailureDatabase:
         return path
 
     def _read_case(self, file: Path) -> Case | None:
-        """Return a case that this user has run, if its other code is as trusted as in `replay`: the
-        strategy is the one that the person named, and nothing is asked here.
+        """Return a case that this user has run, if its other code is as trusted as in `replay`. The
+        user has named the strategy, and this method asks for no confirmation.
         """
         try:
             case, made = read_case(file), read_provenance(file)

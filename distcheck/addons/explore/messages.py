@@ -1,7 +1,8 @@
-"""Requests of the search to persistent ranks and their judge, in frames over one socket each.
+"""Requests from the search to persistent ranks and their judge, in frames over one socket each.
 
-ranks   a TrainCase, answered by an empty message (b"") when it is trained and recorded
-judge   a Sitting, answered by a `CaseReport`; meanwhile the ranks may receive the next case
+ranks   receive a TrainCase, and answer b"" when the case is trained and recorded
+judge   receives a JudgeCase, and answers with a `CaseReport`; meanwhile the ranks may receive the
+        next case
 """
 
 import msgspec
@@ -19,7 +20,9 @@ TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "
 
 
 class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to train: recorded into a pair's trace, the second if `again`, none if `bare`."""
+    """A case to train. It is recorded into a pair's first trace, into the second if `again`, and
+    not at all if `bare`.
+    """
 
     case: Case
     pair: int = 0
@@ -28,7 +31,7 @@ class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to judge, recorded in the pair's first trace, and in its second if it was rerun."""
+    """A case to judge: the pair's first trace holds the run, and the second its rerun, if any."""
 
     case: Case
     contract: Contract

@@ -34,7 +34,7 @@ ONE_RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreResult:
-    """A finished search, with the fate of its finding."""
+    """A finished search, its finding, and the place where the finding is stored."""
 
     strategy: str
     seed: int

@@ -1,4 +1,4 @@
-"""Runs explored cases: in persistent ranks while they are reliable, in fresh ones to confirm."""
+"""Runs explored cases in persistent ranks if these are reliable; fresh ranks confirm failures."""
 
 import os
 from collections import deque
@@ -43,9 +43,9 @@ class WorkerRanks:
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
     def run(self, judge_cases: Iterable[JudgeCase]) -> Iterator[CaseReport]:
-        """Yield the cases' reports, in order. While one is judged the next is trained, so when a
-        failure is known its ranks have continued; they are ended then. Raises errors of code under
-        test that address the user.
+        """Yield the cases' reports, in order. While one case is judged, the ranks train the next.
+        They have therefore continued when a failure is known, and are ended then. Raises errors of
+        code under test that address the user.
         """
         while self._waiting:  # of a caller that abandoned the rest
             self._verdict()
@@ -180,7 +180,7 @@ class Runner:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Words that no case may contain, each with the first reason among all adaptations."""
+        """Words that no case may contain; each has the first reason among all adaptations."""
         found: dict[str, str] = {}
         for declined in self._declined.values():
             found = declined | found

@@ -1,7 +1,7 @@
-"""The search: cases are drawn in rounds and run, and failures are shrunk by Hypothesis.
+"""Draws cases in rounds and runs them; Hypothesis shrinks failures.
 
-A round is drawn twice from the same seed: first only to collect its cases, so that one can be
-judged while the next is trained; then with their verdicts, so that Hypothesis encounters the
+A round is drawn twice from the same seed: first only to collect its cases, so that one case can
+be judged while the next is trained; then with their verdicts, so that Hypothesis encounters the
 failure where it was drawn, and shrinks it. Verdicts are cached for the whole search: Hypothesis
 requires a failure to be reproducible, which a race condition is not.
 """
@@ -35,7 +35,7 @@ class _WrongError(Exception):
 
 
 class _RankFailedError(Exception):
-    """Raised for a case in which a rank crashed or hung: another bug, shrunk separately."""
+    """Raised for a case in which a rank crashed or hung; such a bug is shrunk separately."""
 
 
 class _TimeIsUpError(BaseException):
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass
 class Search:
-    """One search, whose results so far can be read at any time, also after Ctrl-C.
+    """One search, whose results so far can be read at any time, even after Ctrl-C.
 
     `until` is a time of the monotonic clock, in seconds; at most `most_cases` cases are drawn.
     """
@@ -85,11 +85,11 @@ class Search:
 
     @property
     def has_shown(self) -> bool:
-        """True if a case of two or more ranks passed: a single rank communicates nothing."""
+        """True if a case with two or more ranks passed; a single rank communicates nothing."""
         return any(case.world > 1 for case in self.passed)
 
     def again(self, kept: Sequence[Case]) -> None:
-        """Run cases found earlier; stop at the first that still fails."""
+        """Run cases found earlier; stop at the first case that still fails."""
         for case in kept:
             if self.runner.why_left_out(case):  # the strategy has changed since
                 continue
@@ -174,7 +174,7 @@ class Search:
             self.show(f"hypothesis stopped a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
-        """Return True if one of them fails within the budget, running as few as necessary."""
+        """Return True if one of the cases fails within the budget; run as few as necessary."""
         while cases and not self._used_up():
             for report in self.runner.run_many(cases):
                 cases = cases[1:]
@@ -195,7 +195,7 @@ class Search:
         return known if known is not None else self._add_report(self.runner.run(case))
 
     def _add_report(self, report: CaseReport) -> CaseReport:
-        """Record a report; the first failure is confirmed before."""
+        """Record a report, after confirming the first failure."""
         case = report.case
         if report.verdict == "fail" and not self._failed and not self.runner.distrusts_kept:
             report = self._confirm_failure(report)

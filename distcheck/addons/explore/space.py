@@ -1,4 +1,4 @@
-"""The search space, as Hypothesis strategies; also for property tests of users.
+"""Defines the search space as Hypothesis strategies, which users' property tests can use as well.
 
 Hypothesis shrinks towards the first of several choices, which is therefore the simplest: fewer
 ranks, one step, float32, one sample per rank, one layer without marks, no delays.
@@ -88,8 +88,8 @@ def models(
     accumulate: int = 1,
     without: Collection[str] = (),
 ) -> GeneratedModelSpec:
-    """Draw a model that a workload's name can describe, to be trained on that many `samples` with
-    that many backward passes per step; `.workload` is the name, from which
+    """Draw a model that a workload's name can describe, for training on `samples` samples with
+    `accumulate` backward passes per step; `.workload` is the name, from which
     `distcheck.workloads.generated` builds a module.
     """
     drawn = [draw(layers(without=without))]
@@ -119,8 +119,8 @@ def models(
 
 
 def _make_one_layer_absent(ordered: Sequence[GeneratedLayer]) -> list[GeneratedLayer]:
-    """Return the layers with at least one trained layer absent, if another one trains for all
-    samples: a loss without parameters has no backward.
+    """Return the layers with at least one trained layer absent, if another layer trains for all
+    samples, because a loss without parameters has no backward pass.
     """
     found = list(ordered)
     trained = [n for n, layer in enumerate(found) if is_trainable_layer(layer)]

@@ -67,7 +67,7 @@ def search_thoroughly(
 def _excluded_words(
     asked: Asked, reports: Sequence[CaseReport], left_out: Collection[str]
 ) -> dict[str, str]:
-    """Return the words that are not drawn, each with the reason: requested exclusions, and features
+    """Return the words that are not drawn, with reasons: requested exclusions, and features
     excluded from the cases.
     """
     found = {word: f"you passed --without {cell}" for word, cell in words_of_cells(asked.without)}

@@ -1,8 +1,8 @@
-"""The jobs of reused processes: a rank, and the judge.
+"""Defines the jobs of persistent processes: the job of a rank, and the job of the judge.
 
-They run the same code as the ranks and the judge of `distcheck verify`, but are not forked for each
-case and keep their process group. State left by one case may therefore affect another; the caller
-confirms a failure in fresh ranks.
+These processes run the same code as the ranks and the judge of `distcheck verify`, but are not
+forked for each case and keep their process group. State left by one case may therefore affect
+another; the caller confirms a failure in fresh ranks.
 """
 
 import msgspec
@@ -80,8 +80,8 @@ def _train(
 
 
 class _Recorder(TraceRecorder):
-    """Recorder that derives its layout from the trained model; the judge determines the layout like
-    `distcheck verify`, with a separate model and optimizer step.
+    """Derives its layout from the trained model; the judge determines the layout like `distcheck
+    verify`, with a separate model and optimizer step.
     """
 
     def __init__(self, ingredients: Ingredients, rank: int, fds: tuple[int, int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Plan and results of a selftest. No torch."""
+"""Plan and results of a selftest. Does not import torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -5,12 +5,12 @@ one of the reduction orders of `collectives.py`. A world may therefore have more
 machine has cores or memory for, mismatched calls are found at once, and a deadlock is detected
 without a deadline.
 
-share.py           the front end's side: one process that runs all ranks
-host.py            that process: runs the job of every rank, and reports how each ends
+share.py           front-end handle of the process that runs all ranks
+host.py            the process itself: runs the job of every rank, and reports how each ends
 search.py          the process that tries schedules, each in a fork of itself
 scheduler.py       cooperative scheduler of the threads; sleep takes no time
 schedules.py       the schedules of a search, and the next rank under a schedule
-world.py           the ranks of this process, their calls, whether calls of one group match, and
+world.py           the ranks of this process, their calls, whether calls within a group match, and
                    how their world ends
 group.py           the process group, and the store for its rendezvous
 calls.py           a posted call, and its place in the source
@@ -20,10 +20,10 @@ in_flight.py       tensors that a call still reads or writes
 groups.py          the groups that ranks create: whether they agree, and whether they are destroyed
 suspicious_calls.py
                    calls that gloo accepts, and that are rarely intended
-isolation.py       state that ranks in one process would share and processes do not: RNGs, and
-                   settings of Python and torch
+isolation.py       state that threads share and processes do not, such as RNGs and settings of
+                   Python and torch
 patches.py         attributes that code sets in modules shared by all ranks
-limits.py          operations that the code under test must not use there
+limits.py          operations that the code under test must not use in a simulated world
 rank_threads.py    state of a pytest test that each rank owns
 judged_schedules.py
                    the check of schedules, and the cause of a failure
@@ -64,8 +64,8 @@ def sum_in(order: str, collective: str) -> "Callable[[list[torch.Tensor]], torch
 
 
 def join(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -> Any:
-    """Make the default process group of a rank, which meets the others in their process's memory.
-    Return its store, a `torch.distributed.Store`.
+    """Create a rank's default process group, and return its store, a `torch.distributed.Store`. The
+    ranks rendezvous in memory, because they share a process.
     """
     import torch.distributed as dist
 
@@ -85,14 +85,14 @@ def join(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -
 
 
 def start_share(pool: Any, **named: Any) -> "Share":
-    """Start the one process that stands for all ranks; see `SimulatedShare` for its arguments."""
+    """Start the process that runs all ranks; see `SimulatedShare` for its arguments."""
     from distcheck.addons.simulated.share import SimulatedShare
 
     return SimulatedShare(pool, **named)
 
 
 def search_schedules(pool: Any, ranks: Any, **named: Any) -> "ScheduleSearchResult":
-    """Run ranks under the usual schedule and others; see `share.search_schedules`."""
+    """Run ranks under the default schedule and others; see `share.search_schedules`."""
     from distcheck.addons.simulated.share import search_schedules
 
     return search_schedules(pool, ranks, **named)

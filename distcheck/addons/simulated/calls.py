@@ -20,9 +20,10 @@ _HERE = os.path.dirname(__file__) + os.sep
 class SimulatedCall(PostedCall):
     """One operation that one rank has posted, with its tensors.
 
-    Calls of one kind may use a list or a single tensor. `results`, one per output, are set once it
-    is `complete`, in memory order; they are written to `outputs` when the rank waits for it.
-    `sizes` are the shapes of its tensors, which are released after that.
+    The same operation may take a list or a single tensor. `results` holds one tensor per output,
+    with elements in memory order; it is set when the call is `complete`. When the rank waits for
+    the call, the results are written to `outputs` and all tensors are released; `sizes` keeps their
+    shapes.
     """
 
     inputs: list[torch.Tensor]
@@ -45,7 +46,7 @@ class SimulatedCall(PostedCall):
 
     @property
     def frames(self) -> list[dict[str, Any]]:
-        """Its `stack` outside this folder, in the format of torch's flight recorder."""
+        """The frames of `stack` outside this folder, in the format of torch's flight recorder."""
         return [
             {"filename": code.co_filename, "line": _line_at(code, at), "name": code.co_name}
             for code, at in self.stack
@@ -54,7 +55,7 @@ class SimulatedCall(PostedCall):
 
     @property
     def where(self) -> str:
-        """The line of the code under test that called it, as " at FILE:LINE"; empty if none."""
+        """Line of the code under test that made the call, as " at FILE:LINE"; empty if none."""
         for code, at in self.stack:
             if is_tested_code(code.co_filename):
                 return f" at {code.co_filename}:{_line_at(code, at)}"
@@ -86,7 +87,7 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
 
 def is_repr_by_library() -> bool:
     """Return True if an installed package requests a string representation, as pytest does for the
-    variables of a failed test: it is not an access by the code under test.
+    variables of a failed test: the code under test does not access these.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and not is_tested_code(frame.f_code.co_filename):

@@ -1,7 +1,7 @@
-"""The groups that ranks create: whether ranks agree on them, and which are never destroyed.
+"""Checks the groups that ranks create: ranks must agree on them, and must destroy them.
 
-torch names groups by a counter, so ranks that create different groups, or in another order, use one
-name for different groups.
+torch names groups by a counter. Ranks that create different groups, or create groups in a different
+order, therefore use one name for different groups.
 
 torch keeps each group, with its threads and connections, until it is destroyed or the process ends.
 Several groups of the same ranks created at setup are normal, and so is one per layer. A group is

@@ -45,8 +45,8 @@ def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
 
 
 class RankReporter(Reporter):
-    """One rank's connection to the front end: that of the process, with the rank's number added to
-    each event. `begun` is called with the rank and each step that it begins.
+    """One rank's connection to the front end: the connection of the process, with the rank's number
+    added to each event. `begun` is called with the rank and each step that the rank begins.
     """
 
     def __init__(self, reporter: Reporter, rank: int, begun: Callable[[int, int], None]) -> None:
@@ -185,7 +185,7 @@ class SimulatedHost:
                 self._reporter.send(messages.Remarked(name, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:
-        """Send a rank's incomplete line, also if code has replaced the stream."""
+        """Send a rank's incomplete line, even if code has replaced the stream."""
         with suppress(Exception):
             sys.stdout.flush()
         self._streams[rank].flush()
@@ -211,7 +211,7 @@ class SimulatedHost:
         return [_flight_entry(call) for call in list(self._world.latest[rank])]
 
     def _report_end(self, how: simulated.End, what: str) -> None:
-        """Report how the world ends; once."""
+        """Report how the world ends, once; a later call stops its thread."""
         if not self._ending.acquire(blocking=False):
             self._world.scheduler.freeze()
         if how == "refused":

@@ -199,7 +199,7 @@ def memory_in_flight(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInF
 
 
 def memory_span(tensor: torch.Tensor) -> int:
-    """Return the number of elements of memory from its first to its last one."""
+    """Return the number of memory elements from a tensor's first element to its last."""
     if tensor.is_contiguous():
         return tensor.numel()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,13 +1,13 @@
-"""Per-rank state of a simulated world, swapped whenever another rank runs.
+"""Swaps the per-rank state of a simulated world whenever another rank runs.
 
-Each of several processes has its own copy of this state; ranks in one process would share it.
+Each process has its own copy of this state; ranks in one process would share it.
 
  RNG state         of torch, Python and NumPy
  environment       `os.environ`; C code reads the environment of the process
  settings          of Python and torch, and the groups of torch.distributed
  patches           attributes that code sets in modules and classes shared by all ranks: patches.py
- modules           of the code under test: every rank imports its own copy, so that a global
-                   variable in one is per rank. Python's, torch's, distcheck's and installed
+ modules           of the code under test: every rank imports its own copy, so each rank has its
+                   own global variables. Python's, torch's, distcheck's and installed
                    modules are shared, and so are modules with compiled code.
  working directory once a rank has changed it
  streams           sys.stdout and sys.stderr
@@ -45,8 +45,8 @@ _Words = ctypes.c_uint32 * 625
 
 @dataclass
 class GeneratorStates:
-    """The RNG states of one rank. `numpy` is NumPy's complete state and `words` the words of its
-    Mersenne Twister; both are None if NumPy is not imported.
+    """The RNG states of one rank. `numpy` holds NumPy's complete state, and `words` holds its
+    Mersenne Twister state; both are None if NumPy is not imported.
     """
 
     torch: torch.Tensor
@@ -66,7 +66,7 @@ class Generators:
         self._kept = 1  # nonzero if NumPy may hold a cached normal number for the next draw
 
     def beginning(self) -> GeneratorStates:
-        """Return the current states, as the initial ones of a rank."""
+        """Return the current states, which become the initial states of a rank."""
         found = GeneratorStates(torch.default_generator.get_state(), self._python_now())
         self._take_numpy(found)
         return found
@@ -77,7 +77,7 @@ class Generators:
         self._take_numpy(own)
 
     def give(self, own: GeneratorStates) -> None:
-        """Restore the states of the rank that runs next. Those of the last one have been saved."""
+        """Restore the states of the rank that runs next; the previous rank's are already saved."""
         torch.default_generator.set_state(own.torch)
         if self._python is None:
             random.setstate(own.python)
@@ -120,7 +120,7 @@ def _source_of(numpy: Any) -> Any:
 
 
 def _words_of_python() -> memoryview | None:
-    """Return the memory of Python's Mersenne Twister; None if its place is unknown."""
+    """Return the memory of Python's Mersenne Twister; None if its address is unknown."""
     if _random.Random.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Words):
         return None
     _, words, _ = random.getstate()
@@ -138,7 +138,7 @@ def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
 
 
 def _view(address: int, words: tuple[int, ...]) -> memoryview | None:
-    """Return a view of the bytes at an address, if they are these words; None otherwise."""
+    """Return a view of the bytes at an address if they equal `words`; None otherwise."""
     if tuple(_Words.from_address(address)) != words:
         return None
     return memoryview((ctypes.c_ubyte * ctypes.sizeof(_Words)).from_address(address)).cast("B")
@@ -191,7 +191,7 @@ class ProcessSettings:
         return values, [one.__dict__ for one in self._objects], self._now
 
     def give(self, own: Any) -> None:
-        """Restore the settings of the rank that runs next; the last one's are saved."""
+        """Restore the settings of the rank that runs next; the previous rank's are saved."""
         values, objects, of_torch = own
         before = warnings.filters
         for (module, names, _), these in zip(self._modules, values, strict=True):
@@ -228,7 +228,7 @@ def _or_nothing(get: Callable[[], Any]) -> Any:
 
 
 def _copy_for_rank(value: Any) -> Any:
-    """Return a value for one rank: containers are copied."""
+    """Return a rank's copy of a container, and any other value unchanged."""
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
@@ -253,7 +253,7 @@ class Own:
 
 class Isolation:
     """Swaps per-rank state. All ranks begin with the current state of this process, with their
-    entry of `environments`, and with the initial values of the attributes that the job has `owned`.
+    entry of `environments`, and with the initial values of the attributes that `owned` lists.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Isolation:
         self._restore_state(self._copy_for_rank[after])
 
     def end(self) -> None:
-        """Restore the state of this process before its first rank; call it after the last."""
+        """Restore the state that this process had before its first rank ran."""
         self._take_modules({})
         self._settings.take()
         self._restore_state(self._before)
@@ -343,8 +343,8 @@ class Isolation:
             os.chdir(own.folder)
 
     def _take_modules(self, known: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-        """Remove and return the modules of the code under test. They follow the latest shared one
-        in `sys.modules`; if code has removed that one, all are examined.
+        """Remove and return the modules of the code under test. They follow the latest shared
+        module in `sys.modules`; if code has removed that module, all modules are examined.
         """
         names = list(takewhile(lambda name: name != self._latest, reversed(sys.modules)))
         if not names:
@@ -370,7 +370,7 @@ class Isolation:
         return None if not parent or parent in own else sys.modules.get(parent)
 
     def _is_per_rank(self, module: ModuleType | None) -> bool:
-        """Return True if a module belongs to the code under test, and so is per rank."""
+        """Return True if a module belongs to the code under test, so that each rank has a copy."""
         file = _file_of(module)
         if file is None:
             return self._is_made_by_code(module)

@@ -1,4 +1,4 @@
-"""Turns results of simulated schedules into a check and the cause of its failure."""
+"""Turns the results of simulated schedules into a check, and finds the cause of its failure."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +24,7 @@ Digests = Callable[[bytes], Sequence[str]]
 def judged(
     found: ScheduleSearchResult, *, ranks: int, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
-    """Return the check and its cause, if it failed. `digests` reads a rank's result, one per step;
+    """Return the check and, if it failed, its cause. `digests` reads a rank's result, one per step;
     `replay` with a schedule reproduces the other run.
     """
     steps = len(digests(found.usual.results[0])) if found.usual.results else 0
@@ -159,7 +159,7 @@ def _effect_of(other: ScheduleRun) -> str:
 
 
 def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
-    """Return the first step with different bits, and its ranks."""
+    """Return the first step with different bits, and the ranks that differ."""
     if other.end != "finished" or usual.end != "finished":
         return ""
     pairs = [(digests(a), digests(b)) for a, b in zip(usual.results, other.results, strict=False)]
@@ -177,7 +177,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
 
 
 def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
-    """Yield both runs around their first different call."""
+    """Yield the calls of both runs around the first call that differs."""
     apart = next(
         (
             place

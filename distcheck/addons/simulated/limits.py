@@ -1,9 +1,9 @@
 """Operations that code under test must not use in a simulated world, and replacements for others.
 
-A rank that forks, or communicates through another library, would leave the world: the run ends with
-one sentence. A command (subprocess, os.system) runs while its rank stays scheduled. `time.sleep`
-takes no time, but lets other ranks run: see `scheduler.py`. `os._exit` ends the rank, as it ends a
-process.
+A rank that forks, or communicates through another library, cannot be simulated, so the run ends
+with a one-line error. A command (subprocess, os.system) runs while its rank stays scheduled.
+`time.sleep` takes no time, but lets other ranks run: see `scheduler.py`. `os._exit` ends the rank,
+as it ends a process.
 """
 
 import copy
@@ -96,7 +96,7 @@ def install() -> None:
 
 def _join_groups_of_gloo() -> None:
     """Replace groups that code requests from gloo by simulated ones, which torch still reports as
-    gloo. Refuses a new default group: its ranks would meet at a store of their own.
+    gloo. Refuses a new default group, whose ranks would rendezvous at another store.
     """
     c10d: Any = dist.distributed_c10d
     meet = c10d.rendezvous
@@ -208,7 +208,7 @@ def _audit_event(event: str, given: tuple[Any, ...]) -> None:
 
 
 def line_of_cuda_request(error: BaseException | None) -> str:
-    """Return the line that requested CUDA, as " at FILE:LINE", if that failed; else empty."""
+    """Return the line of a failed request for CUDA, as " at FILE:LINE"; empty if none failed."""
     while error is not None:
         if getattr(error, _MARK, False):
             frames = traceback.extract_tb(error.__traceback__)

@@ -1,5 +1,4 @@
-"""Attributes that code sets in modules and classes shared by all ranks: each rank has its own
-value.
+"""Gives each rank its own value of attributes that code sets in shared modules and classes.
 
 Code under test may set `torch.distributed.all_reduce`, `nn.Linear.forward`, or a new attribute of a
 torch module. Before its files run, they are parsed to find assignments to attributes, `setattr` and
@@ -50,7 +49,7 @@ class PatchedName:
 
 class Patches:
     """The attributes that code of this process sets. `is_own(module)` returns True if a module
-    belongs to the code under test, and so is per rank.
+    belongs to the code under test, and therefore exists once per rank.
     """
 
     def __init__(self, is_own: Callable[[ModuleType], bool], libraries: Sequence[str]) -> None:

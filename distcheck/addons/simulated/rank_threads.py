@@ -1,8 +1,8 @@
-"""Per-rank state of a simulated world, whose ranks are threads of one process.
+"""Copies a pytest test's state for each rank of a simulated world, whose ranks are threads.
 
-Ranks that are processes begin as copies of the pytest process. Threads share it, so each gets its
-own copies of the state that a test can access: pytest's state of the test, the values of its
-fixtures and parameters, and the global variables of the code under test.
+Ranks that are processes begin as copies of the pytest process. Threads share that process, so each
+gets its own copies of the state that a test can access: pytest's state of the test, the values of
+its fixtures and parameters, and the global variables of the code under test.
 """
 
 import ast
@@ -29,7 +29,7 @@ _memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
 
 def prepare(item: pytest.Function) -> None:
     """Fail a test that requests unsupported fixtures, and determine the per-rank global variables,
-    in the pytest process; once for all worlds that are forked for the test.
+    in the pytest process. One call covers all worlds that are forked for the test.
     """
     _variables[:] = [(module, name) for module in _modules() for name in _rebound(module)]
     for name in _OF_DESCRIPTORS:

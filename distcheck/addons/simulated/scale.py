@@ -1,8 +1,8 @@
-"""Cases of `distcheck scale`: one workload in simulated worlds of several sizes and orders. No
-torch.
+"""Cases of `distcheck scale`: one workload in simulated worlds of several sizes and reduction
+orders. Does not import torch.
 
-Every world, and the single-process reference, trains on the same global batch, so worlds differ
-only in how a sum is split and in which order it is added.
+Every world, and the single-process reference, trains on the same global batch. Worlds therefore
+differ only in the split of a sum and in its summation order.
 """
 
 import re
@@ -34,8 +34,8 @@ _BATCH = 256  # the default of `verify`
 
 
 def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
-    """Return the cases, from the smallest world to the largest, every order at each; `asked` has
-    the other fields of a request. Raises UsageError or CannotRunError.
+    """Return the cases, smallest world first, with every reduction order for each; `asked` holds
+    the remaining fields of a request. Raises UsageError or CannotRunError.
     """
     if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")

@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def rank(self) -> int | None:
-        """The rank whose thread this is; None for any other thread."""
+        """Rank of the current thread; None for any other thread."""
         return getattr(self._own, "rank", None)
 
     def run(self, main: Callable[[int], None]) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
 
     def give_way(self) -> None:
         """Let every ready rank run first, unless the policy continues with this one. Each poll
-        advances the time, so that polling ranks reach events that another one causes later.
+        advances the time, so that polling ranks reach events that another rank causes later.
         """
         own = self.runners[self.current]
         self.time_s += _ASKING_S
@@ -155,7 +155,7 @@ class Scheduler:
                 self._pass_on(runner)
 
     def _take_next(self, chosen: int | None = None) -> RankThread:
-        """Remove and return the next runner: that of rank `chosen`, or the policy's choice."""
+        """Remove and return the next thread: that of rank `chosen`, or the policy's choice."""
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
             ranks = [runner.rank for runner in self._ready]

@@ -1,7 +1,6 @@
-"""Schedules: the choice of the next rank if several are ready, and the schedules that a search
-tries.
+"""Chooses the next rank if several are ready, and generates the schedules that a search tries.
 
-round-robin  after every call, or every few, the next rank by number
+round-robin  after every call, or every few calls, the next rank by number runs
 random       half of the choices are the default ones, the others are uniformly random
 PCT          ranks have random priorities, and the ready rank with the highest runs; at three
    random choices, that rank gets the lowest priority (Burckhardt et al.,

@@ -1,4 +1,4 @@
-"""The process that tries schedules, in forks of itself; each fork runs one simulated world or
+"""The process that tries schedules, in forks of itself. Each fork runs one simulated world, or
 several in sequence.
 
 All worlds begin in the same state, so two runs of one schedule differ only by influences that no
@@ -65,7 +65,7 @@ def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> ScheduleS
 
 
 def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> ScheduleSearchResult:
-    """Return the results of random schedules, or of all with at most `preemptions`."""
+    """Return the results of random schedules, or of all schedules with at most `preemptions`."""
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
@@ -249,7 +249,7 @@ class _Fork:
         self.runs: list[ScheduleRun] = []
 
     def over(self, *, ready: bool) -> bool:
-        """Return True if it has ended; a fork that exceeds the deadline is killed."""
+        """Return True if the fork has ended; kill it if it exceeds the deadline."""
         late = False
         if not ready:
             late = time.monotonic() >= self._until
@@ -335,7 +335,7 @@ class _Collected(Reporter):
 
 
 def _import_once(names: Sequence[str]) -> None:
-    """Import here the modules that every fork would otherwise import itself."""
+    """Import the modules that every fork would otherwise import, in this process."""
     for name in names:
         with suppress(Exception):
             importlib.import_module(name)

@@ -68,12 +68,12 @@ class ThreadRank(Child):
 
     @property
     def starting(self) -> bool:
-        """True if its process is not forked yet."""
+        """True if the process of this rank is not forked yet."""
         return self._host.starting and not self.gone
 
     @property
     def busy_seconds(self) -> float:
-        """Busy seconds of the process: exactly one rank runs at a time."""
+        """Busy seconds of the process, because exactly one rank runs at a time."""
         return self._host.busy_now
 
     @property
@@ -86,12 +86,12 @@ class ThreadRank(Child):
 
     @property
     def low_level_stacks(self) -> str:
-        """faulthandler's output for the running thread; it does not know ranks."""
+        """Output of faulthandler for the running thread; faulthandler does not know ranks."""
         blocks = self._host.low_level_stacks.split("\n\n")
         return "\n\n".join(b for b in blocks if not b.startswith("Thread "))
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Record an event; a thread that raised is gone."""
+        """Record an event; a thread that raised has ended."""
         super().take(event)
         if isinstance(event, messages.Raised):
             super().take(messages.Exited(1))
@@ -199,7 +199,7 @@ class SimulatedShare(Share):
             self._host.end_ranks()
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to the process, which can only end as a whole."""
+        """Send a signal to the process; ranks cannot be ended one by one."""
         self._share.signal(self._host, number)
 
     def ask(self) -> None:

@@ -5,7 +5,7 @@ Their results may still be correct, so each call only causes a warning.
 NAME of a warning      finding
 other-shapes           ranks pass equally many elements in different shapes or memory layouts
 tensor-with-gaps       gloo reads contiguous memory from the first element on, gaps included
-overlapping-outputs    outputs of one call share memory: the one written last remains
+overlapping-outputs    outputs of one call share memory, so only the output written last remains
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class SuspiciousCalls:
             self._look_for_overlaps(call)
 
     def met(self, calls: Sequence[SimulatedCall]) -> None:
-        """Check calls that complete each other: of a collective, or a send and its receive."""
+        """Check calls that complete each other: a collective's, or a send and its receive."""
         first = calls[0]
         if first.is_message:
             sent, received = calls

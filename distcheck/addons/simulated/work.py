@@ -18,8 +18,8 @@ _NO_LIMIT = timedelta(0)
 
 
 class SimulatedWork(PythonWork):
-    """One call, or several with one wait. Results are written when it is waited for, not before:
-    code that reads them too early reads the input.
+    """One call, or several with one wait. Results are written when code waits for them, so code
+    that reads them too early reads the input.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class WaitingFuture(torch.futures.Future[Any]):
             work._finish()
 
     def wait(self) -> Any:
-        """Return its value, or raise the error of a callback."""
+        """Return the future's value, or raise the error of a callback."""
         self.finish()
         return super().wait()
 
     def done(self) -> bool:
-        """Return True if it is complete; other ranks run first."""
+        """Return True if the future is complete; other ranks run first."""
         if not super().done() and all(work.is_completed() for work in self._works):
             self.finish()
         return super().done()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Return a future of the result of `callback`, which is called with this one."""
+        """Return a future of the result of `callback`, which is called with this future."""
         chained = WaitingFuture(self._works)
         chained._complete_after(self, lambda: callback(self))
         return chained

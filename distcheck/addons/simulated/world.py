@@ -1,4 +1,4 @@
-"""The ranks of this process: their scheduling, their calls, and the end of their world.
+"""The ranks of a simulated world: their scheduling, their calls, and the end of their world.
 
 A world that cannot proceed ends: by a mismatch, found when the second call is posted; by ranks that
 have ended while others wait for them (the others then lose their peer, as in a world of processes);
@@ -128,7 +128,7 @@ _MOST_TURNS = 4096  # recorded calls of a run under a schedule
 
 @dataclass(eq=False)
 class AwaitedKeys:
-    """Keys of the store that a rank waits for, with a timeout as of a call."""
+    """Keys of the store that a rank waits for, with a timeout like a call's."""
 
     names: Sequence[str]
     limit_s: float
@@ -142,7 +142,7 @@ class SimulatedWorld:
     """A world of `size` ranks whose collectives reduce in `order`, and whose simulated time may
     advance by at most `deadline_s` at once. With a `schedule`, they run in its order, and its first
     `keeps_choices` choices are recorded. `switch` is called between two ranks; `ended(how, what)`
-    when the world cannot proceed, after which no rank runs.
+    is called when the world cannot proceed; no rank runs after that.
     """
 
     def __init__(

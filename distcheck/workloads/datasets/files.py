@@ -44,7 +44,7 @@ class FileDataset(Protocol):
         ...
 
     def candidates(self, where: Path) -> list[Path]:
-        """Return possible places of the files, given the user's folder."""
+        """Return possible locations of the files, given the user's folder."""
         ...
 
     def open(self, found: Path, root: Path) -> None:
@@ -187,7 +187,7 @@ def too_large_message(archive: Path) -> str:
 
 
 def unpack(archive: Path, root: Path) -> None:
-    """Unpack a tar archive below `root`. Members that would be outside of it raise an error.
+    """Unpack a tar archive below `root`. Members that would land outside it raise an error.
 
     Raises CannotRunError if this Python version cannot filter such members.
     """

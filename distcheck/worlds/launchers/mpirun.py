@@ -1,4 +1,4 @@
-"""mpirun and mpiexec: OMPI_COMM_WORLD_* of Open MPI, PMI_* of MPICH and its derivatives."""
+"""Detects mpirun and mpiexec by Open MPI's OMPI_COMM_WORLD_*, or PMI_* of MPICH and derivatives."""
 
 import os
 import zlib

@@ -1,4 +1,4 @@
-"""srun: SLURM_PROCID and SLURM_NTASKS of a step."""
+"""Detects srun by a step's SLURM_PROCID and SLURM_NTASKS."""
 
 import re
 import zlib

@@ -1,4 +1,4 @@
-"""torchrun: RANK, WORLD_SIZE and TORCHELASTIC_*; its agent's TCPStore is at MASTER_ADDR."""
+"""Detects torchrun by RANK, WORLD_SIZE and TORCHELASTIC_*; its TCPStore is at MASTER_ADDR."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand or by a script (`env://`)."""
+"""Detects RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand or by a script (`env://`)."""
 
 from collections.abc import Mapping
 

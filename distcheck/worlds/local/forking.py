@@ -1,5 +1,5 @@
-"""The front end's side of a helper: starts children, handles their events, ends them; and the local
-ranks of a world as a `Share`.
+"""Front-end handle of a helper: starts children, handles their events and ends them. Also defines
+the local ranks of a world as a `Share`.
 
 One forker serves one front-end process. Its users decide how many children run at a time, and call
 `pump` until they are done.

@@ -1,9 +1,10 @@
 """Makes forks cheap once there are many: moves the forking process's memory into large pages.
 
-fork(2) copies one page table entry for each 4 KiB page that was ever written: with torch imported
-that is 290 MB, and most of the cost of a world of ranks. madvise(2) MADV_COLLAPSE (Linux 6.1) moves
-such memory into 2 MiB pages on request, regardless of the system's setting, and a fork shares each
-through one entry. A rank that writes to one copies only 4 KiB, as before.
+fork(2) copies one page table entry for each 4 KiB page that was ever written. With torch imported,
+these pages hold 290 MB, and copying their entries is most of the cost of a world of ranks.
+madvise(2) MADV_COLLAPSE (Linux 6.1) moves such memory into 2 MiB pages on request, regardless of
+the system's setting, and a fork shares each page through one entry. A rank that writes to one
+copies only 4 KiB, as before.
 
 Measured (a process with torch imported, 2 cores): a fork takes 64 ms before and 3.2 ms after the
 call, which takes 2.6 s once on a busy machine. Older kernels refuse the call without any effect.

@@ -1,4 +1,4 @@
-"""Bootstrap of processes that were started together: one listens, the others connect.
+"""Connects processes that were started together: one listens, the others connect.
 
 The schemes are those of `launchers.Launch.meeting`. Both ends prove that they have the run's secret
 (`secret.py`) before any message; on one machine, both must belong to one user.

@@ -1,4 +1,4 @@
-"""A pool whose ranks are spread over processes that a launcher started, on one machine or several.
+"""Pool whose ranks are spread over processes that a launcher started, on one or several machines.
 
 The process with rank 0 is the front end: it plans, judges and reports, and runs its own ranks.
 Every other process is an agent (`agent.py`): it has its own helper, forks the ranks that the front

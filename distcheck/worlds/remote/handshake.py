@@ -2,7 +2,7 @@
 
 An unauthenticated peer may send nothing, or arbitrary bytes, without delaying the others; its
 connection is closed after `HANDSHAKE_S`. If more than `_MOST_WAITING` are unauthenticated, the
-oldest one of the address with the most is closed, so that a flood only evicts its own connections.
+address with the most connections loses its oldest, so a flood evicts only its own connections.
 """
 
 import select

@@ -1,6 +1,6 @@
 """Protocol between the front end and the processes on other machines, over one connection each.
 
-agent -> front end    Joining, Hello, DataPrepared; for its ranks Of, Written, and Signs (heartbeat)
+agent -> front end    Joining, Hello, DataPrepared; per rank RoutedEvent, Written, RankHeartbeat
 front end -> agent    Prepare, StartRanks, ToRanks; Heartbeat, Shutdown
 
 Each side declares its peer dead if no heartbeat arrives within the deadline.

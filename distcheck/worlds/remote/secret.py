@@ -16,7 +16,7 @@ Each end sends a fresh random challenge and answers the other's with an HMAC ove
 secret itself is never sent and an answer cannot be replayed. Every later message is signed with a
 key that depends on both challenges, because the handshake of two honest ends may pass through a
 third process. If the front end has published its address where others can change it, the HMACs
-cover that address, so that no other one can be relayed. Messages are not encrypted.
+cover that address, so that no other address can be relayed. Messages are not encrypted.
 """
 
 import contextlib
