@@ -220,7 +220,7 @@ def test_a_verdict_is_that_of_one_judge_or_many(
     judged = []
 
     def started(pool: Pool, judging: Any, *data: Any) -> Any:
-        judged.append(judging.steps)
+        judged.append(judging.request.steps)
         return start(pool, judging, *data)
 
     start = session.start_judging  # type: ignore[attr-defined]
