@@ -180,7 +180,7 @@ def test_a_script_that_would_run_once_more_is_copied(tmp_path: Path, guard: str)
     script = tmp_path / "train.py"
     script.write_text(
         "from distcheck.verification.given_objects import importable_names\n"
-        f"def sync(model): pass\n{guard or 'if True:'}\n    print(*names_of(sync))\n"
+        f"def sync(model): pass\n{guard or 'if True:'}\n    print(*importable_names(sync))\n"
     )
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
     named = ran.stdout.strip()
