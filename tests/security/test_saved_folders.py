@@ -39,7 +39,7 @@ READERS = {
     "store/bundle.py": "packs, and hands cases to replay",
     "verification/rechecking.py": "judges what its caller asked for",
 }  # fmt: skip
-READ = ("read_case", "read_replay", "open_bundle", "saved_traces", "saved_run")
+READ = ("read_case", "read_cases_to_replay", "open_bundle", "saved_traces", "saved_run")
 CASE_ID = "allreduce-w2-mlp-small-float32"
 THING = """
 import pathlib
