@@ -177,7 +177,7 @@ def server(weights: Weights, **changed: object) -> StepFacts:
         ("optimizer-not-stepped", [THIRD] * 3, {"parameters": (), "unchanged": (0, 2)},
          ("changed on ranks 1, 3,",)),
         ("unexplained", [THIRD, [0.3, 0.7, 0.9], THIRD], {"alike": ALIKE},
-         ("wrong on rank 2;", "each of: ranks 1, 3; rank 2;", "in rank 2's result")),
+         ("wrong on rank 2;", "agree: ranks 1, 3;", "in rank 2's result")),
     ],
 )  # fmt: skip
 def test_causes_name_ranks_as_they_were_run(

@@ -320,8 +320,9 @@ def describe_unexplained(facts: Measurements) -> str:
     be = "are" if len(step.parameters) > 1 else "is"
     text = f"step {step.step}: {parameters_text(step, step.parameters)} {be} wrong on "
     text += positions_text(step, wrong)
-    groups = "; ".join(positions_text(step, group) for group in step.alike)
-    agree = "all ranks agree" if len(step.alike) == 1 else f"only these ranks agree: {groups}"
+    groups = "; ".join(positions_text(step, group) for group in step.alike if len(group) > 1)
+    agree = f"only these ranks agree: {groups}" if groups else "no two ranks agree"
+    agree = "all ranks agree" if len(step.alike) == 1 else agree
     text += f"; {agree}" if len(step.shares) > 1 else ""
     if step.mean_of_left:
         return (
