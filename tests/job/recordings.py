@@ -81,7 +81,7 @@ class Facts:
             is_part = len(self.holds) < len(SHAPES)
             file.add_after(name, after[name], keep=self.rank == 0 or is_part)
         file.note_written(self.written)
-        raw, given = ({n: one[n] for n in self.holds if n in one} for one in (self.raw, at_step))
+        raw, given = ({n: one[n] for n in self.holds} for one in (self.raw, at_step))
         kinds = {"local": self.local, "sizes": self.sizes, "raw": raw, "step": given}
         for kind, found in kinds.items():
             file.add_gradients(kind, found, 1.0)

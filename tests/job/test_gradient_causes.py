@@ -12,7 +12,7 @@ from distcheck.job import causes, checks
 from distcheck.job.script_changes import remarks
 from distcheck.recordings.jobs.records import ClipCall
 from tests.job import recordings
-from tests.job.recordings import LR, SHAPES, Facts, Tensors, gradients, make, mean, replaced
+from tests.job.recordings import SHAPES, Facts, Tensors, gradients, make, mean, replaced
 
 WORLD = 4
 
@@ -77,12 +77,6 @@ def three_times_over_three_passes(facts: Facts) -> None:
     facts.raw = {n: 3 * g for n, g in facts.raw.items()}
 
 
-def removed_on_one_rank(facts: Facts) -> None:
-    if facts.rank == 1:
-        del facts.raw["bias"]
-        facts.after = {n: p - LR * facts.raw.get(n, 0.0) for n, p in facts.before.items()}
-
-
 negated = per_tensor(torch.neg)
 SAME_AS_ONE_PROCESS = (
     (stale, "stale-gradient"), (accumulates, "accumulated-gradient"),
@@ -99,7 +93,6 @@ OF_RANKS = (
     (weighted(-0.25, 0.25, 0.25, 0.25), "wrong-sign"),
     (weighted(*[1 / 16] * 4), "double-division"),
     (three_times_over_three_passes, "accumulation-scale"),
-    (removed_on_one_rank, "gradient-removed"),
 )
 
 

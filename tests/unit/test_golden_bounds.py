@@ -20,7 +20,7 @@ def bounds(factors: tuple[float, ...], dtype: torch.dtype = torch.float32) -> St
             world=len(factors), model=SimpleNamespace(parameters=[SimpleNamespace(name="0.weight")])
         ),
         header=lambda rank, step: SimpleNamespace(
-            ids=(0, 1), loss_over=2, loss=1.0, loss_factor=factors[rank]
+            ids=(0, 1), loss_count=2, loss=1.0, loss_factor=factors[rank]
         ),
         tensor=lambda rank, kind, step, index: left[rank],
         tensors=lambda rank, kind, step: [left[rank]],

@@ -380,7 +380,7 @@ def test_train_alone_and_together(distcheck: Run, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         assert "step 10/15: loss" in ran.stdout
         assert re.search(r"epoch 2/2: loss \d\.\d+, accuracy \d+\.\d+% on 10,000", ran.stdout)
-        assert "s per step (mean of 14, excluding the first" in " ".join(ran.stdout.split())
+        assert "s per step (mean of 14 steps, without the first" in " ".join(ran.stdout.split())
         rows = json.loads((tmp_path / "table.json").read_text())["epochs"]
         losses.append([row["loss"] for row in rows])
         assert [sum(row["step_losses"]) / 15 for row in rows] == pytest.approx(losses[-1])

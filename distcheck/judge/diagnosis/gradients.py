@@ -82,8 +82,9 @@ def explain_step(step: StepFacts) -> list[Diagnosis]:
         found = _causes_by_parameter(step)
     if not found or any(one.cause == "unexplained" for one in found):
         found = _besides_weights(step) or found
-    removed = [_removed(step)] if step.removed else []
-    return [*before, *removed, *(_add_missing_gradients(finding, step) for finding in found)]
+    if step.removed and not found:
+        return [*before, _removed(step)]
+    return [*before, *(_add_missing_gradients(finding, step) for finding in found)]
 
 
 def _besides_weights(step: StepFacts) -> list[Diagnosis]:
@@ -110,7 +111,7 @@ def _drop_consequence(found: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def _add_missing_gradients(found: Diagnosis, step: StepFacts) -> Diagnosis:
-    unused = [one for one in step.missing if one not in step.removed]
+    unused = [(name, rank) for name, rank in step.missing if name not in step.removed]
     if not unused:
         return found
     ranks = positions_text(step, sorted({rank for _, rank in unused}))
@@ -276,12 +277,10 @@ def _missing(step: StepFacts) -> Diagnosis:
 
 
 def _removed(step: StepFacts) -> Diagnosis:
-    names = list(dict.fromkeys(name for name, _ in step.removed))
-    ranks = positions_text(step, sorted({rank for _, rank in step.removed}))
     return name_cause(
         "gradient-removed",
-        f"step {step.step}: `.grad` of {first_names_text(names)} is None on {ranks} when the "
-        "optimizer steps, although backward produced a gradient there",
+        f"step {step.step}: `.grad` of {first_names_text(step.removed)} is None on every rank when "
+        "the optimizer steps, although backward produced a gradient",
     )
 
 

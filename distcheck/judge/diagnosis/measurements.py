@@ -156,7 +156,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     missing    (parameter, rank) without an expected gradient
     missing_elsewhere   True if this is the whole mismatch: backward produced no gradient there, the
                other ranks hold their local gradients, and all other gradients are right
-    removed    those of `missing` for which backward produced a gradient
+    removed    parameters without a gradient on every rank, although backward produced one
     """
 
     step: int
@@ -185,7 +185,7 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     unchanged: tuple[int, ...]
     missing: tuple[tuple[str, int], ...]
     missing_elsewhere: bool = False
-    removed: tuple[tuple[str, int], ...] = ()
+    removed: tuple[str, ...] = ()
     not_finite: NonFiniteGradient | None
     undeclared: bool = True
 

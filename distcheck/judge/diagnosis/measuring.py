@@ -385,7 +385,7 @@ class StepMeasuring:
         self._ranks = range(len(view.weights))
         self.shares = [w / len(self._ranks) for w in view.weights]
         self._missing: list[tuple[str, int]] = []
-        self._removed: list[tuple[str, int]] = []
+        self._removed: list[str] = []
         self._own_elsewhere = True
         self._not_finite: NonFiniteGradient | None = None
         own = [unit_roundoff(view.wire)] if view.wire else []
@@ -470,8 +470,8 @@ class StepMeasuring:
         ranks = list(self._ranks)
         missing = [r for r in ranks if self._view.reduced(r, index) is None]
         self._missing += [(spec.name, rank) for rank in missing]
-        produced = [r for r in missing if self._view.local(r, index) is not None]
-        self._removed += [(spec.name, rank) for rank in produced]
+        if missing == ranks:  # a sharded optimizer removes them on all ranks but one
+            self._removed.append(spec.name)
         count = spec.elements * (2 if spec.dtype.startswith("complex") else 1)  # both parts
         one = MeasuredParameter(self._view, index, spec.name, count, self._keeps)
         if missing:
