@@ -13,6 +13,7 @@ which a file of `distcheck.scores` has, match the other file; or recorded facts 
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from distcheck.compare.scoring import LARGE, SMALL, TF32
 from distcheck.compare.screen import KnownCase
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR
 from distcheck.machine.numerics import spacing
-from distcheck.recordings.scores import Scores, aligned, read_scores
+from distcheck.recordings.scores import DTYPES, Scores, aligned, read_scores
 from distcheck.records import Case, Change, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
 
@@ -103,7 +104,8 @@ class _Comparison:
                     self.variants.append((side, name, float(distance.mean())))
                 else:
                     self.floor = torch.maximum(self.floor, distance)
-        self.level = float(self.floor.mean())
+        # Every quotient is a number, also if all tokens are certain.
+        self.level = max(float(self.floor.mean()), sys.float_info.min)
         self.bound = NOISE_FACTOR * self.floor.clamp_min(self.level)
         self.beyond = self.distance > self.bound
         self.differ = len(self.sequence[self.beyond].unique())  # sequences
@@ -301,9 +303,11 @@ def _cause_of_dtype(found: _Comparison) -> Diagnosis | None:
 
 def _coarser(one: str, other: str) -> float:
     """Return the ratio of the spacings of two dtypes, 0 for unknown names."""
-    dtypes = [getattr(torch, {TF32: "float16"}.get(n, n), None) for n in (one, other)]
-    known = [d for d in dtypes if isinstance(d, torch.dtype) and d.is_floating_point]
-    return spacing(known[0]) / spacing(known[1]) if len(known) == len(dtypes) else 0.0
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    known[TF32] = torch.float16
+    if not {one, other} <= known.keys():
+        return 0.0
+    return spacing(known[one]) / spacing(known[other])
 
 
 def _cause_of_weights(found: _Comparison) -> Diagnosis | None:

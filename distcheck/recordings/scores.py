@@ -12,7 +12,7 @@ Only the first four are required. The metadata key `distcheck` has a JSON object
 Sequences are identified by their tokens: their order and padding are not part of the file.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ from distcheck.recordings.jobs.reading import read_tensors
 from distcheck.records.decoding import Int, decode_json
 
 FORM = 1
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REQUIRED = ("tokens", "lengths", "start")
 SURELY_WRONG = 1000.0  # nats by which a mistake that cannot give a token is off
 _MOST_SEQUENCES = 1 << 20
@@ -169,9 +170,10 @@ def _problems(scores: Scores) -> Iterator[tuple[bool, str]]:
         f"has logprobs of {columns['logprobs'].dtype}; expected float32 or float64",
     )
     for name, column in columns.items():
-        is_known = name in ("logprobs", "floor") or name.partition("/")[0] in ("with", "if")
+        kind, _, variant = name.partition("/")
+        is_known = name in ("logprobs", "floor") or (kind in ("with", "if") and variant.split())
         yield not is_known, f"has an unknown tensor {name!r}"
-        yield not column.is_floating_point(), f"has {name} of {column.dtype}; expected float32"
+        yield column.dtype not in DTYPES, f"has {name} of {column.dtype}; expected float32"
         yield (
             column.shape != (count,),
             f"has {name} of shape {tuple(column.shape)} for {count} scored tokens",
@@ -190,14 +192,14 @@ def aligned(one: Scores, two: Scores) -> torch.Tensor:
     """Return the index of each scored token of `one` in the columns of `two`. Equal sequences are
     paired in their order. Raises UsageError for different sequences.
     """
-    places = defaultdict(list)
+    places = defaultdict[bytes, deque[int]](deque)
     for number, sequence in enumerate(two.sequences()):
         places[sequence.numpy().tobytes()].append(number)
     numbers, missing = [], []
     for number, sequence in enumerate(one.sequences()):
         same = places[sequence.numpy().tobytes()]
         if same:
-            numbers.append(same.pop(0))
+            numbers.append(same.popleft())
         else:
             missing.append(number)
     others = sorted(number for same in places.values() for number in same)

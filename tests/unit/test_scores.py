@@ -642,6 +642,11 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative floor": ({"floor": torch.full((287,), -1.0)}, "has -1 in floor"),
     "an infinite floor": ({"floor": torch.full((287,), torch.inf)}, "has inf in floor"),
     "another tensor": ({"weights": torch.zeros(287)}, "has an unknown tensor 'weights'"),
+    "a column without a name": ({"if/ ": torch.zeros(287)}, "has an unknown tensor 'if/ '"),
+    "a floor of 8 bits": (
+        {"floor": torch.ones(287).to(torch.float8_e4m3fn)},
+        "has floor of torch.float8_e4m3fn",
+    ),
     "metadata": ({"about": "{"}, "the metadata key distcheck is invalid"),
     "a temperature": ({"about": '{"temperature": 0}'}, "the metadata key distcheck is invalid"),
     "another form": ({"about": '{"form": 9}'}, "has form 9"),
@@ -678,6 +683,17 @@ def test_names_in_a_file_never_reach_the_terminal_unescaped(llama: Engines) -> N
     assert code == 1
     assert "\x1b" not in text
     assert "\x07" not in text
+
+
+@pytest.mark.parametrize("floor", [0.0, 5e-324])
+def test_a_floor_without_width_ends_no_run(floor: float, llama: Engines) -> None:
+    one, other = llama.folder / "certain.safetensors", llama.folder / "not-certain.safetensors"
+    zeros = torch.zeros(287, dtype=torch.float64)
+    with_columns(llama.file, one, logprobs=zeros, floor=zeros + floor, **{"with/again": zeros - 1})
+    about = '{"dtype": "float4_e2m1fn_x2"}'
+    with_columns(llama.file, other, about, logprobs=zeros - 1, floor=zeros + floor)
+    assert command(one, other)[0] in (1, 5)
+    assert command(other, one)[0] in (1, 5)
 
 
 def test_a_floor_that_hides_everything_is_never_a_pass(llama: Engines) -> None:

@@ -9,6 +9,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_pa
 from distcheck.errors import CannotRunError
 from distcheck.worlds import scratch
 
+_WITH_TOKENS = (2, 52)  # the first version that authenticates by token
 _REACHED_S = 10.0
 _LEFT_BEHIND = (".distcheck", ".git", ".venv", "venv", ".tox", "node_modules", "__pycache__")
 
@@ -69,8 +71,15 @@ def start(address: str, work: Sequence[MatrixTask]) -> RayEngine:
         if not address and not os.environ.get("RAY_ADDRESS"):
             # Without a token, Ray runs code of every user who reaches its port. Ray itself would
             # keep the token in a file of the home folder that others may read.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            mode = os.environ.setdefault("RAY_AUTH_MODE", "token")
+            version = metadata.version("ray")
+            if mode != "token" or tuple(map(int, version.split(".")[:2])) < _WITH_TOKENS:
+                raise CannotRunError(
+                    f"--on ray: Ray {version} with RAY_AUTH_MODE={mode} would start a cluster that "
+                    "runs code of every user who reaches it; install ray>=2.52 and unset "
+                    "RAY_AUTH_MODE, or set RAY_ADDRESS to a cluster of your own"
+                )
+            if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
                 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
             # All users can write to Ray's own folder: to the code there, and to the address of
             # the cluster that Ray joins by default.

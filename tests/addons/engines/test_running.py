@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,14 @@ def test_a_ray_of_this_machine_is_a_new_one_in_a_private_folder(
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # they are set
         monkeypatch.setenv(name, "token")
     work = [MatrixTask(number=1, name="one", words=(), ranks=2, gpus=0)]
+    for version, mode in (("2.51.1", "token"), ("2.60.0", "disabled")):
+        with monkeypatch.context() as patch:
+            patch.setattr(metadata, "version", {"ray": version}.__getitem__)
+            patch.setenv("RAY_AUTH_MODE", mode)
+            with pytest.raises(CannotRunError, match="runs code of every user who reaches it"):
+                on_ray.start("", work)
+    assert not given
+    monkeypatch.setattr(metadata, "version", {"ray": "2.52.0"}.__getitem__)
     engine = on_ray.start("", work)
     folder = Path(given["_temp_dir"])
     assert given["address"] == "local"
