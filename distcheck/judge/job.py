@@ -81,7 +81,6 @@ def evidence_of(job: JudgeRequest, references: References, rerun: TraceReader | 
         facts=job.facts,
         trace=references.whole,
         rerun=rerun,
-        averages=references.averages,
         holding=references.holding,
         mesh=references.mesh,
     )

@@ -216,7 +216,7 @@ def why_left_out(case: Case, facts: CaseFacts, sizes: Sequence[Sequence[int]]) -
         only = f"compared with the {case.reference_device}, only full batch float32 could judge it"
         return f"{only}. {why}"
     accepted = parse_deviation(case.accept)
-    if accepted is not None and accepted.family == "local-sgd" and not facts.updates_again:
+    if accepted is not None and accepted.combines_parameters and not facts.updates_again:
         return f"--accept {case.accept} is judged by each rank's local steps, but {NOT_REPEATED}"
     if "exact" not in case.layers:
         return ""
@@ -265,7 +265,7 @@ def _why_not_bounded(case: Case, contract: Contract, passes: int) -> str:
     pass.
     """
     accepted = parse_deviation(case.accept)
-    lossy = accepted is not None and accepted.family in ("quantized", "low-rank")
+    lossy = accepted is not None and accepted.kind.one_exchange
     if lossy and case.workload == "loss_scaling":
         return (
             f"--accept {case.accept} has no bound for a gradient that overflows, and this "

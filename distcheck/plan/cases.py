@@ -342,14 +342,16 @@ def plan_checks(
         PlannedCheck(check="data", layer="-", scope="run", required=needs.data()),
         PlannedCheck(check="initial state", layer="-", scope="step", required=needs.initial()),
     ]
-    local_sgd = accepted.amount if accepted and accepted.family == "local-sgd" else 0
-    if local_sgd:
+    combining = accepted if accepted is not None and accepted.combines_parameters else None
+    if combining is not None:
         exact, bounded = BITWISE, ""  # each rank's own parameters, to the bit
-        gradient_layers = [BITWISE]
+        gradient_checks = needs.local_then_mean(combining.warmup)
+    else:
+        gradient_checks = [needs.check("gradients", at, model.parameters) for at in gradient_layers]
     planned += [needs.outputs(layer) for layer in semantic if needs.numbers]
     if facts.contract.sync != "out-of-sight" and (exact or bounded):
         planned.append(needs.check("local gradients", own, model.parameters))
-    planned += [needs.check("gradients", layer, model.parameters) for layer in gradient_layers]
+    planned += gradient_checks
     if exact or bounded:
         planned.append(needs.loss(own))
     planned += [needs.loss(layer) for layer in semantic]
@@ -358,8 +360,8 @@ def plan_checks(
     same_update = case.reference_device is None and not rounding_depends_on_position(
         case, facts.contract
     )
-    if local_sgd:
-        planned += needs.averaged(local_sgd)
+    if combining is not None:
+        planned += needs.combined(combining)
     elif facts.updates_again and same_update:
         planned.append(needs.check("parameters", own, model.parameters, state=updated))
     itself = trained_with(case.adaptation.form) == case.workload
@@ -370,11 +372,11 @@ def plan_checks(
     replicas = model.optimizer if facts.contract.optimizer_state != "sharded" else ()
     compared = (*model.parameters, *model.parameters, *replicas)
     # Ranks may add what they exchange in orders of their own, so each result is compared by itself.
-    if not local_sgd and case.adaptation.form != "metric":
+    if combining is None and case.adaptation.form != "metric":
         planned.append(needs.check("agreement", "-", compared))
     planned += needs.basic_checks()
     one_mean = facts.contract.parallel == ()  # each rank has its own part of the mean
-    exchanges = one_mean and len(case.with_data) > 1 and (gradient_layers or local_sgd)
+    exchanges = one_mean and len(case.with_data) > 1 and gradient_checks
     if exchanges or (itself and case.world > 1) or has_nothing_to_synchronize(case, facts.contract):
         planned.append(needs.sensitivity())
     if facts.must_happen:

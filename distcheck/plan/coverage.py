@@ -6,6 +6,7 @@ If a check compares fewer tensors, elements, ranks or steps than required, the c
 from collections.abc import Sequence
 
 from distcheck.contract import Contract
+from distcheck.judge.acceptance import AcceptedDeviation
 from distcheck.judge.checks import ORDER
 from distcheck.records import Case, Compared, ModelLayout, PlannedCheck, TensorSpec
 from distcheck.records.expected_events import PURPOSE
@@ -41,8 +42,12 @@ class Coverage:
         tensors: Sequence[TensorSpec],
         *,
         state: Sequence[TensorSpec] = (),
+        steps: int | None = None,
     ) -> PlannedCheck:
-        """Return a check of `tensors` on ranks with data, and of `state` on its holders."""
+        """Return a check of `tensors` on ranks with data, and of `state` on its holders, at all
+        steps or at least at a number of them.
+        """
+        steps = self._case.steps if steps is None else steps
         holders = 1 if self._contract.optimizer_state == "sharded" else self._with_data
         elements = sum(t.elements for t in tensors) * self._with_data
         elements += sum(t.elements for t in state) * holders
@@ -51,7 +56,7 @@ class Coverage:
             layer=layer,
             scope="step",
             required=self._compared(
-                len({t.name for t in (*tensors, *state)}), elements * self._case.steps
+                len({t.name for t in (*tensors, *state)}), elements * steps, steps
             ),
         )
 
@@ -63,28 +68,44 @@ class Coverage:
             if tensors
         ]
 
-    def averaged(self, period: int) -> list[PlannedCheck]:
-        """Return the checks of local SGD: each rank's parameters between averages, and their mean
-        after each. The step of the first average is unknown, so the minimum over all steps is
-        required.
+    def local_then_mean(self, warmup: int) -> list[PlannedCheck]:
+        """Return the checks of gradients that ranks average in the first `warmup` steps only."""
+        after = self._case.steps - warmup
+        return [
+            self.check("gradients", layer, self._model.parameters, steps=steps)
+            for layer, steps in ((ROUNDING, warmup), (BITWISE, after))
+            if steps
+        ]
+
+    def combined(self, accepted: AcceptedDeviation) -> list[PlannedCheck]:
+        """Return the checks of ranks that step locally: each rank's parameters, except after the
+        steps after which they are combined; the combination; and agreement after these steps and
+        those of a warm-up. The step of the first combination may be unknown, so the minimum over
+        all steps is required.
         """
-        steps, world = self._case.steps, self._case.world
-        fewest, most = steps // period, -(-steps // period)
+        steps, world, kind = self._case.steps, self._case.world, accepted.kind
+        fewest, most = kind.combined(accepted.settings, steps)
+        same = (fewest + accepted.warmup) * kind.agree
         parameters = sum(t.elements for t in self._model.parameters) * world
         state = sum(t.elements for t in self._model.optimizer) * world
         tensors, alone = len(self._model.parameters), steps - most
+        own = alone if accepted.combines_state else steps  # steps with each rank's own state
         between = Compared(
-            tensors=tensors * (alone > 0) + len(self._model.optimizer),
-            elements=parameters * alone + state * steps,
+            tensors=tensors * (alone > 0) + len(self._model.optimizer) * (own > 0),
+            elements=parameters * alone + state * own,
             ranks=world,
-            steps=steps if self._model.optimizer else alone,
+            steps=own if self._model.optimizer else alone,
         )
         after = Compared(tensors=tensors, elements=parameters * fewest, ranks=world, steps=fewest)
-        own = PlannedCheck(check="parameters", layer=BITWISE, scope="step", required=between)
+        agreed = Compared(tensors=tensors, elements=parameters * same, ranks=world, steps=same)
         return [
-            *([own] if between.tensors else []),
-            PlannedCheck(check="parameters", layer=ROUNDING, scope="step", required=after),
-            PlannedCheck(check="agreement", layer="-", scope="step", required=after),
+            PlannedCheck(check=check, layer=layer, scope="step", required=required)
+            for check, layer, required in (
+                ("parameters", BITWISE, between),
+                ("parameters", ROUNDING, after),
+                ("agreement", "-", agreed),
+            )
+            if required.steps
         ]
 
     def loss(self, layer: str) -> PlannedCheck:
@@ -150,6 +171,6 @@ class Coverage:
         required = Compared(tensors=tensors, elements=elements, ranks=case.world, steps=case.steps)
         return PlannedCheck(check="rerun", layer="-", scope="run", required=required)
 
-    def _compared(self, tensors: int, elements: int) -> Compared:
-        steps = self._case.steps
+    def _compared(self, tensors: int, elements: int, steps: int | None = None) -> Compared:
+        steps = self._case.steps if steps is None else steps
         return Compared(tensors=tensors, elements=elements, ranks=self._with_data, steps=steps)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distcheck.contract import Contract
 from distcheck.errors import UsageError
 from distcheck.judge import acceptance
 from distcheck.judge.oracles import low_rank, quantum
@@ -31,6 +32,8 @@ U = unit_roundoff(torch.float32)
         ("low-rank:2", "low-rank:2"),
         ("low-rank:2:no-feedback", "low-rank:2:no-feedback"),
         ("local-sgd:4", "local-sgd:4"),
+        ("local-sgd:4:state=mean:phase=0", "local-sgd:4:phase=0:state=mean"),
+        ("local-sgd:2:state=local:groups=2:global=8", "local-sgd:2:groups=2:global=8"),
     ],
 )
 def test_kinds(asked: str, spelled: str) -> None:
@@ -52,11 +55,33 @@ def test_kinds(asked: str, spelled: str) -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_bound_is_refused(asked: str) -> None:
-    with pytest.raises(UsageError, match=r"is not supported; choose from low"):
+    with pytest.raises(UsageError, match=r"is not supported.*; (choose from low|expected )"):
         acceptance.parse_deviation(asked)
 
 
-@pytest.mark.parametrize("asked", ["quantized:1", "quantized:17", "low-rank:0", "local-sgd:0"])
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("local-sgd:4:phase=4", "phase=4 is not below the period 4"),
+        ("local-sgd:4:groups=2:global=6", "global=6 is not a multiple of the period 4"),
+        ("local-sgd:4:global=8", "global= needs groups=SIZE"),
+        ("local-sgd:4:phase=1:phase=2", "sets phase twice"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(asked: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        acceptance.parse_deviation(asked)
+
+
+def test_groups_must_divide_the_world() -> None:
+    case = Case(id="a", strategy="b", world=4, accept="local-sgd:2:groups=3")
+    with pytest.raises(UsageError, match="does not divide a world of 4 into several groups of 3"):
+        acceptance.check_promise(case, Contract())
+
+
+@pytest.mark.parametrize(
+    "asked", ["quantized:1", "quantized:17", "low-rank:0", "local-sgd:0", "local-sgd:2:groups=1"]
+)
 def test_what_is_out_of_range_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match=r"is out of range; .* takes"):
         acceptance.parse_deviation(asked)

@@ -3,6 +3,7 @@
 import pytest
 
 from distcheck.contract import Contract
+from distcheck.judge.acceptance import AcceptedDeviation, parse_deviation
 from distcheck.plan.coverage import Coverage
 from distcheck.records import Adaptation, Case, Compared, ModelLayout, TensorSpec
 
@@ -100,9 +101,15 @@ def test_a_rerun_repeats_everything_that_a_rank_records() -> None:
     assert unseen == Compared(tensors=2 + 5, elements=elements, ranks=3, steps=5)
 
 
+def local_sgd(period: int) -> AcceptedDeviation:
+    accepted = parse_deviation(f"local-sgd:{period}")
+    assert accepted is not None
+    return accepted
+
+
 def test_local_sgd_owes_the_steps_between_averages_and_the_averages() -> None:
     """Five steps, an average after every second one: two for certain, three at the most."""
-    between, after, agreement = required().averaged(2)
+    between, after, agreement = required().combined(local_sgd(2))
     assert [(p.check, p.layer) for p in (between, after, agreement)] == [
         ("parameters", "bitwise"), ("parameters", "rounding"), ("agreement", "-"),
     ]  # fmt: skip
@@ -111,6 +118,17 @@ def test_local_sgd_owes_the_steps_between_averages_and_the_averages() -> None:
     assert (
         after.required == agreement.required == Compared(tensors=2, elements=90, ranks=3, steps=2)
     )
-    bare = required(state=False).averaged(2)[0].required
+    bare = required(state=False).combined(local_sgd(2))[0].required
     assert bare == Compared(tensors=2, elements=90, ranks=3, steps=2)
-    assert required().averaged(5)[1].required == Compared(tensors=2, elements=45, ranks=3, steps=1)
+    each_five = required().combined(local_sgd(5))[1].required
+    assert each_five == Compared(tensors=2, elements=45, ranks=3, steps=1)
+
+
+def test_a_warm_up_owes_the_mean_gradient_and_agreement() -> None:
+    """Two of five steps; the phase is known, so averages come after steps 2 and 4."""
+    accepted = parse_deviation("local-sgd:2:warmup=2:phase=0")
+    assert accepted is not None
+    mean, local = required().local_then_mean(2)
+    assert [(p.layer, p.required.steps) for p in (mean, local)] == [("rounding", 2), ("bitwise", 3)]
+    _, after, agreement = required().combined(accepted)
+    assert (after.required.steps, agreement.required.steps) == (2, 4)

@@ -15,13 +15,13 @@ import pytest
 from distcheck.judge import job
 from distcheck.judge.checks import evidence, purpose
 from distcheck.judge.oracles import (
-    averaging,
     closed_form,
     compute_expectation,
     forms,
     full_batch,
     full_batch_bound,
     low_rank,
+    projections,
     rounding,
     shares,
 )
@@ -132,7 +132,7 @@ def structs(module: object) -> list[type]:
 
 
 GIVEN = [*structs(forms), *structs(evidence), *structs(job), *structs(shares),
-         *structs(averaging), *structs(low_rank), *structs(rounding),
+         *structs(projections), *structs(low_rank), *structs(rounding),
          *forms.GradientForms.__subclasses__()]  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def test_a_layer_is_a_file_that_its_line_names(alias: str) -> None:
 
 
 def test_nothing_is_expected_where_a_check_compares_ranks_alone() -> None:
-    assert compute_expectation("agreement", NO_LAYER, None) is None  # type: ignore[arg-type]
+    assert compute_expectation("rerun", NO_LAYER, None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("event", get_args(Happening), ids=lambda event: event.__name__)

@@ -1,8 +1,9 @@
 """All ranks hold bitwise equal gradients, parameters and (unless sharded) optimizer state.
 
 Agreement proves little, because all ranks may hold the same wrong value. But replicas that differ
-in one bit diverge further, whatever the bounds. Under local SGD, parameters agree after every
-average. Tensors that ranks unshard collectively are always equal, and do not count as compared.
+in one bit diverge further, whatever the bounds. If ranks combine parameters by an accepted design,
+only parameters agree, and only within groups of ranks (`Agreement`). Tensors that ranks unshard
+collectively are always equal, and do not count as compared.
 """
 
 from functools import partial
@@ -11,30 +12,30 @@ from distcheck.judge.checks.comparison import compare_bitwise
 from distcheck.judge.checks.evidence import Evidence
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles.forms import Agreement
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.records.layers import TOGETHER
 
 
 def compare(evidence: Evidence, tally: Tally) -> None:
     """Compare every rank with the first rank that has data, by digest, then by value."""
-    layout, trace, compared_with = evidence.trace.layout, evidence.trace, evidence.with_data[0]
+    layout, trace = evidence.trace.layout, evidence.trace
     _remark_on_idle(evidence, tally)
     kinds = [Kind.GRADIENT, Kind.PARAMETER]
     if evidence.contract.optimizer_state != "sharded":
         kinds.append(Kind.OPTIMIZER)
     found = set[Kind]()
     for expectation in evidence.expectations:
-        averages = evidence.averages
-        if averages is not None and not averages.at(expectation.step):
-            continue
-        if averages is not None and not averages.seen:
-            tally.remark(
-                f"parameters of all ranks agree after none of the first {averages.period} steps, "
-                "although one of them must end with their average"
-            )
-        for kind in kinds if averages is None else [Kind.PARAMETER]:
+        agreed: Agreement | None = expectation.what
+        if agreed is not None and agreed.remark:
+            tally.remark(agreed.remark)
+        for kind in kinds if agreed is None else [Kind.PARAMETER]:
             slot = expectation.step + (kind is not Kind.GRADIENT)
-            for index in range(len(layout.specs(kind))):
+            indices = range(len(layout.specs(kind)))
+            everyone = [[evidence.holding]] * len(indices)
+            groups = everyone if agreed is None else agreed.groups
+            for index, ranks in [(i, ranks) for i in indices for ranks in groups[i]]:
+                compared_with = evidence.with_data[0] if agreed is None else ranks[0]
                 state = trace.entry(compared_with, kind, slot, index).state
                 if state not in (EntryState.STORED, EntryState.ABSENT):
                     continue  # nothing to agree with: counted as not compared
@@ -47,7 +48,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 alike = None if first is None else partial(compare_bitwise, expected=first)
                 match_ranks(
                     tally, trace, kind, expectation.step, index,
-                    ranks=evidence.holding, compare=alike,
+                    ranks=ranks, compare=alike,
                 )  # fmt: skip
     if found:
         names = [kind.name.lower() for kind in Kind if kind in found]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcheck.contract import Contract
-from distcheck.judge.oracles.averaging import ParameterAverages
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import Case
@@ -32,7 +31,6 @@ class Expectation:
 class Evidence:
     """A trace, the expectation at each judged step, and the rerun's trace if there is one.
 
-    averages  steps at which parameters are averaged under local SGD
     holding   ranks that must hold the mean gradient
     mesh      the mesh of a model-parallel layout
     """
@@ -42,7 +40,6 @@ class Evidence:
     trace: TraceReader
     expectations: tuple[Expectation, ...] = ()
     rerun: TraceReader | None = None
-    averages: ParameterAverages | None = None
     holding: tuple[int, ...] = ()
     mesh: Mesh | None = None
 

@@ -30,10 +30,12 @@ from distcheck.records import FindingKind, TensorSpec
 def compare(evidence: Evidence, tally: Tally) -> None:
     for expectation in evidence.expectations:
         forms = expectation.what
+        if forms is None:
+            continue
         if isinstance(forms, TensorsOfEachRank):
-            # Local SGD: each rank must hold the gradient of its own shard, bit for bit.
-            for rank in evidence.ranks:
-                for index, own in enumerate(forms.parts[rank]):
+            # Each rank must step by the gradient of its own shard, bit for bit.
+            for rank, parts in enumerate(forms.parts):
+                for index, own in enumerate(parts):
                     match_ranks(
                         tally, evidence.trace, Kind.GRADIENT, expectation.step, index,
                         ranks=[rank], compare=comparison_for_form(own, tally),

@@ -3,8 +3,8 @@
 A different check judges the gradients. Here each rank's recorded gradients, parameters and
 optimizer state go through the same optimizer in one process, and the result must be bit-identical.
 In workload `exact`, parameters are known in closed form. Sharded optimizer state is compared on the
-rank that holds it. Under local SGD, ranks must hold the mean of all ranks' updates after every
-average (layer rounding).
+rank that holds it. If ranks combine parameters by an accepted design, such as local SGD, they must
+hold that combination of all ranks' updates (layer rounding).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from distcheck.judge.checks.comparison import compare_within
 from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import comparison_for_form, match_ranks
 from distcheck.judge.checks.tally import Tally
-from distcheck.judge.oracles.averaging import mean_over_ranks
-from distcheck.judge.oracles.forms import After, ExactParameters, Form, Updates, UpdatesToAverage
+from distcheck.judge.oracles.forms import After, CombinedTensors, ExactParameters, Form, Updates
 from distcheck.recordings.recording import Kind
 
 
@@ -25,8 +24,8 @@ def compare(evidence: Evidence, tally: Tally) -> None:
         what = expectation.what
         if isinstance(what, ExactParameters):
             _compare_exact(evidence, expectation, what, tally)
-        elif isinstance(what, UpdatesToAverage):
-            _compare_average(evidence, expectation, what, tally)
+        elif isinstance(what, CombinedTensors):
+            _compare_combined(evidence, expectation, what, tally)
         elif isinstance(what, Updates):
             _compare_updates(evidence, expectation, what, tally)
 
@@ -44,9 +43,9 @@ def _compare_rank(
     evidence: Evidence, rank: int, step: int, after: After, updates: Updates, tally: Tally
 ) -> None:
     for kind, forms in after.items():
-        if kind is Kind.PARAMETER and updates.averaged:
-            continue  # expected by the rounding bound: the mean over the ranks
         for index, expected in enumerate(forms):
+            if (kind, index) in updates.combined:
+                continue  # expected by the rounding bound
             if kind is Kind.OPTIMIZER and index in updates.holders:
                 holders = updates.holders[index]
                 if rank == 0:
@@ -59,24 +58,26 @@ def _compare_rank(
             )  # fmt: skip
 
 
-def _compare_average(
-    evidence: Evidence, expectation: Expectation, averaged: UpdatesToAverage, tally: Tally
+def _compare_combined(
+    evidence: Evidence, expectation: Expectation, combined: CombinedTensors, tally: Tally
 ) -> None:
-    """Compare with the mean of every rank's own update (local SGD), after averaging steps."""
+    """Compare with a combination of every rank's own update, once for ranks that share it."""
     step = expectation.step
-    for index, alike in enumerate(zip(*averaged.parts, strict=True)):
-        present = [tensor for tensor in alike if tensor is not None]
-        mean = mean_over_ranks(present)
-        before = evidence.trace.tensor(evidence.ranks[0], Kind.PARAMETER, step, index)
-        found = sensitivity.mistakes_shown_by_average(evidence.ranks, present, mean.bound, before)
-        if found is not None:
-            name = evidence.trace.layout.model.parameters[index].name
-            tally.record_revealed(found, parameter=name, step=step)
-        match_ranks(
-            tally, evidence.trace, Kind.PARAMETER, step, index,
-            ranks=evidence.ranks,
-            compare=partial(compare_within, expected=mean.mean, bound=mean.bound),
-        )  # fmt: skip
+    for kind, index in combined.tensors:
+        by_rank = combined.of(kind, index)
+        before = evidence.trace.tensor(evidence.ranks[0], kind, step, index)
+        for one in {id(one): one for one in by_rank}.values():
+            if one is not None and kind is Kind.PARAMETER:
+                found = sensitivity.mistakes_shown_by_combination(evidence.ranks, one, before)
+                if found is not None:
+                    name = evidence.trace.layout.specs(kind)[index].name
+                    tally.record_revealed(found, parameter=name, step=step)
+            match_ranks(
+                tally, evidence.trace, kind, step, index,
+                ranks=[rank for rank in evidence.ranks if by_rank[rank] is one],
+                compare=None if one is None
+                else partial(compare_within, expected=one.found.mean, bound=one.found.bound),
+            )  # fmt: skip
 
 
 def _compare_exact(

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from distcheck.judge.oracles.forms import (
+    Combination,
     EitherForm,
     Form,
     FullBatchBuffers,
@@ -381,31 +382,30 @@ def _projection(result: torch.Tensor, rank: int) -> Callable[[torch.Tensor], tor
     return lambda tensor: (basis @ (basis.T @ tensor.reshape(rows, -1))).reshape(tensor.shape)
 
 
-def mistakes_shown_by_average(
-    ranks: Sequence[int],
-    updates: Sequence[torch.Tensor],
-    bound: torch.Tensor,
-    before: torch.Tensor | None,
+def mistakes_shown_by_combination(
+    ranks: Sequence[int], combined: Combination, before: torch.Tensor | None
 ) -> RevealedMistakes | None:
-    """Return the mistakes that comparing an average of the ranks' parameters would reveal."""
-    if len(ranks) < 2:
+    """Return the mistakes that comparing a combination of tensors would reveal. Ranks of weight 0
+    contribute nothing.
+    """
+    part = [index for index, weight in enumerate(combined.weights) if weight]
+    if len(part) < 2:
         return None
-    even = updates[0].new_full((len(ranks),), 1.0 / len(ranks), dtype=torch.float64)
+    terms = [combined.terms[index] for index in part]
+    shares = torch.tensor([combined.weights[index] for index in part], dtype=torch.float64)
 
     def parts_at(stride: int) -> MeanSummands:
         return MeanSummands(
-            gradients=torch.stack(
-                [every_nth_number(stride, update).double() for update in updates]
-            ),
-            shares=even,
-            own=torch.ones_like(even),
-            weights=even,
-            bound=bound.reshape(-1)[::stride],
+            gradients=torch.stack([every_nth_number(stride, term).double() for term in terms]),
+            shares=shares,
+            own=torch.ones_like(shares),
+            weights=shares / shares.sum(),
+            bound=combined.found.bound.reshape(-1)[::stride],
         )
 
-    elements = real_parts(updates[0]).numel()
+    elements, among = real_parts(terms[0]).numel(), [ranks[i] for i in part]
     return (
-        mistakes_shown_by_sum(parts_at, elements=elements, ranks=ranks, before=before)
+        mistakes_shown_by_sum(parts_at, elements=elements, ranks=among, before=before)
         if elements
         else NOTHING
     )

@@ -14,7 +14,8 @@ from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles import rounding_bound
-from distcheck.judge.oracles.averaging import mean_over_ranks, ranks_agree_bitwise
+from distcheck.judge.oracles.averaging import mean_over_ranks
+from distcheck.judge.oracles.design import agree_bitwise
 from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -209,7 +210,7 @@ def averaging_period(expectation: StepExpectation, written: int) -> int:
 
 def _is_average(expectation: StepExpectation) -> bool:
     trace, step = expectation.trace, expectation.step
-    if not ranks_agree_bitwise(trace, step + 1):
+    if not agree_bitwise(trace, step + 1, range(trace.layout.world)):
         return False
     try:
         updates = [
@@ -244,6 +245,8 @@ def projection_factor(expectation: StepExpectation) -> float | None:
     """
     wrong, factor = [], None
     forms = rounding_bound.gradients(expectation)
+    if forms is None:
+        return None
     for index in range(len(expectation.specs)):
         form = forms.of(index)
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)

@@ -1,58 +1,162 @@
 """Expectations for ranks that step locally and average parameters: `--accept local-sgd:PERIOD`.
 
-Between two averages each rank is a single process with a separate shard: its gradients are those of
-its shard, bitwise, and parameters and optimizer state follow from them, bitwise. After an averaging
-step every rank holds the plain mean of all ranks' updated parameters,
+Local SGD (Stich, arXiv:1805.09767) and post-local SGD (Lin et al., arXiv:1808.07217), in which the
+first `warmup` steps average gradients. Between two averages each rank is a single process with a
+separate shard: its gradients are those of its shard, bitwise, and parameters and optimizer state
+follow from them, bitwise. After an averaging step every rank holds the plain mean of all ranks'
+updated parameters,
 
     p  =  1 / W  sum_r p_r,      |actual - p|  <=  gamma(W + 1) / W sum_r |p_r|  +  (W + 1) tiny
 
 by the same argument as for gradients (`rounding`): W - 1 additions and two roundings for the scale.
-The p_r are computed from each rank's recording before and during the step, so an average that is
-missing, late, or over too few ranks appears at the step where it happens. Optimizer state remains
-local.
+With `groups`, the sums are over the ranks of a group, except after every `global` steps; such an
+average may also be made within groups first. Of groups of equal size the mean of means is the mean;
+it has one more division, so two more roundings.
 
-Two averages are separated by PERIOD steps (some code counts from 0, some from 1). The first average
-is at one of the first PERIOD steps: the first step after which the ranks' parameters agree. If they
-agree after none of these, the last of these steps is judged as the first average. After a step that
-changed no parameter, such as one at a learning rate of 0, ranks agree without an average; the first
-step of that phase that changed a parameter decides.
+Optimizer state remains local, or is averaged by the same bound (`state=mean`; BMUF and SlowMo
+discuss the choices, arXiv:1910.00643), or is zero or absent (`state=reset`). Then a step count may
+also continue.
+
+Two averages are separated by PERIOD steps (some code counts from 0, some from 1). If no `phase` is
+given, the first average is at one of the first PERIOD steps: the first step after which the ranks'
+parameters agree. If they agree after none of these, the last of these steps is judged as the first
+average. After a step that changed no parameter, such as one at a learning rate of 0, ranks agree
+without an average; the first step of that phase that changed a parameter decides.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from distcheck.judge.oracles.design import ParameterDesign, Updates, agree_bitwise
+from distcheck.judge.oracles.forms import Combination
 from distcheck.judge.oracles.rounding import Interval, interval
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
+from distcheck.training.optimizers import is_group_number
+
+Groups = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class ParameterAverages:
-    """The steps after which the ranks must hold the mean of their parameters.
+class PeriodicDesign(ParameterDesign):
+    """A design that combines parameters every `period` steps, after some `warmup`."""
 
-    `seen` is True if ranks agreed after one of the first `period` steps. `first` is that step, or
-    else the last of the `period` steps.
-    """
+    @property
+    def period(self) -> int:
+        return self.accepted.number("period")
 
-    period: int
-    first: int
-    seen: bool
+    @property
+    def begin(self) -> int:
+        return int(self.accepted.settings.get("warmup", 0))
 
-    @classmethod
-    def find_in(cls, trace: TraceReader, period: int) -> "ParameterAverages":
-        written = trace.steps_written()
+    @property
+    def all_ranks(self) -> Groups:
+        return [range(self.trace.layout.world)]
+
+    def first_agreement(
+        self, groups: Groups, period: int, begin: int, indices: Sequence[int] | None = None
+    ) -> tuple[int, bool]:
+        """Return the phase of the first agreement (the last phase if there is none), and if there
+        was one.
+        """
+        written = self.trace.steps_written()
         telling = sorted(
-            next((step for step in range(phase, written, period) if _changed(trace, step)), phase)
-            for phase in range(min(period, written))
+            next((s for s in range(phase, written, period) if changed(self.trace, s)), phase)
+            for phase in range(begin, min(begin + period, written))
         )
-        agreed = next((step for step in telling if ranks_agree_bitwise(trace, step + 1)), None)
-        first = period - 1 if agreed is None else agreed % period
-        return cls(period=period, first=first, seen=agreed is not None)
+        for step in telling:
+            if all(agree_bitwise(self.trace, step + 1, ranks, indices) for ranks in groups):
+                return step % period, True
+        return (begin + period - 1) % period, False
 
-    def at(self, step: int) -> bool:
-        return (step - self.first) % self.period == 0
+    def warms_up(self, step: int) -> bool:
+        return step < self.begin
+
+    def steps_of(self, phase: int) -> str:
+        """Return the steps of a phase, for a sentence."""
+        steps = range(self.trace.steps_written())
+        found = [s for s in steps if s >= self.begin and (s - phase) % self.period == 0]
+        return ", ".join(map(str, found[:4])) + ", ..." * (len(found) > 4)
+
+
+class LocalSGD(PeriodicDesign):
+    """Plain means of parameters, and possibly of optimizer state."""
+
+    @cached_property
+    def _phase(self) -> tuple[int, bool]:
+        if self.accepted.number("phase") >= 0:
+            return self.accepted.number("phase"), True
+        return self.first_agreement(self._groups, self.period, self.begin)
+
+    @cached_property
+    def _groups(self) -> Groups:
+        size, world = self.accepted.number("groups"), self.trace.layout.world
+        return [range(i, i + size) for i in range(0, world, size)] if size else self.all_ranks
+
+    @cached_property
+    def _global_phase(self) -> int:
+        """The phase of averages over all ranks, one of the phases of the groups' averages."""
+        period, phase = self.accepted.number("global"), self._phase[0]
+        steps = range(self.begin, min(self.begin + period, self.trace.steps_written()))
+        of_groups = [s for s in steps if (s - phase) % self.period == 0]
+        ranks = self.all_ranks[0]
+        agreed = [s for s in of_groups if agree_bitwise(self.trace, s + 1, ranks)]
+        return (agreed or of_groups[-1:] or [phase])[0] % period
+
+    def _averaging(self, step: int) -> Groups:
+        """Return the groups that average after a step."""
+        if step < self.begin or (step - self._phase[0]) % self.period:
+            return []
+        over_all = self.accepted.number("global")
+        if over_all and (step - self._global_phase) % over_all == 0:
+            return self.all_ranks
+        return self._groups
+
+    def combines(self, step: int, kind: Kind, index: int) -> bool:
+        if kind is Kind.PARAMETER or self.accepted["state"] == "local":
+            return kind is Kind.PARAMETER and bool(self._averaging(step))
+        spec = self.trace.layout.model.optimizer[index]
+        if is_group_number(spec.name) or not self._averaging(step):
+            return False
+        held = self.trace.tensor(0, kind, step + 1, index)
+        if self.accepted["state"] == "mean":
+            return held is not None and held.is_floating_point()
+        return held is None or held.dim() > 0 or not bool(held)
+
+    def combined(
+        self, step: int, kind: Kind, index: int, updates: Updates
+    ) -> Sequence[Combination | None]:
+        found: list[Combination | None] = [None] * len(updates)
+        for group in self._averaging(step):
+            own = [tensor for rank in group if (tensor := updates[rank][kind][index]) is not None]
+            if not own:
+                continue
+            if kind is Kind.OPTIMIZER and self.accepted["state"] == "reset":
+                absent = self.trace.entry(group[0], kind, step + 1, index).state
+                zero = torch.zeros_like(own[0], dtype=torch.float64)
+                one = None if absent is EntryState.ABSENT else Combination(Interval(zero, zero))
+            else:
+                even = (1.0 / len(own),) * len(own)
+                twice = bool(self.accepted.number("groups"))
+                found_mean = interval(own, even, rescaled=twice)
+                one = Combination(found_mean, tuple(own), even)
+            for rank in group:
+                found[rank] = one
+        return found
+
+    def agreeing(self, step: int, index: int) -> Groups:
+        return self.all_ranks if self.warms_up(step) else self._averaging(step)
+
+    def remark(self) -> str:
+        phase, seen = self._phase
+        if not seen:
+            return (
+                f"parameters of all ranks agree after none of the first {self.period} steps"
+                f"{' after the warm-up' * bool(self.begin)}, although one of them must end with "
+                "their average"
+            )
+        return f"parameters are averaged after steps {self.steps_of(phase)}"
 
 
 def mean_over_ranks(parameters: Sequence[torch.Tensor]) -> Interval:
@@ -60,21 +164,11 @@ def mean_over_ranks(parameters: Sequence[torch.Tensor]) -> Interval:
     return interval(parameters, [1.0 / len(parameters)] * len(parameters))
 
 
-def _changed(trace: TraceReader, step: int) -> bool:
+def changed(trace: TraceReader, step: int) -> bool:
+    """Return True if the step changed a parameter of any rank."""
     return any(
         trace.entry(rank, Kind.PARAMETER, step, index).digest
         != trace.entry(rank, Kind.PARAMETER, step + 1, index).digest
         for rank in range(trace.layout.world)
         for index in range(len(trace.layout.model.parameters))
     )
-
-
-def ranks_agree_bitwise(trace: TraceReader, slot: int) -> bool:
-    """Return True if all ranks hold the same parameters, bitwise."""
-    for index in range(len(trace.layout.model.parameters)):
-        entries = [
-            trace.entry(rank, Kind.PARAMETER, slot, index) for rank in range(trace.layout.world)
-        ]
-        if any(e.state is not EntryState.STORED or e.digest != entries[0].digest for e in entries):
-            return False
-    return True

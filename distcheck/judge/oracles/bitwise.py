@@ -72,10 +72,10 @@ def bits(tensor: torch.Tensor | None) -> ExactBits | None:
     return None if tensor is None else ExactBits(tensor)
 
 
-def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank:
-    """Return the reduced gradients; under local SGD, each rank's local gradients."""
-    if at.references.averages is not None:
-        return local_gradients(at)
+def gradients(at: AtStep) -> GradientForms | TensorsOfEachRank | None:
+    """Return the reduced gradients; each rank's local gradients if ranks step by these."""
+    if (design := at.references.parameter_design) is not None:
+        return None if design.warms_up(at.step) else local_gradients(at)
     order, resumed = at.contract.order, at.training.resume_before
     # The step before which the strategy received the model: the first, or a resumption.
     built_at = resumed if resumed is not None and at.step >= resumed else 0
@@ -112,7 +112,7 @@ def loss(at: AtStep) -> RankLosses:
 
 def parameters(at: AtStep) -> Updates:
     """Return the optimizer's update of each rank, computed from its recording."""
-    reference, step, averages = at.references.update, at.step, at.references.averages
+    reference, step, design = at.references.update, at.step, at.references.parameter_design
     known: dict[bytes, After | None] = {}
     after = []
     for rank in range(reference.world):
@@ -124,7 +124,7 @@ def parameters(at: AtStep) -> Updates:
     return Updates(
         after=tuple(after),
         holders={i: reference.holders(step + 1, i) for i in state if reference.is_sharded(i)},
-        averaged=averages is not None and averages.at(step),
+        combined=frozenset(() if design is None else design.tensors_at(step)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distcheck.judge.oracles.low_rank import Projection
+from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shares import Shares
 from distcheck.recordings.recording import Kind
 
@@ -165,23 +166,45 @@ class FullBatchBuffers:
 
 
 @dataclass(frozen=True)
-class UpdatesToAverage:
-    """The parameters of each rank after its update, before they are averaged."""
+class Combination:
+    """A rank's tensor after ranks combined theirs: `found`, the sum of `weights` times `terms`, one
+    for each rank, and of tensors that were known before.
+    """
 
-    parts: tuple[Gradients, ...]
+    found: Interval
+    terms: tuple[torch.Tensor, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CombinedTensors:
+    """Tensors `(kind, index)` that ranks combine after a step. `of` returns the expected tensor of
+    each rank, None if it must be absent.
+    """
+
+    tensors: Sequence[tuple[Kind, int]]
+    of: Callable[[Kind, int], Sequence[Combination | None]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Groups of ranks that must hold the same parameter after a step, by index of the parameter."""
+
+    groups: Sequence[Sequence[Sequence[int]]]
+    remark: str
 
 
 @dataclass(frozen=True)
 class Updates:
     """Each rank's tensors after the optimizer step; None if the trace lacks the values before it.
 
-    `holders` are the ranks that hold each sharded state tensor. `averaged` is True if parameters
-    are averaged afterward, and so differ from these.
+    `holders` are the ranks that hold each sharded state tensor. Tensors in `combined` are combined
+    afterward, and so differ from these.
     """
 
     after: tuple[After | None, ...]
     holders: Mapping[int, Sequence[int]]
-    averaged: bool = False
+    combined: Set[tuple[Kind, int]] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from distcheck.contract import Contract
 from distcheck.judge.acceptance import AcceptedDeviation, parse_deviation
-from distcheck.judge.oracles.averaging import ParameterAverages
+from distcheck.judge.oracles.design import Design, ParameterDesign, make_design
 from distcheck.judge.oracles.forms import Gradients
 from distcheck.judge.oracles.full_batch import FullBatch, FullBatchReference, module_scales
 from distcheck.judge.oracles.own_rounding import OwnRounding
@@ -238,12 +238,14 @@ class References(_Keeping):
         return UpdateReference(self.ingredients, self.contract, trace, model, self._trains)
 
     @cached_property
-    def averages(self) -> ParameterAverages | None:
-        """The steps at which parameters are averaged, if local SGD is accepted."""
-        accepted = parse_deviation(self.ingredients.case.accept)
-        if accepted is None or accepted.family != "local-sgd":
-            return None
-        return ParameterAverages.find_in(self.trace, accepted.amount)
+    def design(self) -> Design | None:
+        """The accepted design, if it replaces an expectation."""
+        return make_design(self, parse_deviation(self.ingredients.case.accept))
+
+    @property
+    def parameter_design(self) -> ParameterDesign | None:
+        """The accepted design, if ranks step locally and combine parameters."""
+        return self.design if isinstance(self.design, ParameterDesign) else None
 
 
 class AtStep(_Keeping):

@@ -1,8 +1,8 @@
 """The rounding bound: the mean of the ranks' local gradients, in any summation order.
 
 `rounding.py` has the formula. This module provides its inputs at a step: rank weights, the number
-of roundings, and bounds widened by `--accept` (`quantum.py`, `low_rank.py`). Under `--accept
-local-sgd`, the mean is that of parameters (`averaging.py`).
+of roundings, and bounds widened by `--accept` (`quantum.py`). An accepted design may replace the
+mean, or expect a combination of parameters (`design.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,23 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from distcheck.judge.acceptance import AcceptedDeviation
-from distcheck.judge.oracles import low_rank, quantum, rounding, unpromised
+from distcheck.judge.oracles import quantum, rounding, unpromised
 from distcheck.judge.oracles.forms import (
+    CombinedTensors,
     EitherForm,
     GradientForms,
     Gradients,
     Limit,
-    UpdatesToAverage,
     WithinBound,
     WithinNorm,
 )
-from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding import Interval
-from distcheck.judge.oracles.shards import NotRecordedError
-from distcheck.machine.numerics import NotBoundedError, every_nth_number, real_parts, unit_roundoff
-from distcheck.recordings.recording import Kind
+from distcheck.machine.numerics import NotBoundedError, every_nth_number, real_parts
 from distcheck.records import LossName
 
 Take = Callable[[torch.Tensor], torch.Tensor]
@@ -123,35 +119,14 @@ class RoundingBound(GradientForms):
         return [nothing if size is None else size for size in found]
 
 
-@dataclass(frozen=True)
-class LowRankForms(GradientForms):
-    """Expectations of a step if low-rank compression is accepted."""
-
-    projects = True
-    mean: RoundingBound
-    projections: tuple[Projection | None, ...]
-
-    def of(self, index: int) -> Projection | None:
-        return self.projections[index]
-
-    def limit(self, index: int, own: list[torch.Tensor]) -> Limit:
-        return self.mean.limit(index, own)
-
-
-def gradients(at: AtStep) -> GradientForms:
-    """Return the reduced gradients of a step. Raises NotBoundedError, NotRecordedError."""
-    mean, accepted = mean_of_step(at), at.accepted
-    if accepted is None or accepted.family != "low-rank":
-        return mean
-    return LowRankForms(
-        at.shares,
-        mean.computed,
-        mean=mean,
-        projections=tuple(
-            _projection(at, accepted, index, mean.interval(index)) for index in range(len(at.specs))
-        ),
-        opening=at.shares.lost,
-    )
+def gradients(at: AtStep) -> GradientForms | None:
+    """Return the reduced gradients of a step; None if ranks keep their local ones. Raises
+    NotBoundedError, NotRecordedError.
+    """
+    local, design = at.references.parameter_design, at.references.design
+    if local is not None and not local.warms_up(at.step):
+        return None
+    return (None if design is None else design.gradients(at)) or mean_of_step(at)
 
 
 def mean_of_step(at: AtStep) -> RoundingBound:
@@ -175,37 +150,8 @@ def _mean(at: AtStep) -> RoundingBound:
     )
 
 
-def _half_quanta(at: AtStep) -> tuple[float, ...]:
-    if at.accepted is None or at.accepted.family != "quantized":
-        return ()
-    halves = []
-    for rank, own in zip(at.trace.ranks, at.shard_gradients, strict=True):
-        try:
-            halves.append(quantum.half_quantum(own, at.accepted.amount))
-        except NotBoundedError as error:
-            raise NotBoundedError(f"rank {rank} at step {at.step}: {error}") from error
-    return tuple(halves)
-
-
-def _projection(
-    at: AtStep, accepted: AcceptedDeviation, index: int, now: Interval | None
-) -> Projection | None:
-    """Return the input of one parameter's compression. Raises NotRecordedError."""
-    if now is None:
-        return None
-    earlier = []
-    for step in range(at.step) if accepted.feedback else ():
-        before = at.references.kept(_EarlierMeans).of_step(step)[index]
-        result = at.trace.tensor(0, Kind.GRADIENT, step, index)
-        if before is None or result is None:
-            raise NotRecordedError(f"rank 0 has no gradient number {index} at step {step}")
-        earlier.append((before, result))
-    unit, world = unit_roundoff(at.ingredients.dtype), at.trace.layout.world
-    return low_rank.compression_input(now, earlier, rank=accepted.amount, unit=unit, world=world)
-
-
-class _EarlierMeans:
-    """Means and bounds (rounding) of earlier steps, which every later step needs."""
+class EarlierMeans:
+    """Means and bounds of earlier steps, which every later step needs."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -218,13 +164,23 @@ class _EarlierMeans:
         return self._known[step]
 
 
-def parameters(at: AtStep) -> UpdatesToAverage | None:
-    """Return the results of all ranks' updates if parameters are averaged after the step (local
-    SGD). Raises NotRecordedError.
-    """
-    averages = at.references.averages
-    if averages is None or not averages.at(at.step):
+def _half_quanta(at: AtStep) -> tuple[float, ...]:
+    if at.accepted is None or at.accepted.family != "quantized":
+        return ()
+    halves = []
+    for rank, own in zip(at.trace.ranks, at.shard_gradients, strict=True):
+        try:
+            halves.append(quantum.half_quantum(own, at.accepted.number("bits")))
+        except NotBoundedError as error:
+            raise NotBoundedError(f"rank {rank} at step {at.step}: {error}") from error
+    return tuple(halves)
+
+
+def parameters(at: AtStep) -> CombinedTensors | None:
+    """Return tensors that ranks combine after this step. Raises NotRecordedError."""
+    design, step = at.references.parameter_design, at.step
+    tensors = [] if design is None else design.tensors_at(step)
+    if design is None or not tensors:
         return None
-    ranks = range(at.trace.layout.world)
-    after = [at.references.update.run(rank, at.step)[Kind.PARAMETER] for rank in ranks]
-    return UpdatesToAverage(tuple(tuple(of_rank) for of_rank in after))
+    updates = [at.references.update.run(rank, step) for rank in range(at.trace.layout.world)]
+    return CombinedTensors(tensors, lambda k, i: design.combined(step, k, i, updates))

@@ -5,7 +5,7 @@ from collections.abc import Set
 import torch
 from torch import nn
 
-from distcheck.judge.oracles.forms import Gradients, IndependentStep, InitialState
+from distcheck.judge.oracles.forms import Agreement, Gradients, IndependentStep, InitialState
 from distcheck.judge.oracles.references import AtStep
 from distcheck.recordings.recording import Kind
 from distcheck.records import expected_events as events
@@ -21,6 +21,15 @@ def initial_state(at: AtStep) -> InitialState | None:
         parameters=tuple(parameter.detach() for _, parameter in recorded_parameters(model)),
         buffers=tuple(model.buffers()),
     )
+
+
+def agreement(at: AtStep) -> Agreement | None:
+    """Return the groups of ranks that must agree; None if all must, in gradients and state too."""
+    design = at.references.parameter_design
+    if design is None:
+        return None
+    groups = tuple(design.agreeing(at.step, index) for index in range(len(at.specs)))
+    return Agreement(groups, design.remark())
 
 
 def purpose(at: AtStep) -> IndependentStep:

@@ -1,0 +1,265 @@
+"""The kinds of `--accept`: settings, effect on the plan, and description. Does not import torch.
+
+A row of `KINDS` names the module in `oracles/` that has the expectations (`oracles/design.py`).
+
+    low-precision   gradients are rounded to a dtype, and reduced in it         oracles/rounding.py
+    quantized       gradients are rounded to a grid                             oracles/quantum.py
+    low-rank        a matrix is reduced as a projection (PowerSGD)              oracles/low_rank.py
+    local-sgd       ranks step locally, and average parameters periodically     oracles/averaging.py
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distcheck.contract import Wire
+from distcheck.machine.numerics import unit_roundoff
+
+Value = int | float | str
+Settings = Mapping[str, Value]
+Described = tuple[str, tuple[str, ...]]  # the new expectation, and the properties not checked
+
+WIRES: dict[str, Wire] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class DesignSetting:
+    """A setting: one of some words (each with its canonical spelling), or a number in a range.
+
+    required  it comes first, without its name
+    bare      its words stand without its name
+    whole     a number is an integer
+    """
+
+    least: float = 0
+    most: float = 0
+    default: Value = 0
+    words: Mapping[str, str] = field(default_factory=dict)
+    required: bool = False
+    bare: bool = False
+    whole: bool = True
+
+    def read(self, text: str) -> Value | None:
+        """Return the value of a text, or None."""
+        if self.words:
+            return self.words.get(text)
+        whole, _, part = text.partition(".")
+        digits = [whole] if self.whole or not part else [whole, part]
+        if not all(one.isascii() and one.isdecimal() for one in digits) or len(text) > 12:
+            return None
+        return None if self.whole and whole != text else int(text) if self.whole else float(text)
+
+    def is_word(self, text: str) -> bool:
+        return self.bare and self.read(text) is not None
+
+    def spell(self, name: str, value: Value) -> str:
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return text if self.required or self.bare else f"{name}={text}"
+
+
+def words(*known: str) -> dict[str, str]:
+    return {word: word for word in known}
+
+
+def _consistent(settings: Settings) -> str:
+    return ""
+
+
+def _any_world(settings: Settings, world: int) -> str:
+    return ""
+
+
+def _one_step(settings: Settings) -> tuple[int, str]:
+    return 1, "one step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DesignKind:
+    """One kind of deviation.
+
+    takes       spelling, for messages and the documentation
+    changes     "bound": the mean gradient, within another bound; "gradients": the reduced
+                gradient; "parameters": ranks step locally, then combine parameters
+    oracle      `module:Class` in `oracles/`, a `Design` with the expectations; "" if only a
+                bound changes
+    exact_sums, scalars   True if workload `exact`, and scalar (0-d) parameters, are supported
+    one_exchange          True if a step may have only one all-reduce of a gradient
+    why_contradictory     the reason that settings contradict each other, or ""
+    why_not_in_world      the reason that they do not fit a world size, or ""
+    least_steps           the least number of steps, and its name
+    agree       True if all ranks, or groups of them, hold the same parameters after a combination
+    combined    the least and the largest number of `steps` after which a tensor is combined
+    """
+
+    takes: str
+    changes: Literal["bound", "gradients", "parameters"]
+    describe: Callable[[Settings, int], Described]
+    settings: Mapping[str, DesignSetting] = field(default_factory=dict)
+    oracle: str = ""
+    exact_sums: bool = False
+    scalars: bool = True
+    one_exchange: bool = False
+    agree: bool = True
+    why_contradictory: Callable[[Settings], str] = _consistent
+    why_not_in_world: Callable[[Settings, int], str] = _any_world
+    least_steps: Callable[[Settings], tuple[int, str]] = _one_step
+    combined: Callable[[Settings, int], tuple[int, int]] = lambda settings, steps: (steps, steps)
+
+
+def _low_precision(settings: Settings, world: int) -> Described:
+    wire = WIRES[str(settings["wire"])]
+    roundings, unit = world + 2, unit_roundoff(wire)
+    share = 100 * roundings * unit / (1 - roundings * unit)
+    return (
+        f"widens the rounding bound to {roundings} roundings to {wire} with equal shards "
+        f"({share:.2g}% of the summed magnitudes of an element), and the bounds of whole "
+        "tensors likewise",
+        ("smaller errors in an element", "exact sums"),
+    )
+
+
+def _quantized(settings: Settings, world: int) -> Described:
+    share = 100 / (2 ** int(settings["bits"]) - 2)
+    return (
+        f"widens the rounding bound by half a quantum ({share:.2g}% of the largest element on "
+        "any rank, because all elements may share one grid), and the bounds of whole tensors "
+        "likewise",
+        (
+            "gradients smaller than half a quantum (zero passes for them)",
+            "exact sums (excluded)",
+        ),
+    )
+
+
+def _low_rank(settings: Settings, world: int) -> Described:
+    carried = "the mean gradient"
+    carried += " plus the error feedback of earlier steps" * (not settings["dropped"])
+    return (
+        f"makes the rounding bound expect, for a matrix, the orthogonal projection of {carried} "
+        f"onto at most {settings['rank']} directions; uncompressed tensors must be the mean",
+        (
+            "the share of a gradient that is kept",
+            "the gradient of the global batch in float32 and float64",
+            "exact sums (excluded)",
+        ),
+    )
+
+
+_OF_LOCAL_STEPS = (
+    "gradients averaged over the ranks",
+    "the gradient and the loss of the global batch in float32 and float64",
+    "exact sums (excluded)",
+)
+
+
+def _local_sgd(settings: Settings, world: int) -> Described:
+    period, state = int(settings["period"]), settings["state"]
+    steps = f"once in {period} steps" if period > 1 else "after every step"
+    between = ", and of parameters between averages" if period > 1 else ""
+    whose = "all ranks'" if not settings["groups"] else "the group's ranks'"
+    first = ""
+    if warmup := settings["warmup"]:
+        first = f"averaged gradients in the first {warmup} steps, and then "
+    also = {"local": "", "mean": " and optimizer state", "reset": " and no optimizer state"}
+    return (
+        f"requires {first}bit-identical local gradients and updates on each rank, and {steps} the "
+        f"plain mean of {whose} parameters{also[str(state)]} within the rounding bound",
+        (
+            _OF_LOCAL_STEPS[0],
+            f"agreement of gradients and of the optimizer's state{between}",
+            *_OF_LOCAL_STEPS[1:],
+        ),
+    )
+
+
+def _periods(settings: Settings) -> tuple[int, str]:
+    period, later = int(settings["period"]), int(settings.get("warmup", 0))
+    return later + 2 * period, "at least two periods" + " after the warm-up" * bool(later)
+
+
+def _combined(settings: Settings, steps: int) -> tuple[int, int]:
+    period, phase = int(settings["period"]), int(settings["phase"])
+    after = steps - int(settings.get("warmup", 0))
+    if phase < 0:
+        return after // period, -(-after // period)
+    known = len([s for s in range(steps - after, steps) if (s - phase) % period == 0])
+    return known, known
+
+
+def _contradiction_of_periods(settings: Settings) -> str:
+    period, phase = int(settings["period"]), int(settings["phase"])
+    if phase >= period:
+        return f"phase={phase} is not below the period {period}; pass a phase of 0 to {period - 1}"
+    groups, all_ranks = int(settings.get("groups", 0)), int(settings.get("global", 0))
+    if all_ranks and not groups:
+        return "global= needs groups=SIZE, whose ranks average in between"
+    if all_ranks % period:
+        return f"global={all_ranks} is not a multiple of the period {period}"
+    return ""
+
+
+def _groups_in_world(settings: Settings, world: int) -> str:
+    groups = int(settings["groups"])
+    if groups and (world % groups or groups >= world):
+        return (
+            f"does not divide a world of {world} into several groups of {groups}; pass a different "
+            "--world"
+        )
+    return ""
+
+
+_PERIOD = DesignSetting(1, 10_000, required=True)
+_PHASE = DesignSetting(0, 9_999, default=-1)
+
+KINDS: Mapping[str, DesignKind] = {
+    "low-precision": DesignKind(
+        takes="low-precision:DTYPE (bf16, fp16, fp32)",
+        changes="bound",
+        describe=_low_precision,
+        settings={
+            "wire": DesignSetting(
+                words={short: short for short in WIRES} | {w: s for s, w in WIRES.items()},
+                required=True,
+            )
+        },
+        exact_sums=True,
+    ),
+    "quantized": DesignKind(
+        takes="quantized:BITS",
+        changes="bound",
+        describe=_quantized,
+        settings={"bits": DesignSetting(2, 16, required=True)},
+        one_exchange=True,
+    ),
+    "low-rank": DesignKind(
+        takes="low-rank:RANK[:no-feedback]",
+        changes="gradients",
+        describe=_low_rank,
+        settings={
+            "rank": DesignSetting(1, 1024, required=True),
+            "dropped": DesignSetting(words=words("no-feedback"), default="", bare=True),
+        },
+        oracle="projections:LowRank",
+        scalars=False,
+        one_exchange=True,
+    ),
+    "local-sgd": DesignKind(
+        takes="local-sgd:PERIOD[:phase=STEP][:warmup=STEPS][:state=local|mean|reset]"
+        "[:groups=SIZE[:global=PERIOD]]",
+        changes="parameters",
+        describe=_local_sgd,
+        settings={
+            "period": _PERIOD,
+            "phase": _PHASE,
+            "warmup": DesignSetting(1, 10_000),
+            "state": DesignSetting(words=words("local", "mean", "reset"), default="local"),
+            "groups": DesignSetting(2, 10_000),
+            "global": DesignSetting(1, 10_000),
+        },
+        oracle="averaging:LocalSGD",
+        why_contradictory=_contradiction_of_periods,
+        why_not_in_world=_groups_in_world,
+        least_steps=_periods,
+        combined=_combined,
+    ),
+}
