@@ -91,6 +91,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     steps: Steps = 0
 
 
+NOTHING_COMPARED = Compared()
+
+
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A check that a case needs, with its layer and the amount that it must compare."""
 
@@ -184,7 +187,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     check: str
     layer: str
     verdict: VerdictName
-    compared: Compared = Compared()
+    compared: Compared = NOTHING_COMPARED
     worst: Difference | None = None
     first: Difference | None = None
     reason: str = ""
@@ -195,7 +198,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     map: ErrorMap | None = None
     sensitivity: Sensitivity | None = None
     shown: dict[str, RevealedMistakes] = {}
-    insensitive: Compared = Compared()
+    insensitive: Compared = NOTHING_COMPARED
     excuse: str = ""  # why something passed; meaningless next to a failure
     defect: str = ""  # the traceback if distcheck itself failed in this check
 

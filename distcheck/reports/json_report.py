@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from distcheck.errors import UsageError
 from distcheck.errors.shown_text import encodable, without_secrets
 from distcheck.records import (
+    NOTHING_COMPARED,
     CaseReport,
     ChangesSinceLastPass,
     CheckResult,
@@ -227,18 +228,12 @@ def condensed(result: CheckResult) -> CheckResult:
     if result.verdict == "fail" and result.first is not None:
         first = f"first divergence: {describe_place(result.first)}"
         reason = "; ".join(filter(None, [first, reason]))
-    return CheckResult(
-        check=result.check,
-        layer=result.layer,
-        verdict=result.verdict,
-        compared=result.compared,
-        worst=result.worst,
-        first=result.first,
-        reason=reason,
-        defect=result.defect,
-        map=map_of(result),
+    return msgspec.structs.replace(
+        result, reason=reason, map=map_of(result),
         sensitivity=_sensitivity(result) if result.shown else None,
-    )
+        lead="", kinds=(), excuse="", shares={}, in_bits=True, shown={},
+        insensitive=NOTHING_COMPARED,
+    )  # fmt: skip
 
 
 def _sensitivity(result: CheckResult) -> Sensitivity:

@@ -129,12 +129,13 @@ def gradients(at):
 '''
 CHECK = '''
 """What the optimizer leaves is finite."""
-from distcheck.judge.checks.comparison import Comparison
+from distcheck.judge.checks.comparison import Comparison, tensor_difference
 from distcheck.judge.checks.matching import match_ranks
 from distcheck.recordings.traces.layout import Kind
 
 def is_finite(tensor):
-    return Comparison(bool(tensor.isfinite().all()), tensor.numel())
+    infinite = tensor_difference(float("inf"), 0.0, float("inf"), 0.0)
+    return Comparison(tensor.numel(), first=None if tensor.isfinite().all() else infinite)
 
 def compare(evidence, tally):
     for expectation in evidence.expectations:

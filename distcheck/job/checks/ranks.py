@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from distcheck.judge.checks.comparison import ComparedElement, Comparison
+from distcheck.judge.checks.comparison import Comparison, tensor_difference
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.records import CheckResult, FindingKind
+from distcheck.records import CheckResult, Difference, FindingKind
 from distcheck.records.layers import NO_LAYER
 
 
@@ -26,8 +26,8 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
             plain = name.partition("/")[2]
             if name.startswith("after/") and not job.holds(rank, step, plain):
                 continue  # its value before the next step is compared
-            apart = () if own.get(name) == first[name] else (_distance(job, rank, step, name),)
-            tally.add(_compare_tensor(*apart), parameter=plain, rank=rank, step=step)
+            apart = None if own.get(name) == first[name] else _distance(job, rank, step, name)
+            tally.add(Comparison(1, apart, apart), parameter=plain, rank=rank, step=step)
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
@@ -50,13 +50,8 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
                 if other == rank:
                     continue
                 same = record.digests[name] == apart.records[other, step].digests[name]
-                by = () if same else (_distance(apart, rank, step, name, other),)
-                tally.add(_compare_tensor(*by), parameter=plain, rank=rank, step=step)
-
-
-def _compare_tensor(apart: ComparedElement | None = None) -> Comparison:
-    """Return the comparison of one tensor on two ranks; `apart` is their difference, if any."""
-    return Comparison(apart is None, 1, worst=apart, first=apart)
+                by = None if same else _distance(apart, rank, step, name, other)
+                tally.add(Comparison(1, by, by), parameter=plain, rank=rank, step=step)
 
 
 def differs_in_units(job: JobRecording) -> str:
@@ -68,22 +63,14 @@ def differs_in_units(job: JobRecording) -> str:
     return "" if first is None else first.parameter
 
 
-def _distance(
-    job: JobRecording, rank: int, step: int, name: str, beside: int = 0
-) -> ComparedElement:
+def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 0) -> Difference:
     """Return the difference of two ranks, as the L2 norm estimated from their 64 projections."""
     own, other = job.sums(rank, step, name), job.sums(beside, step, name)
     if own is None or other is None or own.shape != other.shape:
         zero = torch.zeros(1)
         own, other = zero + float("inf"), zero
-    return ComparedElement(
-        index=(),
-        actual=float(own.norm()),
-        expected=float(other.norm()),
-        error=float((own - other).norm()),
-        bound=0.0,
-        ulp=None,
-        unit="L2 norm",
+    return tensor_difference(
+        float(own.norm()), float(other.norm()), float((own - other).norm()), 0.0
     )
 
 

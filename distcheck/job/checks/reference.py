@@ -25,10 +25,10 @@ from distcheck.job.fitting import fit, gradients_of_rank
 from distcheck.job.replaying import Reference
 from distcheck.job.settings import ReplayedStep
 from distcheck.judge.checks.comparison import (
-    ComparedElement,
     Comparison,
     compare_by_norm,
     compare_within,
+    tensor_difference,
 )
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.divergence.noise_floor import NOISE_FACTOR, norm_of, tolerance
@@ -110,8 +110,8 @@ def _compare_step(
             if actual is None or expected is None or actual.shape != expected.shape:
                 size = math.inf if actual is None else norm_of(actual)
                 other = 0.0 if expected is None else norm_of(expected)
-                place = ComparedElement((), size, other, math.inf, 0.0, None, "L2 norm")
-                results.append((name, rank, Comparison(False, 1, worst=place, first=place)))
+                place = tensor_difference(size, other, math.inf, 0.0)
+                results.append((name, rank, Comparison(1, worst=place, first=place)))
             else:
                 held = job.records[rank, step].digests[f"{STEMS[kind]}/{name}"]
                 if held not in known:
@@ -233,14 +233,11 @@ def losses(
             continue
         actual, expected, bound = paired_losses(job, reference, seen.step)
         error = abs(actual - expected)
-        place = ComparedElement(
-            index=(), actual=actual, expected=expected, error=error, bound=bound, ulp=None,
-            unit="absolute",
-        )  # fmt: skip
+        place = tensor_difference(actual, expected, error, bound, unit="absolute")
         ok = error <= bound or (
             seen.step in agreed and not _trained_on(job, found, seen, actual, expected)
         )
-        tally.add(Comparison(ok, 1, worst=place, first=None if ok else place),
+        tally.add(Comparison(1, worst=place, first=None if ok else place),
                   parameter="loss", rank=0, step=seen.step)  # fmt: skip
     result = tally.result()
     if result.compared.elements:  # not if some pass has no loss of its own
@@ -323,7 +320,7 @@ def parameters(job: JobRecording, reference: Reference) -> CheckResult:
             if actual is None or expected is None or not actual.is_floating_point():
                 continue
             if torch.equal(actual, expected):
-                same = Comparison(True, actual.numel())
+                same = Comparison(actual.numel())
                 tally.add(same, parameter=name, rank=rank, step=seen.step)
                 continue
             start = before[f"before/{name}"].double()

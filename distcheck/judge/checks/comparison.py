@@ -1,7 +1,7 @@
 """Compares two tensors in three ways: bitwise, within a bound, by relative L2 norm.
 
 Each comparison returns the first failing place, and the place that is closest to failing (or fails
-worst). `index` is the position in the tensor; ranks and steps are unknown here.
+worst). The tally adds the names of tensors, ranks and steps, which are unknown here.
 """
 
 import math
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 
 from distcheck.machine.numerics import real_parts
+from distcheck.records import Difference, number
 from distcheck.records.decoding import MOST
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,31 +25,29 @@ _STRUCT = {
 
 
 @dataclass(frozen=True)
-class ComparedElement:
-    """One element (or a whole tensor, if the index is empty) with its error and bound."""
-
-    index: tuple[int, ...]
-    actual: float
-    expected: float
-    error: float
-    bound: float
-    ulp: int | None
-    unit: str
-    actual_bits: str = ""  # hexadecimal, in the tensor's dtype, to which `expected` is rounded
-    expected_bits: str = ""
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """The comparison of one tensor; `undecided` is the reason that a failed one does not prove a
-    mistake.
+    """The comparison of one tensor, which fails if it has a first place. `undecided` is the reason
+    that a failed one does not prove a mistake.
     """
 
-    ok: bool
     elements: int
-    worst: ComparedElement | None = None
-    first: ComparedElement | None = None
+    worst: Difference | None = None
+    first: Difference | None = None
     undecided: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+
+def tensor_difference(
+    actual: float, expected: float, error: float, bound: float, *, unit: str = "L2 norm"
+) -> Difference:
+    """Return the difference of two tensors as numbers; its tensor, rank and step are unknown."""
+    return Difference(
+        parameter="", rank=0, step=0, index=(), actual=number(actual), expected=number(expected),
+        error=number(error), bound=number(bound), unit=unit,
+    )  # fmt: skip
 
 
 def integer_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,19 +62,18 @@ def compare_bitwise(actual: torch.Tensor, expected: torch.Tensor) -> Comparison:
     """
     expected = expected.to(actual.device)
     if torch.equal(integer_bits(actual), integer_bits(expected)):
-        return Comparison(True, actual.numel())
+        return Comparison(actual.numel())
     same = (integer_bits(actual) == integer_bits(expected)) | (
         real_parts(actual).isnan() & real_parts(expected).isnan()
     )
     if bool(same.all()):
-        return Comparison(True, actual.numel())
+        return Comparison(actual.numel())
     if actual.is_complex():  # equal if both parts are
         same = same.all(-1)
     differs = ~same.reshape(-1)
     error = torch.where(differs, _distance(actual, expected).reshape(-1), -1.0)
     zero = torch.zeros((), dtype=torch.float64)
     return Comparison(
-        False,
         actual.numel(),
         worst=_place(actual, expected, zero, int(error.argmax())),
         first=_place(actual, expected, zero, int(differs.int().argmax())),
@@ -104,25 +103,23 @@ def compare_within(
         parts = compare_within(real_parts(actual), expected, bound, nan_is_expected=nan_is_expected)
         return replace(parts, elements=actual.numel())
     if actual.numel() == 0:
-        return Comparison(True, 0)
+        return Comparison(0)
     expected, bound = expected.to(actual.device), bound.to(actual.device)
     closest = _closest_if_all_within(actual, expected, bound)
     if closest is not None:
         place = _place(actual, expected, bound, closest)
-        return Comparison(True, actual.numel(), worst=place)
+        return Comparison(actual.numel(), worst=place)
     distance = _distance(actual, expected, nan_is_expected=nan_is_expected).reshape(-1)
     limits = bound.reshape(-1)
     bounds = (limits >= 0) & (limits < math.inf)
     fails = ~(bounds & (distance <= limits))
     share = torch.where(bounds & (limits > 0), distance / limits, torch.where(fails, math.inf, 0.0))
     share = share.nan_to_num(nan=math.inf)
-    ok = not bool(fails.any())
-    first = None if ok else _place(actual, expected, bound, int(fails.int().argmax()))
+    failing = int(fails.int().argmax())
     return Comparison(
-        ok,
         actual.numel(),
         worst=_place(actual, expected, bound, int(share.argmax())),
-        first=first,
+        first=_place(actual, expected, bound, failing) if bool(fails.any()) else None,
     )
 
 
@@ -160,19 +157,9 @@ def compare_by_norm(
     error = float((actual.double() - wanted).norm())
     if math.isnan(error):
         error = float(_distance(actual, wanted, nan_is_expected=nan_is_expected).norm())
-    norm = float(wanted.norm())
-    place = ComparedElement(
-        index=(),
-        actual=float(actual.double().norm()),
-        expected=norm,
-        error=error,
-        bound=tolerance,
-        ulp=None,
-        unit="L2 norm",
-    )
-    ok = error <= tolerance < math.inf
-    first = None if ok else place
-    return Comparison(ok, actual.numel(), place, first)
+    norms = float(actual.double().norm()), float(wanted.norm())
+    place = tensor_difference(*norms, error, tolerance)
+    return Comparison(actual.numel(), place, None if error <= tolerance < math.inf else place)
 
 
 def ulp_distance(actual: float, expected: float, dtype: torch.dtype) -> int | None:
@@ -213,21 +200,19 @@ def _distance(
 
 def _place(
     actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, position: int
-) -> ComparedElement:
+) -> Difference:
     index = index_of(position, actual.shape)
     got = actual.reshape(-1)[position]
     want = expected.reshape(-1)[position]
     limit = bound.reshape(-1)[position if bound.numel() > 1 else 0]
     actual_value, expected_value = _scalar(got), _scalar(want)
     distance = ulp_distance(actual_value, expected_value, actual.dtype)
-    return ComparedElement(
+    return structs.replace(
+        tensor_difference(
+            actual_value, expected_value, float(_distance(got, want)), float(limit), unit="absolute"
+        ),
         index=index,
-        actual=actual_value,
-        expected=expected_value,
-        error=float(_distance(got, want)),
-        bound=float(limit),
         ulp=None if distance is None else abs(distance),
-        unit="absolute",
         actual_bits=hex_bits(actual_value, actual.dtype),
         expected_bits=hex_bits(expected_value, actual.dtype),
     )

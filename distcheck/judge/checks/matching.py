@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from distcheck.judge.checks.comparison import (
-    ComparedElement,
     Comparison,
     compare_bitwise,
     compare_by_norm,
     compare_numbers,
     compare_within,
+    tensor_difference,
 )
 from distcheck.judge.checks.tally import Tally
 from distcheck.judge.oracles.forms import (
@@ -98,22 +98,15 @@ def _compare_norm(form: WithinNorm, actual: torch.Tensor) -> Comparison:
         actual, form.expected, form.tolerance, nan_is_expected=form.nan_is_expected
     )
     assert found.worst is not None, "a comparison by norm has one place"
-    may_be_rounding = not found.ok and found.worst.error <= form.rounding
+    may_be_rounding = not found.ok and float(found.worst.error) <= form.rounding
     return replace(found, undecided=form.why) if may_be_rounding else found
 
 
 def low_rank_comparison(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
     """Convert the fit of a low-rank result to a comparison of norms."""
-    place = ComparedElement(
-        index=(),
-        actual=float(actual.double().norm()),
-        expected=float(form.mean.norm()),
-        error=found.error,
-        bound=found.bound,
-        ulp=None,
-        unit="L2 norm",
-    )
-    return Comparison(not found.why, actual.numel(), place, place if found.why else None)
+    norms = float(actual.double().norm()), float(form.mean.norm())
+    place = tensor_difference(*norms, found.error, found.bound)
+    return Comparison(actual.numel(), place, place if found.why else None)
 
 
 def _compare_either(form: EitherForm, tally: Tally, actual: torch.Tensor) -> Comparison:

@@ -26,7 +26,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 continue
             name = f"{pair.name} ({pair.kind.label})"
             if pair.is_same:
-                same = Comparison(True, layout.specs(pair.kind)[pair.index].elements)
+                same = Comparison(layout.specs(pair.kind)[pair.index].elements)
                 tally.add(same, parameter=name, rank=pair.rank, step=step)
             else:
                 compare_pair(tally, pair, then, now, name=name)

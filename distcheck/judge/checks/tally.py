@@ -2,18 +2,19 @@
 
 import math
 
-from distcheck.judge.checks.comparison import ComparedElement, Comparison
+from msgspec import structs
+
+from distcheck.judge.checks.comparison import Comparison
 from distcheck.judge.checks.merging import share_of_bound
 from distcheck.records import CheckResult, Compared, Difference, FindingKind, number
 from distcheck.records.mistakes import RevealedMistakes, merge_two_revealed_mistakes
 
 
-def _share(place: ComparedElement | None) -> float:
-    if place is None or math.isnan(place.error):
-        return math.inf
-    if place.bound == 0:
-        return math.inf if place.error or place.actual_bits != place.expected_bits else 0.0
-    return place.error / place.bound
+def _share(place: Difference | None) -> float:
+    share = math.inf if place is None else share_of_bound(place)
+    if place is None or place.bound:
+        return share
+    return math.inf if share or place.actual_bits != place.expected_bits else 0.0
 
 
 class _Counts:
@@ -90,13 +91,13 @@ class Tally:
         wrong = not comparison.ok and share <= 1  # bits that differ while numbers are equal
         self._keep_share(parameter, step, math.inf if wrong else share)
         if worst is not None:
-            self._in_bits = self._in_bits and worst.bound <= 0
-            self._keep_worst(_difference(worst, parameter, rank, step))
-        if not comparison.ok:
+            self._in_bits = self._in_bits and float(worst.bound) <= 0
+            self._keep_worst(structs.replace(worst, parameter=parameter, rank=rank, step=step))
+        if comparison.first is not None:
             self._failed = True
-            place = comparison.first or comparison.worst
-            if place is not None and self._first is None:
-                self._first = _difference(place, parameter, rank, step)
+            self._first = self._first or structs.replace(
+                comparison.first, parameter=parameter, rank=rank, step=step
+            )
 
     def count(self, *, parameter: str, rank: int, step: int, elements: int) -> None:
         """Count a comparison; separately if it cannot reveal any mistake."""
@@ -131,8 +132,7 @@ class Tally:
             bound=0.0,
             unit="",
         )
-        if self._first is None:
-            self._first = difference
+        self._first = self._first or difference
         self._keep_worst(difference)
 
     def _keep_worst(self, difference: Difference) -> None:
@@ -177,20 +177,3 @@ class Tally:
             },
             in_bits=self._in_bits,
         )
-
-
-def _difference(place: ComparedElement, parameter: str, rank: int, step: int) -> Difference:
-    return Difference(
-        parameter=parameter,
-        rank=rank,
-        step=step,
-        index=place.index,
-        actual=number(place.actual),
-        expected=number(place.expected),
-        error=number(place.error),
-        bound=number(place.bound),
-        ulp=place.ulp,
-        unit=place.unit,
-        actual_bits=place.actual_bits,
-        expected_bits=place.expected_bits,
-    )
