@@ -36,16 +36,22 @@ from distcheck.records.run_facts import ModuleComparison
 _ABOUT = ("gradients", "clipped gradients", "loss")
 
 
-def by_module(job: JobRecording, reference: Reference) -> ModuleComparison | None:
+def by_module(case: CaseReport, job: JobRecording, reference: Reference) -> ModuleComparison | None:
     """Return the first module whose inputs match the reference and whose outputs do not, or None if
-    modules were not recorded.
+    modules were not recorded. Modules of steps after the first wrong gradient, or after ranks
+    diverge, are not considered: their parameters are wrong.
     """
-    return first_wrong(_steps(job, reference), OF_REFERENCE)
+    about = (*_ABOUT, "agreement")
+    wrong = (one.first for one in case.checks if one.verdict == "fail" and one.check in about)
+    last = min((place.step for place in wrong if place is not None), default=math.inf)
+    return first_wrong(_steps(job, reference, last), OF_REFERENCE)
 
 
-def _steps(job: JobRecording, reference: Reference) -> Iterator[tuple[int, int, StepInBothRuns]]:
+def _steps(
+    job: JobRecording, reference: Reference, last: float
+) -> Iterator[tuple[int, int, StepInBothRuns]]:
     shares: dict[tuple[str, bool], float] = {}  # largest relative change under perturbation
-    for step in (seen.step for seen in reference.replayed.steps):
+    for step in (seen.step for seen in reference.replayed.steps if seen.step <= last):
         found = reference.tensors(step)
         for rank in range(job.world):
             own, other = job.modules(rank, step), _reference_modules(reference, step, rank)
@@ -132,7 +138,7 @@ def diagnose_modules(
             on_cpu=asked.on_cpu, weights=asked.weights, command=asked.reference or "",
             deadline_s=asked.deadline_s, modules=True,
         )  # fmt: skip
-        modules = by_module(found, replayed)
+        modules = by_module(case, found, replayed)
         note = "the command ran again in a copy of its folder to record its modules"
     except (OSError, shutil.Error, DistcheckError, NoReferenceError) as error:
         modules, note = None, f"its modules could not be recorded in a second run: {error}"

@@ -19,7 +19,7 @@ from distcheck.job.replaying import Reference
 from distcheck.job.running import CommandResult
 from distcheck.judge.diagnosis.source_lines import parse_call_site
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.recordings.jobs.records import LINES, StepRecord
+from distcheck.recordings.jobs.records import BEFORE_NOISE, LINES, StepRecord
 from distcheck.records import (
     AcceptedChanges,
     CallSite,
@@ -135,8 +135,8 @@ def judge(
     results = [_unknown_without_reference(job, reference, result, results) for result in results]
     of_job = [result for result in results if result.check != "outcome"]
     diagnosis = causes.diagnose(job, of_job, reference)
-    if [one.cause for one in diagnosis] == ["unexplained"] and _loss_is_unseen(job):
-        results = [_unknown_if_loss_unrecorded(result) for result in results]
+    if [one.cause for one in diagnosis] == ["unexplained"]:
+        results = _unknown_without_same_numbers(job, results)
         diagnosis = causes.diagnose(job, [r for r in results if r.check != "outcome"], reference)
     results, diagnosis, remarks, accepted = _apply_accepted(
         asked, job, reference, results, diagnosis, agreed
@@ -155,7 +155,9 @@ def judge(
         remarks=tuple(remarks),
         accepted=accepted,
     )
-    return case if reference is None else with_module_evidence(case, by_module(job, reference))
+    if reference is None:
+        return case
+    return with_module_evidence(case, by_module(case, job, reference))
 
 
 def _apply_accepted(
@@ -338,6 +340,37 @@ def _unknown_if_loss_unrecorded(result: CheckResult) -> CheckResult:
         "the script computes the loss from tensors that do not come from a DataLoader, and the "
         "reference may have different tensors (rewards of an environment, samples of the script's "
         "own generator); read them from a DataLoader, or pass --no-reference"
+    )
+    return _with_verdict(result, "unknown", said)
+
+
+def _unknown_without_same_numbers(
+    job: JobRecording, results: list[CheckResult]
+) -> list[CheckResult]:
+    """Turn failures into unknown if a single process has other numbers in its loss or gradients."""
+    if _loss_is_unseen(job):
+        results = [_unknown_if_loss_unrecorded(result) for result in results]
+    agree = all(one.verdict == "pass" for one in results if one.check == "agreement")
+    if agree and (noisy := _ranks_that_add_noise(job)):
+        results = [_unknown_if_noise_differs(result, noisy) for result in results]
+    return results
+
+
+def _ranks_that_add_noise(job: JobRecording) -> list[int]:
+    """Return the ranks that draw random numbers between backward and an optimizer step."""
+    places = ((rank, step) for rank in range(job.world) for step in job.steps)
+    return sorted({place[0] for place in places if BEFORE_NOISE in job.tensors(*place)})
+
+
+def _unknown_if_noise_differs(result: CheckResult, ranks: list[int]) -> CheckResult:
+    """Turn a failure of gradients into unknown: the reference may have added other noise."""
+    if result.verdict != "fail" or result.check not in ("gradients", "clipped gradients"):
+        return result
+    who = ranks_in_words(ranks)
+    said = (
+        f"the script draws random numbers between backward and optimizer.step() on {who}, and if "
+        "they change the gradients, a single process cannot add the same noise; disable the noise "
+        "for this check"
     )
     return _with_verdict(result, "unknown", said)
 

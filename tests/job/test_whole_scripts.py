@@ -81,6 +81,21 @@ for x, y in loader:
         {MEAN}
     optimizer.step()
 """
+# A privacy engine: noise between backward and step, and a sampler that draws, too.
+NOISY = """
+net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+for x, y in loader:
+    torch.rand(world)
+    optimizer.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    for p in net.parameters():
+        %s
+    optimizer.step()
+"""
+NOISE = "p.grad += torch.randn_like(p)"
 # Gradients that are reduced and moved to a buffer after each micro-batch, as in ZeRO-2.
 MOVED = """
 net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
@@ -256,6 +271,10 @@ SCRIPTS = {
     "a GAN that logs": (GAN, "pass", set(), set()),
     "flipped": (BY_HAND % f"{MEAN}; p.grad.neg_()", "pass", set(), {"wrong-sign"}),
     "one step old": (BY_HAND % STALE, "pass", set(), {"stale-gradient"}),
+    "noise of rank 0": (NOISY % f"{NOISE} * world * (rank == 0); {MEAN}", "pass", set(),
+                        {"gradients-modified-before-step"}),
+    "noise of each rank": (NOISY % f"{NOISE}; {MEAN}", "unknown", set(), set()),
+    "noise after the mean": (NOISY % f"{MEAN}; {NOISE}", "fail", {"unexplained"}, set()),
     "of rank 0": (BY_HAND % "dist.broadcast(p.grad, 0)", "fail",
                   {"single-rank-gradient", "dropped-rank", "duplicated-rank"}, set()),
     "moved": (MOVED % "kept.get(p, 0)", "pass", set(), set()),

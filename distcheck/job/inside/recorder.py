@@ -166,6 +166,7 @@ class Recorder(NullListener):
         self._raw: dict[str, torch.Tensor] = {}
         self._exchanged: frozenset[str] = frozenset()  # names in `_raw` whose gradients are reduced
         self._looked, self._is_scaled = False, False
+        self._after_backward: torch.Tensor | None = None  # RNG states
         self._at_step: dict[str, torch.Tensor] | None = None
         self._groups: tuple[dict[str, float], ...] = ()
         self._scale: float | None = None
@@ -316,6 +317,7 @@ class Recorder(NullListener):
                 names = [name for name in names if name not in self._added.cleared]
                 self._raw |= self.parameters.gradients(names)
         self._exchanged = frozenset(self._raw)
+        self._after_backward = tensors.random_state()
 
     def gradients_ready(self) -> None:
         """Record the remaining gradients when the script first uses them."""
@@ -369,6 +371,9 @@ class Recorder(NullListener):
             return  # a step without gradients, as before a schedule starts
         file = self._open_step([])
         self._lines.note("step")
+        state = self._after_backward
+        if state is not None and tensors.has_drawn(state, tensors.random_state()):
+            file.add(records.BEFORE_NOISE, state)
         if not self._evaluations:
             file.note_written({name: self.parameters.by_name[name] for name in names})
         self.gradients_ready()

@@ -56,7 +56,7 @@ from distcheck.job.inside.replay_tasks import ReplayTasks
 from distcheck.job.inside.terms import Heard, divisor_of_loss
 from distcheck.job.settings import IN_TURN, JobSettings, ReplayedStep, ReplayResult, ReplayTask
 from distcheck.recordings.jobs import reading, records
-from distcheck.recordings.jobs.records import StepRecord
+from distcheck.recordings.jobs.records import BEFORE_NOISE, StepRecord
 from distcheck.recordings.recording import Kind
 
 
@@ -341,6 +341,17 @@ class Replayer(NullListener):
                     if n in self._candidate and n in there
                 }
             state.put(self._parameters.by_name, scaled)
+        self._draw_the_same_noise()
+
+    def _draw_the_same_noise(self) -> None:
+        """Set the RNG states of the first rank that drew random numbers between backward and step,
+        as a privacy engine does, whose lowest rank alone adds noise.
+        """
+        for rank in range(self._job.world):
+            held = self._job.tensors(rank, self._step)
+            if BEFORE_NOISE in held:
+                tensors.set_random_state(held[BEFORE_NOISE])
+                return
 
     def _recorded(self, kind: Kind, name: str) -> torch.Tensor | None:
         """Return a gradient of the first rank whose optimizer has the parameter."""

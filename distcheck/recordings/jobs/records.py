@@ -22,6 +22,7 @@ The name of a tensor starts with its kind:
                    another job's (only a digest, unless small)
     data/<digest>  batches, inputs and targets
     random/<pass>  RNG states before a forward pass; origin/<pass>: when its batch was loaded
+    random/step    RNG states after backward, if random numbers are drawn before the optimizer step
 
 Beyond the budget, `local/`, `raw/` and `step/` are 64 projections (`sketches`), with
 `magnitude/<name>` for `local/`. Each rank writes its shard of a sharded tensor.
@@ -44,6 +45,7 @@ from distcheck.recordings.jobs.watched import WatchedCalls
 from distcheck.records.decoding import World, decode_json, read_bounded
 
 MOST_OPS = 20_000  # of one step
+BEFORE_NOISE = "random/step"
 COMPILED = "torch.compile"
 
 
