@@ -83,19 +83,33 @@ def check_stays(path: Path) -> None:
     """
     for around in path.resolve().parents:
         about = around.stat()
-        others = stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        is_own = _is_own_group(about.st_gid) and not _has_acl(around)
+        others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
         is_open = bool(about.st_mode & others) and not about.st_mode & stat.S_ISVTX
         if is_open or about.st_uid not in (os.geteuid(), _ROOT):
             raise PermissionError(errno.EPERM, _NOT_OURS, str(around))
 
 
 def _is_own_group(number: int) -> bool:
-    """Return True if a group is root's, or is named after this user, as a private group is."""
+    """Return True if only this user and root are in a group: it is root's, or the private group of
+    this user.
+    """
     try:
-        return number == _ROOT or (
-            grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
-        )
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
     except KeyError:
+        return False
+    ours = {user.pw_name, pwd.getpwuid(_ROOT).pw_name}
+    others = {one.pw_name for one in pwd.getpwall() if one.pw_gid == number}
+    return number in (_ROOT, user.pw_gid) and {*group.gr_mem, *others} <= ours
+
+
+def _has_acl(path: Path) -> bool:
+    """Return True if an access control list gives rights to more users: the mode of the group is
+    then the most that these have.
+    """
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except OSError:  # it has none, or its file system does not support any
         return False
 
 

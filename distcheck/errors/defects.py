@@ -67,7 +67,7 @@ def innermost_own_place(traceback: str) -> str:
 def save_traceback(text: str) -> str:
     """Write a traceback without secrets; return its path, or "" if it was not written."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    content = masked(text[-_MOST_CHARACTERS:])
+    content = masked(text)[-_MOST_CHARACTERS:]
     # The working folder may be read-only, or its .distcheck another user's.
     temporary = private.temporary_folder()
     elsewhere = temporary and temporary / private.unique("distcheck-defect-")

@@ -3,8 +3,8 @@ judges.
 
 Ranks write on their own machine. After the command has ended on every machine, the port of the
 job's master is free again: the machine with the master's address listens there, and the others send
-their ranks' recordings. Both ends prove that they have the run's secret
-(`worlds/remote/secret.py`); received files are treated as untrusted.
+their ranks' recordings. Both ends prove that they have the user's secret and recorded the same run
+(`worlds/remote/secret.py`, `RankRecord.run`); received files are treated as untrusted.
 """
 
 import contextlib
@@ -112,12 +112,20 @@ def _run_on_other_machines(rank: RankRecord, ran: CommandResult) -> bool:
     here, master = rank.variables.get("LOCAL_WORLD_SIZE", ""), rank.variables.get("MASTER_PORT", "")
     if not master.isdecimal():
         return False
-    return int(here) < rank.world if here.isdecimal() else not (ran.code or ran.raised)
+    return int(here[:9]) < rank.world if here.isdecimal() else not (ran.code or ran.raised)
 
 
 def _place_of(own: list[RankRecord]) -> tuple[str, int]:
+    return bootstrap.address_of(_meeting_of(own))
+
+
+def _meeting_of(own: list[RankRecord]) -> str:
     variables = own[0].variables
-    return variables.get("MASTER_ADDR", ""), int(variables["MASTER_PORT"])
+    return f"tcp://{variables.get('MASTER_ADDR', '')}:{variables['MASTER_PORT']}"
+
+
+def _run_of(own: list[RankRecord]) -> secret.RunSecret:
+    return secret.RunSecret(secret.shared_secret(), "job", own[0].run)
 
 
 def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None:
@@ -144,14 +152,16 @@ def _receive(
     patience_s: float,
 ) -> None:
     missing = set(range(own[0].world)) - {one.rank for one in own}
-    doors = Handshakes(server, secret.shared_secret(), FromMachine)
+    translated = bootstrap.translated_to(server, _meeting_of(own))
+    doors = Handshakes(server, _run_of(own), FromMachine, translated=translated)
     coming: list[tuple[str, Future[int]]] = []
     until = time.monotonic() + patience_s
     with ThreadPoolExecutor(max_workers=16) as threads, contextlib.closing(doors):
         while missing and time.monotonic() < until:
             for line, (first, *rest) in doors.come(0.2):
                 ranks = frozenset(first.ranks)
-                if first.protocol != protocol.PROTOCOL or not ranks <= missing or not ranks:
+                is_of_world = (first.protocol, first.world) == (protocol.PROTOCOL, own[0].world)
+                if not is_of_world or not ranks <= missing or not ranks:
                     line.close()
                     continue
                 missing -= ranks
@@ -167,7 +177,10 @@ def _receive(
             ) from error
         found.ran = replace(found.ran, code=found.ran.code or code)
     if missing:
-        refused = f" {doors.refused} did not have this run's secret: {secret.ADVICE}."
+        refused = (
+            f" {doors.refused} did not have this run's secret, or recorded another run: "
+            f"{secret.ADVICE}."
+        )
         raise CannotRunError(
             f"ranks {', '.join(map(str, sorted(missing)))} were recorded on machines that sent "
             f"nothing for {patience_s:g} s; start distcheck job on every machine of the "
@@ -237,7 +250,7 @@ def _send_recordings(
     until = time.monotonic() + patience_s
     while True:
         left = max(1.0, until - time.monotonic())
-        line = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=left)
+        line = bootstrap.connect(lambda: place, _run_of(own), deadline_s=left)
         line.be_patient(_LOST_S)
         try:
             with contextlib.closing(line):

@@ -19,7 +19,7 @@ from distcheck.plan import thorough
 from distcheck.plan.cases import plan_cases
 from distcheck.plan.configuration import BY_KEY, Configuration, read_configuration
 from distcheck.plan.costs import estimated_s
-from distcheck.plan.provenance import file_digest
+from distcheck.plan.provenance import code_digest, named_code
 from distcheck.plan.settings import SETTINGS, Request, with_adaptation
 from distcheck.plan.thorough import NO_EXTRAS, ThoroughExtras
 from distcheck.records import EXACT_DTYPES, Case, RunPlan
@@ -35,12 +35,8 @@ def run_identity(cases: Sequence[Case]) -> dict[str, str]:
         "the version of distcheck": __version__,
         "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
-    for what, specs in (
-        ("strategy", [case.strategy for case in cases]),
-        ("workload", [case.workload for case in cases]),
-    ):
-        for spec in dict.fromkeys(specs):
-            found[f"the file of {what} {spec}"] = file_digest(what, spec)
+    for what, spec in dict.fromkeys(code for case in cases for code in named_code(case)):
+        found[f"the code of {what} {spec}"] = code_digest(what, spec)
     return {**found, "the request": cases_digest(cases)}
 
 

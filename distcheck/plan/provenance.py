@@ -121,17 +121,6 @@ def file_and_sources(
     return file, project_files_of(file, others)
 
 
-def file_digest(what: str, spec: str) -> str:
-    """Return a digest of the file behind a name, or "none" if it is not found. Nothing is imported.
-    The digest is equal on two machines that load the same bytes.
-    """
-    file = source_file_of_name(what, spec)
-    try:
-        return digest_of_sources({} if file is None else {file.name: read_source(file)})
-    except OSError:
-        return NO_DIGEST
-
-
 def code_files(what: str, spec: str) -> set[Path]:
     """Return the file behind a strategy or workload, and the project files that it imports."""
     try:

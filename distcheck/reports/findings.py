@@ -63,13 +63,16 @@ def finding_of(case: CaseReport) -> FailureSummary:
         causes=tuple(f"{d.cause}: {d.evidence}" for d in case.diagnosis),
         suggestions=tuple(d.suggestion for d in case.diagnosis if d.suggestion),
         ranks=tuple(failed),
-        replay=portable_command(case.case),
+        replay=portable_command(case),
     )
 
 
-def portable_command(case: Case) -> str:
-    """Return the command that runs a case without the files of a run, without secrets."""
-    return masked_command(case.command_line)
+def portable_command(case: CaseReport) -> str:
+    """Return the command that repeats a case without secrets: that of a comparison, else one that
+    runs the case without the files of a run.
+    """
+    is_comparison = any(check.check == "compare" for check in case.checks)
+    return masked_command(case.replay if is_comparison else case.case.command_line)
 
 
 def place_of(case: CaseReport, root: Path) -> tuple[str, int]:

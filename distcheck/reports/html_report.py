@@ -189,7 +189,7 @@ def _case_view(anchor: str, case: CaseReport, *, name: str, opened: bool, pictur
         "opened": opened,
         "first": first,
         "first_name": check_with_layer(first.check, first.layer) if first else "",
-        "command": portable_command(case.case),
+        "command": portable_command(case),
         "where": describe_site(case.where, case.strategy_file),
         "reasons": _reasons(case.checks),
         "checks": [_check_view(check) for check in case.checks],

@@ -57,7 +57,7 @@ from distcheck.worlds.surroundings import TOGETHER, Surroundings
 
 DEFAULT_FOLDER = Path(private.FOLDER)
 _KEPT_RUNS = 10
-_SEAL = "seal"
+_SEAL, _REPORT = "seal", "report.json"
 _SMALL_TRACE_BYTES = 64 << 20
 _MOST_CASE_BYTES = 16 << 20
 
@@ -245,7 +245,9 @@ class RunStore:
                 _discard_own_folder()
 
     def write_report(self, text: str) -> None:
-        private.write(self.folder / "report.json", masked_json(text))
+        private.write(self.folder / _REPORT, masked_json(text))
+        if (sealed := self.folder / _SEAL).exists():
+            private.write(sealed, msgspec.json.encode(_seal_of_run(self.folder)))
 
     def _make(self, *, sealed: bool = False) -> None:
         try:
@@ -316,7 +318,13 @@ def age_key(run: Path) -> tuple[bool, str]:
 
 
 def _seal_of_run(run: Path) -> str:
-    return content_hmac("run", run.name.encode())
+    """Return the seal of a run with its current report; "" if that cannot be read."""
+    report = run / _REPORT
+    try:
+        content = read_bounded(report) if report.exists() else b""
+    except (OSError, msgspec.MsgspecError):
+        return ""
+    return content_hmac("run", run.name.encode() + b"\0" + content)
 
 
 def _takes_up(folder: Path, launch: Launch) -> bool:

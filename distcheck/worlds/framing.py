@@ -10,7 +10,7 @@ import msgspec
 
 _LENGTH = struct.Struct("<I")
 _MOST_FDS = 32
-_MOST_BYTES = 1 << 28  # of a message; a longer length is invalid
+MOST_BYTES = 1 << 28  # of a message; a longer length is invalid
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -34,7 +34,7 @@ class Frames:
         messages = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > _MOST_BYTES:
+            if length > MOST_BYTES:
                 raise msgspec.DecodeError(f"a message of {length} bytes")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
@@ -56,6 +56,7 @@ class Line:
     """
 
     receive_bytes = 1 << 16  # at once
+    most_bytes = 1 << 32  # of a message for `next`; more cannot be announced
 
     def __init__(self, connection: socket.socket, kind: Any) -> None:
         self._connection = connection
@@ -85,13 +86,15 @@ class Line:
 
     def next(self) -> tuple[Any, list[int]]:
         """Wait for one whole message and its descriptors. Do not combine with `receive`, which
-        keeps a buffer. Raises the same errors. Meant for messages from a process's own front end,
-        whose length is unlimited.
+        keeps a buffer. Raises the same errors. Messages from a process's own front end may be
+        longer than for `receive`.
         """
         first, fds, _, _ = socket.recv_fds(self._connection, 1, _MOST_FDS)
         if not first:
             raise EOFError
         (length,) = _LENGTH.unpack(first + self._receive_exactly(_LENGTH.size - 1))
+        if length > self.most_bytes:
+            raise msgspec.DecodeError(f"a message of {length} bytes")
         return self._frames.decode(self._receive_exactly(length)), fds
 
     def close(self) -> None:

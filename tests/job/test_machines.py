@@ -13,6 +13,7 @@ from distcheck.errors import CannotRunError
 from distcheck.job import machines
 from distcheck.job.inside import ending
 from distcheck.job.inside.ending import RankStatuses
+from distcheck.job.inside.rank import _name_of_run
 from distcheck.job.machines import AllSent, FileChunk, JudgedThereError
 from distcheck.job.running import CommandResult
 from distcheck.recordings.jobs.records import RankRecord, rank_folder, write_json
@@ -24,7 +25,9 @@ from tests.launchers.processes import finish, free_port, start
 HERE, THERE = (0, 1), (2, 3)
 
 
-def recorded(folder: Path, ranks: tuple[int, ...], port: int) -> Path:
+def recorded(
+    folder: Path, ranks: tuple[int, ...], port: int, *, world: int = 4, run: str = ""
+) -> Path:
     """What ranks of a world of four have written on one machine."""
     folder.mkdir()
     for rank in ranks:
@@ -32,8 +35,8 @@ def recorded(folder: Path, ranks: tuple[int, ...], port: int) -> Path:
         mine.mkdir()
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
         record = RankRecord(
-            rank=rank, world=4, arguments=(), folder="", backend="gloo", device="cpu", torch="",
-            variables=variables,
+            rank=rank, world=world, arguments=(), folder="", backend="gloo", device="cpu", torch="",
+            variables=variables, run=run,
         )  # fmt: skip
         write_json(mine / "rank.json", record)
         (mine / "step-000000.safetensors").write_bytes(bytes([rank]) * (machines._CHUNK + 5))
@@ -66,7 +69,7 @@ class Other(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(secret.VARIABLE, "a secret of this test")
+    monkeypatch.setenv(secret.VARIABLE, "a secret of this test, not of another")
 
 
 def test_recordings_come_together_and_the_verdict_goes_back(tmp_path: Path) -> None:
@@ -138,10 +141,9 @@ def test_a_wrong_secret_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def stranger() -> None:
         coming.wait(10)
+        own = secret.RunSecret(b"another secret altogether", "job")
         with pytest.raises(CannotRunError):
-            bootstrap.connect(
-                lambda: ("127.0.0.1", port), b"another secret altogether", deadline_s=1
-            )
+            bootstrap.connect(lambda: ("127.0.0.1", port), own, deadline_s=1)
 
     thread = threading.Thread(target=stranger)
     thread.start()
@@ -155,6 +157,53 @@ def test_a_wrong_secret_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not rank_folder(here, 2).exists()
 
 
+@pytest.mark.parametrize("theirs", [{"run": "another"}, {"run": ""}, {"world": 5}], ids=str)
+def test_a_machine_of_another_run_is_refused(tmp_path: Path, theirs: dict[str, Any]) -> None:
+    """It waited for the judge of an earlier job at the same port, with ranks that the judge misses:
+    another run's recording was judged, and passed.
+    """
+    port = free_port()
+    here = recorded(tmp_path / "a", HERE, port, run="this")
+    there = recorded(tmp_path / "b", THERE, port, **{"run": "this", **theirs})
+    other = Other(there, CommandResult(0, ()), patience_s=0.2)
+    with (
+        pytest.raises(CannotRunError, match="ranks 2, 3 were recorded on machines that sent"),
+        machines.gather_recording(here, CommandResult(0, ()), patience_s=0.8),
+    ):
+        pass
+    assert not rank_folder(here, 2).exists()
+    came_to = other.result()
+    assert isinstance(came_to, CannotRunError)
+    assert not isinstance(came_to, JudgedThereError)
+
+
+def test_ranks_share_a_name_of_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through their group's store; a group without one (MPI) has no name."""
+    for _ in range(2):
+        store = dist.HashStore()
+        monkeypatch.setattr("distcheck.machine.compat.default_store", lambda store=store: store)
+        name = _name_of_run()
+        assert len(name) == 32
+        assert _name_of_run() == name
+    monkeypatch.setattr("distcheck.machine.compat.default_store", lambda: None)
+    assert _name_of_run() == ""
+
+
+@pytest.mark.parametrize(("host", "port"), [("a" * 64, "1"), ("127.0.0.1", "9" * 5000)])
+def test_a_master_that_cannot_be(tmp_path: Path, host: str, port: str) -> None:
+    folder = recorded(tmp_path / "a", HERE, 1)
+    record = RankRecord(
+        rank=0, world=4, arguments=(), folder="", backend="", device="", torch="",
+        variables={"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"},
+    )  # fmt: skip
+    write_json(rank_folder(folder, 0) / "rank.json", record)
+    with (
+        pytest.raises(CannotRunError, match="is not a rendezvous address"),
+        machines.gather_recording(folder, CommandResult(0, ()), patience_s=0.1),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     "name", ["../escaped", "/escaped", "rank-0000/rank.json", "rank-0002/../../x", "settings.json"]
 )
@@ -165,7 +214,8 @@ def test_a_file_that_no_rank_there_writes_is_refused(tmp_path: Path, name: str) 
 
     def hostile() -> None:
         place = ("127.0.0.1", port)
-        line = bootstrap.connect(lambda: place, secret.shared_secret(), deadline_s=10)
+        own = secret.RunSecret(secret.shared_secret(), "job")
+        line = bootstrap.connect(lambda: place, own, deadline_s=10)
         line.send(protocol.Joining(protocol=protocol.PROTOCOL, ranks=THERE, world=4, host="evil"))
         line.send(FileChunk(name=name, data=b"x"))
         line.send(AllSent(code=0))

@@ -221,7 +221,7 @@ def test_another_file_on_one_of_the_machines(tmp_path: Path) -> None:
     (places[1] / "bad.py").write_text("def good(model): pass\n")
     ends = finish([start_warm(c, p) for c, p in zip(commands, places, strict=True)])
     assert [code for code, _, _ in ends] == [3, 3], ends
-    assert "the file of strategy bad.py:good differs" in ends[0][2], ends[0][2]
+    assert "the code of strategy bad.py:good differs" in ends[0][2], ends[0][2]
     assert "for rank 1 on" in ends[0][2], ends[0][2]
 
 

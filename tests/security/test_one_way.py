@@ -161,6 +161,25 @@ RULES: dict[str, tuple[Callable[[str, ast.Call], bool], Reasons]] = {
             "addons/engines/on_ray.py": "sends nothing: is a cluster there?",
         },
     ),
+    "the user's secret is used; worlds/remote/secret.RunSecret restricts it to one run": (
+        lambda called, _: called.rpartition(".")[2] == "shared_secret"
+        or called.startswith("hmac."), {
+            "worlds/remote/secret.py": "here",
+            "plan/provenance.py": "seals, which prove that a file is this user's",
+            "worlds/remote/coordinator.py": "makes such a secret",
+            "worlds/remote/agent.py": "the same, and the name of a socket",
+            "job/machines.py": "the same",
+        },
+    ),
+    "a host is looked up; worlds/remote/bootstrap.address_of rejects what is no address": (
+        lambda called, _: called.rpartition(".")[2] in ("getaddrinfo", "gethostbyname"),
+        {"worlds/remote/bootstrap.py": "here"},
+    ),
+    "a text is cut before it is masked, and part of a secret stays": (
+        lambda called, call: called.rpartition(".")[2] in ("masked", "without_secrets")
+        and any(isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Slice)
+                for one in call.args), {},
+    ),
 }  # fmt: skip
 
 
@@ -181,7 +200,8 @@ def test_nothing_goes_around_the_one_function(rule: str) -> None:
      "os.open(place, os.O_CREAT)", "save_file(held, place)", "shutil.copyfile(a, b)",
      "print(text)", "click.echo(text)", "msgspec.json.format(data)", "private.publish(a, b)",
      "msgspec.msgpack.decode(answer, type=Facts)", "dist.TCPStore(host, port)",
-     "socket.create_connection(place)", "server.accept()"],
+     "socket.create_connection(place)", "server.accept()", "secret.shared_secret()",
+     "hmac.new(key, text)", "socket.getaddrinfo(host, 1)", "masked(text[:100])"],
 )  # fmt: skip
 def test_what_would_go_around_it_is_found(line: str) -> None:
     """Each line fails one of the rules in a file that it does not list."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,6 +115,35 @@ def test_pickles_are_in_a_folder_of_this_user_even_where_the_current_one_is_not(
     assert private.is_private_folder(here / ".distcheck")
     with pytest.raises(CannotRunError, match="exchanges pickles"):
         _start_on_slurm()
+
+
+@pytest.mark.parametrize(
+    ("members", "primary", "acl", "is_safe"),
+    [
+        ([], [], False, True), (["me"], [], False, True), (["me", "other"], [], False, False),
+        ([], ["other"], False, False), ([], [], True, False),
+    ],
+)  # fmt: skip
+def test_a_private_group_has_no_other_members(
+    members: list[str], primary: list[str], acl: bool, is_safe: bool, here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its name does not prove that: another user could replace a folder in which pickles are."""
+    user = SimpleNamespace(pw_name="me", pw_uid=os.geteuid(), pw_gid=ANOTHER)
+    others = [SimpleNamespace(pw_name=name, pw_gid=ANOTHER) for name in primary]
+    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
+    monkeypatch.setattr("pwd.getpwall", lambda: [user, *others])
+    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name="me", gr_mem=members))
+    assert private._is_own_group(ANOTHER) is (is_safe or acl)
+    monkeypatch.setattr(private, "_has_acl", lambda _: acl)
+    monkeypatch.setattr(private, "_is_own_group", lambda _, own=private._is_own_group: own(ANOTHER))
+    (here / "shared").mkdir()
+    (here / "shared").chmod(0o770)
+    if is_safe:
+        private.check_stays(here / "shared/jobs")
+    else:
+        with pytest.raises(PermissionError):
+            private.check_stays(here / "shared/jobs")
 
 
 def test_an_empty_folder_that_the_umask_left_open_is_closed(here: Path) -> None:

@@ -1,5 +1,6 @@
 """Where the processes of a launcher meet: no stranger, no other user and no other code gets in."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -24,13 +25,14 @@ from distcheck.worlds.remote import bootstrap, protocol, secret
 from distcheck.worlds.remote.handshake import Handshakes
 
 SECRET = b"a secret of this run's"
+RUN = secret.RunSecret(SECRET, "verify")
 COMING = protocol.Joining(protocol.PROTOCOL, (1,), 2, "host")
 
 
 @contextmanager
 def door(server: socket.socket | None = None) -> Iterator[tuple[Handshakes, int]]:
     server = server or bootstrap.listen("127.0.0.1", 0)
-    handshakes = Handshakes(server, SECRET)
+    handshakes = Handshakes(server, RUN)
     try:
         yield handshakes, server.getsockname()[1]
     finally:
@@ -38,12 +40,14 @@ def door(server: socket.socket | None = None) -> Iterator[tuple[Handshakes, int]
         server.close()
 
 
-def host(place: "tuple[str, int] | str", own: bytes = SECRET) -> Thread:
+def host(
+    place: "tuple[str, int] | str", own: secret.RunSecret = RUN, *, deadline_s: float = 3.0
+) -> Thread:
     """A host that comes, in a thread of its own."""
 
     def come() -> None:
         try:
-            connection = bootstrap.connect(lambda: place, own, deadline_s=3)
+            connection = bootstrap.connect(lambda: place, own, deadline_s=deadline_s)
         except CannotRunError:
             return
         connection.send(COMING)
@@ -121,7 +125,7 @@ def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with door() as (handshakes, port):
         known = socket.create_connection(("127.0.0.1", port), 10)
         keys: list[secret.Keys] = []
-        proving = Thread(target=lambda: keys.append(secret.prove(known, SECRET, timeout_s=60)))
+        proving = Thread(target=lambda: keys.append(secret.prove(known, RUN, timeout_s=60)))
         proving.start()
         while not any(one.line is not None for one in handshakes._waiting):
             handshakes.come(0.01)
@@ -142,10 +146,19 @@ def test_a_flood_sends_away_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
             one.close()
 
 
-def test_another_secret_is_refused_and_counted() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        secret.RunSecret(b"another secret, as long", "verify"),
+        secret.RunSecret(SECRET, "job"),
+        secret.RunSecret(SECRET, "verify", "another run"),
+    ],
+    ids=["another secret", "another purpose", "another run"],
+)
+def test_one_of_another_run_is_refused_and_counted(own: secret.RunSecret) -> None:
     with door() as (handshakes, port):
-        thread = host(("127.0.0.1", port), b"another secret, as long")
-        assert those_who_come(handshakes, within_s=1) == []
+        thread = host(("127.0.0.1", port), own, deadline_s=0.2)
+        assert those_who_come(handshakes, within_s=0.5) == []
         assert handshakes.refused > 0
         thread.join()
 
@@ -190,9 +203,10 @@ def relay(port: int, change: Callable[[bytes], bytes] = bytes) -> Iterator[int]:
     ids=["nothing", "a message is changed", "a message without a signature", "one comes twice"],
 )
 def test_a_relay_cannot_change_what_is_sent(
-    change: Callable[[bytes], bytes], expected: list[list[Any]]
+    change: Callable[[bytes], bytes], expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The handshake itself passes through: torch's store may have led the host to the relay."""
+    """As if the relay could take rank 0's own address: there, the handshake passes through."""
+    monkeypatch.setattr(secret, "_destination", lambda to, source: "the same")
     with door() as (handshakes, port), relay(port, change) as other:
         thread = host(("127.0.0.1", other))
         assert those_who_come(handshakes, within_s=2) == expected
@@ -200,34 +214,107 @@ def test_a_relay_cannot_change_what_is_sent(
         thread.join()
 
 
-def test_a_published_address_cannot_be_replaced_by_that_of_a_relay() -> None:
-    """Every user of the machine can write to torchrun's store: the handshake fails elsewhere."""
-    server = bootstrap.listen("127.0.0.1", 0)
-    bound = secret.for_address(SECRET, bootstrap.place_of(server))
-    handshakes, joined = Handshakes(server, bound), []
-
-    def come(port: int) -> None:
-        try:
-            place = ("127.0.0.1", port)
-            bootstrap.connect(lambda: place, SECRET, deadline_s=0.5, is_published=True).send(COMING)
-            joined.append(port)
-        except CannotRunError:
-            pass
-
-    port = server.getsockname()[1]
-    with relay(port) as other:
-        thread = Thread(target=come, args=(other,))
-        thread.start()
-        assert those_who_come(handshakes, within_s=1) == []
+def test_a_relay_cannot_connect_two_runs_of_one_user() -> None:
+    """Run A's host was led to the front of run B, with the same secret: a wrong run passed."""
+    with door() as (handshakes, port), relay(port) as other:
+        thread = host(("127.0.0.1", other), deadline_s=0.2)
+        assert those_who_come(handshakes, within_s=0.5) == []
         assert handshakes.refused == 1
         thread.join()
-    thread = Thread(target=come, args=(port,))
-    thread.start()
-    assert those_who_come(handshakes, within_s=10) == [[COMING]]
-    thread.join()
-    assert joined == [port]
-    handshakes.close()
-    server.close()
+        thread = host(("127.0.0.1", port))
+        assert those_who_come(handshakes, within_s=10) == [[COMING]]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("listens", "called"),
+    [
+        ("127.0.0.1", "localhost"), ("localhost", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"),
+        ("::", "127.0.0.1"), ("::1", "::1"), ("127.0.0.2", "127.0.0.2"),
+        ("0.0.0.0", socket.gethostname()), (socket.gethostname(), socket.gethostname()),
+    ],
+)  # fmt: skip
+def test_both_ends_may_write_the_address_differently(listens: str, called: str) -> None:
+    try:
+        server = bootstrap.listen(listens, 0)
+    except CannotRunError:
+        pytest.skip(f"this machine has no {listens}")
+    with door(server) as (handshakes, port):
+        thread = host((called, port))
+        assert those_who_come(handshakes, within_s=10) == [[COMING]]
+        thread.join()
+
+
+def test_loopback_of_another_machine_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay between machines may listen at the same loopback address and port on each."""
+    keys = {RUN.of(secret._destination(("127.0.0.1", 5), ("127.0.0.1", 6)))}
+    keys.add(RUN.of(secret._destination(("192.0.2.1", 5), ("192.0.2.1", 6))))
+    monkeypatch.setattr(secret, "_this_machine", lambda: "another")
+    keys.add(RUN.of(secret._destination(("127.0.0.1", 5), ("127.0.0.1", 6))))
+    keys.add(RUN.of(secret._destination(("192.0.2.1", 5), ("192.0.2.1", 6))))
+    assert len(keys) == 4
+    far = RUN.of(secret._destination(("::ffff:192.0.2.1", 5), ("192.0.2.2", 6)))
+    assert far == RUN.of("192.0.2.1:5")
+
+
+@pytest.mark.parametrize("meeting", ["tcp://192.0.2.9:5", "store://192.0.2.9:5"])
+def test_an_address_translation_is_declared_by_the_user(
+    meeting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts call an address that leads here; a published one is that of the server."""
+    with bootstrap.listen("127.0.0.1", 0) as server:
+        assert bootstrap.translated_to(server, meeting) == set()
+        monkeypatch.setenv(bootstrap.LISTEN, "127.0.0.1")
+        called = "192.0.2.9:5" if meeting.startswith("tcp") else bootstrap.place_of(server)
+        assert bootstrap.translated_to(server, meeting) == {called}
+        with door(server) as (handshakes, port):
+            connection = socket.create_connection(("127.0.0.1", port))
+            handshakes.come(1.0)
+            accepted = handshakes._waiting[0].connection
+            assert RUN.of("192.0.2.9:5") in RUN.of_accepted(accepted, {"192.0.2.9:5"})
+            assert RUN.of("192.0.2.9:5") not in RUN.of_accepted(accepted)
+            connection.close()
+
+
+BAD_HOSTS = ("", "a" * 64 + ".b", "..", "xn--" + "a" * 70, "\udc80", "a\0b", "a\nb", "ä" * 70)
+BAD_PORTS = ("", "0", "65536", "9" * 5000, "²", "٣", "-1", "1 ", "0x1")
+
+
+@pytest.mark.parametrize("place", [*(f"{host}:1" for host in BAD_HOSTS),
+                                   *(f"localhost:{port}" for port in BAD_PORTS)])  # fmt: skip
+def test_an_address_may_be_anything(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of the environment, an option, torchrun's store, or a file."""
+    with pytest.raises(CannotRunError, match="is not a rendezvous address") as caught:
+        bootstrap.address_of(f"tcp://{place}")
+    assert len(str(caught.value)) < 400
+    monkeypatch.setenv(bootstrap.LISTEN, place.rpartition(":")[0].replace("\0", "..") or "..")
+    if not place.startswith("localhost"):
+        with pytest.raises(CannotRunError, match="is unknown"):
+            bootstrap.listen("127.0.0.1", 0)
+
+
+def test_a_port_that_is_taken_before_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets may be bound to one port; only one of them listens."""
+
+    class Late(socket.socket):
+        def listen(self, backlog: int = 1) -> None:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+    monkeypatch.setattr(socket, "socket", Late)
+    with pytest.raises(CannotRunError, match="Address already in use"):
+        bootstrap.listen("127.0.0.1", 0)
+    with pytest.raises(CannotRunError, match="Address already in use"):
+        bootstrap.listen_here(f"distcheck-test-{os.getpid()}-late")
+
+
+def test_a_message_has_a_limit() -> None:
+    """Its length comes before its signature: a relay announced 2 GiB, and sent them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = protocol.Connection(ours, protocol.FromFront, secret.Keys(b"a", b"b"), patience_s=5)
+        theirs.sendall(b"\xff\xff\xff\x7f")
+        with pytest.raises(msgspec.DecodeError, match="a message of 2147483647 bytes"):
+            line.next()
 
 
 @pytest.mark.parametrize("held", [(b"2", b"\xff"), (b"x", b"127.0.0.1:1")])
@@ -278,7 +365,7 @@ def test_a_host_refuses_a_front_without_the_secret(answer: Callable[[bytes, byte
             socket.create_connection(server.getsockname()) as connection,
             pytest.raises(ConnectionError, match="secret"),
         ):
-            secret.prove(connection, SECRET, timeout_s=5)
+            secret.prove(connection, RUN, timeout_s=5)
         thread.join()
 
 
@@ -288,20 +375,20 @@ def test_a_handshake_ends_in_time_however_slowly_its_bytes_come() -> None:
     with ours, theirs:
         ours.sendall(secret.challenge())
         with pytest.raises(TimeoutError, match="handshake"):
-            secret.prove(theirs, SECRET, timeout_s=0)
+            secret.prove(theirs, RUN, timeout_s=0)
 
 
 def test_the_secret_is_never_sent_and_no_answer_serves_twice() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sent = secret.challenge()
-        ours.sendall(sent + secret.proof_of_front(sent, bytes(secret.ANSWER_BYTES), SECRET))
+        sent, key = secret.challenge(), RUN.of("")  # a pair of sockets has no name
+        ours.sendall(sent + secret.proof_of_front(sent, bytes(secret.ANSWER_BYTES), key))
         with pytest.raises(ConnectionError):
-            secret.prove(theirs, SECRET, timeout_s=5)
+            secret.prove(theirs, RUN, timeout_s=5)
         answer = ours.recv(secret.ANSWER_BYTES)
     assert SECRET not in answer
-    assert secret.answer_is_right(sent, answer, SECRET)
-    assert not secret.answer_is_right(secret.challenge(), answer, SECRET)
+    assert secret.answer_is_right(sent, answer, key)
+    assert not secret.answer_is_right(secret.challenge(), answer, key)
 
 
 AS_NOBODY = """
@@ -346,7 +433,7 @@ def test_another_user_who_listens_is_not_spoken_to() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     with pytest.raises(CannotRunError, match="another user's process listens there"):
-        bootstrap.connect(lambda: name, SECRET, deadline_s=0.0)
+        bootstrap.connect(lambda: name, RUN, deadline_s=0.0)
     child.kill()
     child.communicate()
 
@@ -430,13 +517,13 @@ def test_public_secret_refused(home: Path, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CannotRunError, match=r"that no other user can read; run chmod 600 "):
         secret.shared_secret()
     place.chmod(0o600)
-    monkeypatch.setenv(secret.VARIABLE, "short")
+    monkeypatch.setenv(secret.VARIABLE, "x" * 31)
     with pytest.raises(
-        CannotRunError, match="DISTCHECK_SECRET has 5 characters; a secret needs at"
+        CannotRunError, match="DISTCHECK_SECRET has 31 characters; a secret needs at"
     ):
         secret.shared_secret()
-    monkeypatch.setenv(secret.VARIABLE, "x" * 16)
-    assert secret.shared_secret() == b"x" * 16
+    monkeypatch.setenv(secret.VARIABLE, "x" * 32)
+    assert secret.shared_secret() == b"x" * 32
     monkeypatch.delenv(secret.VARIABLE)
     (tmp_path / "link").symlink_to(place)
     monkeypatch.setenv(secret.FILE_VARIABLE, str(tmp_path / "link"))
@@ -448,8 +535,8 @@ def test_public_secret_refused(home: Path, tmp_path: Path, monkeypatch: pytest.M
         secret.shared_secret()
     monkeypatch.setenv(secret.FILE_VARIABLE, str(place))
     assert secret.shared_secret() == place.read_text().encode()
-    place.write_bytes(b"\xff" * 16)
-    assert secret.shared_secret() == b"\xff" * 16
+    place.write_bytes(b"\xff" * 32)
+    assert secret.shared_secret() == b"\xff" * 32
 
 
 def test_a_folder_that_others_can_write_holds_no_secret(home: Path, tmp_path: Path) -> None:

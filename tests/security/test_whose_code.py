@@ -301,7 +301,7 @@ def test_only_own_runs_rerun(changed: str, checkout: Path, monkeypatch: pytest.M
         digests = {**recorded.digests, "strategy": "0" * 32}
         recorded = msgspec.structs.replace(recorded, digests=digests)
     if changed == "the user":
-        monkeypatch.setenv("DISTCHECK_SECRET", "of another user's home folder")
+        monkeypatch.setenv("DISTCHECK_SECRET", "of the home folder of another user")
     given = str(kept.folder)
     if changed == "nothing":
         trust.require_trust(given, [case], {"c": recorded}, doing="replaying", trusted=False)

@@ -44,7 +44,7 @@ def serve(
     server = bootstrap.listen_here(secret.private_name(name, own_secret))
 
     def front() -> None:
-        handshakes, came = Handshakes(server, own_secret), []
+        handshakes, came = Handshakes(server, secret.RunSecret(own_secret, "verify")), []
         while not came:
             came = handshakes.come(1.0)
         line, said = came[0]

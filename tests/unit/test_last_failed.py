@@ -53,6 +53,8 @@ def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
     own = [run_folder.RunStore.of_own(keep_everything=False).folder for _ in range(2)]
     for place, verdict in zip(own, ("pass", "fail"), strict=True):
         keep(runs, place.name, (A[0], verdict))
+        store = run_folder.RunStore(place, keep_everything=False)
+        store.write_report((place / "report.json").read_text())
         (place / "cases").mkdir()
     keep(runs, "zz", (A[0], "pass"))
     unfinished = [runs / f"99999999-{number}-999999999" for number in range(12)]
@@ -64,6 +66,21 @@ def test_a_run_that_came_with_the_folder_is_older_than_all_of_ones_own(
     run_folder.RunStore.of_own(keep_everything=False)
     assert [place.exists() for place in own] == [True, True]
     assert sum(place.exists() for place in unfinished) == 7
+
+
+def test_a_run_whose_report_was_replaced_is_not_the_last_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal covered only the name of the folder, which may have been lent."""
+    monkeypatch.chdir(tmp_path)
+    runs = [run_folder.RunStore.of_own(keep_everything=False) for _ in range(2)]
+    for one in runs:
+        one.write_report('{"verdict":"fail"}')
+        assert run_folder.age_key(one.folder)[0]
+    (runs[1].folder / "report.json").write_text('{"verdict":"pass"}')
+    assert [run_folder.age_key(one.folder)[0] for one in runs] == [True, False]
+    (runs[1].folder / "report.json").unlink()
+    assert not run_folder.age_key(runs[1].folder)[0]
 
 
 def test_what_failed_goes_first_and_its_siblings_beside_it() -> None:

@@ -10,8 +10,9 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.plan.case_remarks import notes_on_case, why_left_out, why_no_full_batch
 from distcheck.plan.cases import check_case, plan_cases, plan_checks
 from distcheck.plan.cells_to_run import counts_only_if_finished
+from distcheck.plan.matrix import run_identity
 from distcheck.plan.settings import Request
-from distcheck.records import Case, Compared, ModelLayout, PlannedCheck, TensorSpec
+from distcheck.records import Adaptation, Case, Compared, ModelLayout, PlannedCheck, TensorSpec
 from distcheck.training.jobs import CaseFacts
 from distcheck.training.loading import load_strategy
 from distcheck.verification.case_run import is_separate
@@ -400,3 +401,26 @@ def test_a_case_says_whether_its_rerun_is_in_separate_interpreters() -> None:
 def test_where_separate_interpreters_are_of_use(change: dict[str, object], separate: bool) -> None:
     case = msgspec.structs.replace(cases()[0], **{"rerun": True, **change})
     assert is_separate(case) is separate
+
+
+@pytest.mark.parametrize("file", ["s.py", "helper.py", "wire.py", "values.py"])
+def test_processes_of_a_run_compare_all_code_that_it_loads(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the named file was compared: a different module that it imports was not noticed."""
+    texts = {"s.py": "import helper\ndef sync(model): pass\n", "helper.py": "", "wire.py": "",
+             "values.py": "x = 1\n"}  # fmt: skip
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for one, text in texts.items():
+            Path(one).write_text(text + "# changed\n" * (name == "b" and one == file))
+        case = Case(
+            id="a", strategy="s.py:sync", world=2, workload="exact", backend="wire.py:make",
+            adaptation=Adaptation(variables=(("x", "@values.py:x"),)),
+        )  # fmt: skip
+        found.append(run_identity([case]))
+        assert run_identity([case]) == found[-1]
+    (changed,) = (name for name in found[0] if found[0][name] != found[1][name])
+    assert changed.startswith("the code of ")

@@ -572,6 +572,10 @@ def test_screen_page_and_documents(llama: Engines) -> None:
     assert "<br>: " not in written
     assert '<th scope="row">59</th>' in written  # the last position of the longest sequence
     assert "scores-temperature" in files["junit"].read_text()
+    annotated = command(llama.file, other, "--github")[1]
+    for text in (files["junit"].read_text(), files["sarif"].read_text(), annotated):
+        assert f"replay: distcheck compare {llama.file} {other} --scores" in text
+        assert "distcheck verify" not in text
     code, screen = command(llama.file, llama.file)
     assert code == 0
     assert screen.startswith("no bit changed in 287 log-probabilities\n")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from distcheck.compare.records import COMPARE
-from distcheck.errors import ExitCode, InternalError, UsageError
+from distcheck.errors import ExitCode, InternalError, UsageError, defects
 from distcheck.errors.defects import innermost_own_place, is_defect, save_traceback
 from distcheck.judge import checks, job
 from distcheck.judge.checks.evidence import Evidence
@@ -98,6 +98,8 @@ def test_a_traceback_hides_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SERVICE_TOKEN", "hunter2-hunter2")
     assert "hunter2" not in Path(save_traceback("ValueError: hunter2-hunter2")).read_text()
+    cut = "hunter2-hunter2" + "x" * (defects._MOST_CHARACTERS - 9)  # begins within the secret
+    assert "hunter2" not in Path(save_traceback(cut)).read_text()
 
 
 def test_a_crashing_check_is_unknown_with_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,21 @@
 Code is loaded by its path, so the current folder must be on a file system that all nodes share.
 """
 
+import contextlib
+import io
 import logging
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from distcheck import private
 from distcheck.addons.engines.running import Ended, LostPart, MatrixTask, run_part
 from distcheck.errors import CannotRunError
+from distcheck.errors.shown_text import one_line
 from distcheck.store.run_folder import private_folder
 
 _LOOK_EVERY_S = 1.0
@@ -25,8 +29,12 @@ class SlurmEngine:
 
     code = "it is loaded by its path: nodes must have access to this folder"
 
-    def __init__(self, executor: Any, work: Sequence[MatrixTask]) -> None:
+    def __init__(self, place: Path) -> None:
+        self._place = place
         self._jobs: list[tuple[Any, MatrixTask]] = []
+
+    def submit(self, executor: Any, work: Sequence[MatrixTask], umask: int) -> None:
+        """Submit one array of jobs for each number of ranks."""
         folder = os.getcwd()
         ordered = sorted(work, key=lambda part: (part.ranks, part.gpus))
         for (ranks, gpus), parts in groupby(ordered, key=lambda part: (part.ranks, part.gpus)):
@@ -36,7 +44,8 @@ class SlurmEngine:
             )  # fmt: skip
             with executor.batch():
                 started = [
-                    (executor.submit(run_part, list(part.words), folder), part) for part in parts
+                    (executor.submit(run_part, list(part.words), folder, umask), part)
+                    for part in parts
                 ]
             self._jobs += started
 
@@ -56,8 +65,11 @@ class SlurmEngine:
                 yield part, LostPart(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
+        """End jobs that still run, and remove the arguments and results of all."""
         for job, _ in self._jobs:
             job.cancel()
+        for pickle in self._place.glob("*.pkl"):
+            pickle.unlink(missing_ok=True)
 
 
 def start(address: str, work: Sequence[MatrixTask]) -> SlurmEngine:
@@ -86,4 +98,18 @@ def start(address: str, work: Sequence[MatrixTask]) -> SlurmEngine:
             f"--on slurm exchanges pickles in {error.filename}: {error.strerror}; work in a "
             "writable folder"
         ) from error
-    return SlurmEngine(submitit.AutoExecutor(place, cluster=address or "slurm"), work)
+    engine = SlurmEngine(place)
+    umask = os.umask(0o077)  # submitit's files contain the arguments, and Slurm's jobs inherit it
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the errors of sbatch are in the exception
+            engine.submit(submitit.AutoExecutor(place, cluster=address or "slurm"), work, umask)
+    except (RuntimeError, ValueError, OSError) as error:
+        engine.close()
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise CannotRunError(
+            f"--on slurm: sbatch did not start the jobs ({one_line(first)}); set SBATCH_PARTITION, "
+            "SBATCH_ACCOUNT and SBATCH_TIMELIMIT as your cluster requires"
+        ) from None
+    finally:
+        os.umask(umask)
+    return engine

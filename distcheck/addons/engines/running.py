@@ -32,8 +32,10 @@ Ended = tuple[int, str, str]  # exit code, the report's text or "", the end of s
 _MOST_WORDS = 2000  # characters of stderr
 
 
-def run_part(words: Sequence[str], folder: str | None) -> Ended:
-    """Run `distcheck verify` with these arguments, in `folder` or the task's working directory."""
+def run_part(words: Sequence[str], folder: str | None, umask: int = -1) -> Ended:
+    """Run `distcheck verify` with these arguments, in `folder` or the task's working directory, and
+    with its umask or the task's.
+    """
     parent = os.getpid()
     with scratch.folder(prefix="distcheck-part-") as place:
         file = Path(place, "part.json")
@@ -46,6 +48,7 @@ def run_part(words: Sequence[str], folder: str | None) -> Ended:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            umask=umask,
             preexec_fn=lambda: die_with_parent(parent),
             check=False,
         )

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,12 @@ from distcheck.job.inside.contents import read_with_equal_rng
 from distcheck.job.inside.ending import RankStatuses
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
+from distcheck.machine import compat
 from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
+_RUN = "distcheck/run"  # key in the store of the default group
 _MOST_SETTING = 1 << 1023  # of a param group; a float holds it
 _WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state
 # Variables of launchers that a script may read; a prefix would match user variables as well.
@@ -86,8 +89,20 @@ def write_rank_record(
             axes=tuple(axes),
             bypassed=_bypassed_wrapper(parameters),
             schedules_by="accelerate" if _steps_per_rank() else "",
+            run=_name_of_run() if grouped else "",
         ),
     )
+
+
+def _name_of_run() -> str:
+    """Return a random name that the first rank here has stored for all ranks of the group, or "" if
+    the backend has no store.
+    """
+    try:
+        name = compat.default_store().compare_set(_RUN, "", secrets.token_hex(16))
+    except (AttributeError, RuntimeError):
+        return ""
+    return str(name.decode(errors="replace"))
 
 
 def _backend_for(device: str) -> str:

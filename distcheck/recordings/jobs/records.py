@@ -365,6 +365,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[MeshAxis, ...] = ()  # of the mesh, if the script has one
     bypassed: str = ""  # the wrapper of a model that is called without it
     schedules_by: str = ""  # "accelerate" if its schedules step once per rank
+    run: str = ""  # a random name of the run, which its ranks share through their group's store
 
 
 class SavedRecordingFiles(msgspec.Struct, frozen=True, kw_only=True):

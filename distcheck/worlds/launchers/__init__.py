@@ -45,11 +45,6 @@ class Launch:
     run: str = ""
 
     @property
-    def is_published(self) -> bool:
-        """True if rank 0's address is stored where other users may be able to change it."""
-        return self.meeting.startswith(("store://", "file://"))
-
-    @property
     def is_front(self) -> bool:
         """True if this process plans, judges and reports; the others only run their ranks."""
         return 0 in self.ranks_here

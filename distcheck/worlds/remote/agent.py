@@ -177,13 +177,9 @@ class Agent:
         return self._over is not None
 
     def _meet(self, *, error: str, patience_s: float) -> None:
-        own_secret = secret.shared_secret()
-        self._line = bootstrap.connect(
-            self._make_finder(patience_s, own_secret),
-            own_secret,
-            deadline_s=patience_s,
-            is_published=self._launch.is_published,
-        )
+        run = secret.RunSecret(secret.shared_secret(), "verify", self._launch.run)
+        find = self._make_finder(patience_s, run.secret)
+        self._line = bootstrap.connect(find, run, deadline_s=patience_s)
         self._line.be_patient(patience_s)
         self.send(
             protocol.Joining(

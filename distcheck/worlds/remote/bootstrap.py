@@ -1,17 +1,20 @@
 """Connects processes that were started together: one listens, the others connect.
 
 The schemes are those of `launchers.Launch.meeting`. Both ends prove that they have the run's secret
-(`secret.py`) before any message; on one machine, both must belong to one user.
+(`secret.py`) before any message; on one machine, both must belong to one user. All addresses come
+from `address_of`, which rejects those that no function of Python's could handle.
 """
 
 import contextlib
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -25,6 +28,7 @@ from distcheck.worlds.remote import protocol, secret
 LISTEN = "DISTCHECK_LISTEN_ADDR"
 _RETRY_S = 0.1
 _MOST_BYTES = 1 << 10  # of an address
+_MOST_SHOWN = 100  # characters of an invalid one
 
 Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract socket, or not yet
 
@@ -84,12 +88,19 @@ def address_of(meeting: str) -> tuple[str, int]:
     """Return host and port of tcp://HOST:PORT or store://HOST:PORT. Raises CannotRunError."""
     _, _, place = meeting.partition("://")
     host, _, port = place.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise CannotRunError(
-            f"{meeting!r} is not a rendezvous address; expected tcp://HOST:PORT with a port from "
-            "1 to 65535"
+            f"{meeting[:_MOST_SHOWN]!r} is not a rendezvous address; expected tcp://HOST:PORT with "
+            "a valid name and a port from 1 to 65535"
         )
     return host.strip("[]"), int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Return True if a text can be looked up as the name of a host."""
+    with contextlib.suppress(UnicodeError):
+        return text.isprintable() and bool(text.encode("idna"))
+    return False
 
 
 def address_in(file: Path) -> tuple[str, int] | None:
@@ -104,14 +115,12 @@ def address_in(file: Path) -> tuple[str, int] | None:
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address of this machine, or at that of `LISTEN`. Raises CannotRunError."""
     named, host = host, os.environ.get(LISTEN) or host
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise CannotRunError(f"the master's address {host!r} is unknown: {error}") from None
+    family, place = _look_up(host, port)
     server = socket.socket(family)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         server.bind(place)
+        server.listen(1024)
     except OSError as error:
         server.close()
         if error.errno == errno.EADDRNOTAVAIL:
@@ -124,8 +133,16 @@ def listen(host: str, port: int) -> socket.socket:
             f"rank 0 cannot listen at {host}:{port}: {error.strerror}; another program may use "
             "the port; pass a different one with --master-port or MASTER_PORT"
         ) from None
-    server.listen(1024)
     return server
+
+
+def _look_up(host: str, port: int) -> tuple[int, Any]:
+    """Return family and address of a host. Raises CannotRunError."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, ValueError) as error:  # ValueError: `LISTEN` may be anything
+        raise CannotRunError(f"the master's address {host!r} is unknown: {error}") from None
+    return family, place
 
 
 def place_of(server: socket.socket) -> str:
@@ -133,11 +150,22 @@ def place_of(server: socket.socket) -> str:
     host, port = server.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # the user asked for all interfaces
         host = socket.gethostname()
-    return _spelled(host, port)
+    return secret.spelled(host, port)
 
 
-def _spelled(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def translated_to(server: socket.socket, meeting: str) -> set[str]:
+    """Return the destinations of connections that an address translation leads to `server`, if the
+    user declares one by `LISTEN`. They were made to the `meeting`, or to a published address.
+    """
+    if not os.environ.get(LISTEN) or server.family == socket.AF_UNIX:
+        return set()
+    place = meeting if meeting.startswith("tcp://") else f"tcp://{place_of(server)}"
+    host, port = address_of(place)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {secret.spelled(str(secret.numeric_address(str(one[4][0]))), port) for one in found}
 
 
 def listen_on_own() -> socket.socket:
@@ -161,7 +189,7 @@ def listen_on_way_to(host: str, port: int) -> socket.socket:
     try:
         return listen(host, 0)
     except CannotRunError:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, place = _look_up(host, port)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
             probe.connect(place)
             own = str(probe.getsockname()[0])
@@ -173,10 +201,10 @@ def listen_here(name: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(f"\0{name}")
+        server.listen(1024)
     except OSError as error:
         server.close()
         raise CannotRunError(f"rank 0 cannot listen at {name}: {error.strerror}") from None
-    server.listen(1024)
     return server
 
 
@@ -195,12 +223,9 @@ def publish_address_in_file(path: str, place: str) -> Iterator[None]:
             target.unlink()
 
 
-def connect(
-    find: Finder, own_secret: bytes, *, deadline_s: float, is_published: bool = False
-) -> protocol.Connection:
+def connect(find: Finder, run: secret.RunSecret, *, deadline_s: float) -> protocol.Connection:
     """Connect to the address that `find` returns for rank 0 (None: not known yet) and authenticate,
-    retrying until the deadline. `is_published`: others can change the address. Raises
-    CannotRunError.
+    retrying until the deadline. Raises CannotRunError.
     """
     deadline = time.monotonic() + deadline_s
     reason, place = "its address is not known yet", None
@@ -209,11 +234,8 @@ def connect(
         if place is not None:
             left = max(deadline - time.monotonic(), _RETRY_S)
             try:
-                bound = own_secret
-                if is_published and not isinstance(place, str):
-                    bound = secret.for_address(own_secret, _spelled(*place))
-                return _connect_once(place, bound, left)
-            except (OSError, socket.gaierror) as error:
+                return _connect_once(place, run, left)
+            except OSError as error:
                 reason = error.strerror or str(error)
         if time.monotonic() > deadline:
             spelled = place if isinstance(place, str | None) else f"{place[0]}:{place[1]}"
@@ -226,7 +248,7 @@ def connect(
 
 
 def _connect_once(
-    place: tuple[str, int] | str, own_secret: bytes, timeout_s: float
+    place: tuple[str, int] | str, run: secret.RunSecret, timeout_s: float
 ) -> protocol.Connection:
     if isinstance(place, str):
         connection = socket.socket(socket.AF_UNIX)
@@ -238,7 +260,7 @@ def _connect_once(
             connection.connect(f"\0{place}")
         if not secret.is_own_peer(connection):
             raise ConnectionError("another user's process listens there")
-        keys = secret.prove(connection, own_secret, timeout_s=timeout_s)
+        keys = secret.prove(connection, run, timeout_s=timeout_s)
     except OSError:
         connection.close()
         raise

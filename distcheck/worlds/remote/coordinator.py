@@ -237,7 +237,7 @@ class Coordinator(Pool):
         super().__init__(helper_for_launch(launch))
         self._launch, self._deadline_s = launch, deadline_s
         self._identity = identity
-        self._secret = secret.shared_secret()
+        self._run = secret.RunSecret(secret.shared_secret(), "verify", launch.run)
         self._links: list[Link] = []
         self._worlds = 0
         self._gathered = False
@@ -404,7 +404,7 @@ class Coordinator(Pool):
         with contextlib.ExitStack() as stack:
             if scheme == "unix":
                 server = stack.enter_context(
-                    bootstrap.listen_here(secret.private_name(name, self._secret))
+                    bootstrap.listen_here(secret.private_name(name, self._run.secret))
                 )
             elif scheme == "file":
                 server = stack.enter_context(bootstrap.listen_on_own())
@@ -425,10 +425,8 @@ class Coordinator(Pool):
         """Accept connections until all ranks have places. Raises CannotRunError at the deadline."""
         patience_s = max(self._deadline_s, LEAST_SILENCE_S)
         deadline = time.monotonic() + patience_s
-        own = self._secret
-        if self._launch.is_published:
-            own = secret.for_address(own, bootstrap.place_of(server))
-        handshakes = Handshakes(server, own)
+        translated = bootstrap.translated_to(server, self._launch.meeting)
+        handshakes = Handshakes(server, self._run, translated=translated)
         try:
             self._wait_for_all(handshakes, deadline, patience_s)
         finally:
@@ -503,8 +501,8 @@ def _about_refused(connections: int) -> str:
     if not connections:
         return ""
     return (
-        f"; {connections} connections were rejected because they did not have rank 0's secret: "
-        f"{secret.ADVICE}"
+        f"; {connections} connections were rejected because they did not have rank 0's secret, or "
+        f"were not made to rank 0's address: {secret.ADVICE}"
     )
 
 

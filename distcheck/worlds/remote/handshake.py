@@ -9,6 +9,7 @@ import select
 import socket
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +38,20 @@ class _Handshake:
 
 
 class Handshakes:
-    """All pending connections, until every rank has connected; messages are of `kind`."""
+    """All pending connections of a run, until every rank has connected; messages are of `kind`, and
+    `translated` as for `RunSecret.of_accepted`.
+    """
 
     def __init__(
-        self, server: socket.socket, own_secret: bytes, kind: Any = protocol.FromHost
+        self,
+        server: socket.socket,
+        run: secret.RunSecret,
+        kind: Any = protocol.FromHost,
+        *,
+        translated: Collection[str] = (),
     ) -> None:
-        self._server, self._secret, self._kind = server, own_secret, kind
+        self._server, self._run, self._kind = server, run, kind
+        self._translated = translated
         self._waiting: list[_Handshake] = []
         self.refused = 0  # connections with a wrong answer to the challenge
         server.setblocking(False)
@@ -113,12 +122,14 @@ class Handshakes:
         handshake.heard += piece
         if len(handshake.heard) < secret.ANSWER_BYTES:
             return bool(piece)
-        if not secret.answer_is_right(handshake.sent, handshake.heard, self._secret):
+        sent, heard = handshake.sent, handshake.heard
+        known = self._run.of_accepted(handshake.connection, self._translated)
+        shared = next((key for key in known if secret.answer_is_right(sent, heard, key)), None)
+        if shared is None:
             self.refused += 1
             return False
-        proof = secret.proof_of_front(handshake.sent, handshake.heard, self._secret)
-        handshake.connection.sendall(proof)
-        keys = secret.keys_of_front(handshake.sent, handshake.heard, self._secret)
+        handshake.connection.sendall(secret.proof_of_front(sent, heard, shared))
+        keys = secret.keys_of_front(sent, heard, shared)
         handshake.line = protocol.Connection(
             handshake.connection, self._kind, keys, patience_s=HANDSHAKE_S
         )

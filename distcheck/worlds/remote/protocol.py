@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from distcheck.worlds.framing import Frames, Line
+from distcheck.worlds.framing import MOST_BYTES, Frames, Line
 from distcheck.worlds.messages import RoutedEvent
 from distcheck.worlds.remote import secret
 
@@ -139,6 +139,7 @@ class Connection(Line):
     """
 
     receive_bytes = 1 << 20
+    most_bytes = MOST_BYTES
 
     def __init__(
         self, connection: socket.socket, kind: Any, keys: secret.Keys, *, patience_s: float

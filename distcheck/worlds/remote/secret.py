@@ -2,7 +2,7 @@
 
 The secret is the first of these that exists:
 
- DISTCHECK_SECRET       its value, of at least 16 characters; the launcher passes it to all
+ DISTCHECK_SECRET       its value, of at least 32 characters; the launcher passes it to all
                         processes
  DISTCHECK_SECRET_FILE  a file with the secret, readable only by its owner
  ~/.config/distcheck/secret
@@ -15,13 +15,18 @@ that is sufficient on one machine.
 Each end sends a fresh random challenge and answers the other's with an HMAC over both, so the
 secret itself is never sent and an answer cannot be replayed. Every later message is signed with a
 key that depends on both challenges, because the handshake of two honest ends may pass through a
-third process. If the front end has published its address where others can change it, the HMACs
-cover that address, so that no other address can be relayed. Messages are not encrypted.
+third process. Messages are not encrypted.
+
+All runs of a user have one secret, so a third process could connect an end of one run to an end of
+another. Therefore every HMAC also covers the run (`RunSecret`): its purpose, its name, and the
+destination of the connection as each end's own kernel reports it. Both ends of a direct connection
+see the same destination, however they spell the address, while a relay listens elsewhere.
 """
 
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -29,8 +34,10 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,15 +45,16 @@ from distcheck import private
 from distcheck.errors import CannotRunError
 
 VARIABLE, FILE_VARIABLE = "DISTCHECK_SECRET", "DISTCHECK_SECRET_FILE"
-GREETING = b"distcheck/4\n"
+GREETING = b"distcheck/5\n"
 CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
 ADVICE = (
     f"start every process as the same user with the same home folder, or set the same {VARIABLE} "
-    "for all of them"
+    "for all of them; if an address translation leads to rank 0, set DISTCHECK_LISTEN_ADDR there"
 )
-_LEAST_CHARACTERS = 16
+# Heuristic: whoever listens gets an HMAC with which guesses of a secret can be checked.
+_LEAST_CHARACTERS = 32
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -108,7 +116,8 @@ def _read(place: Path) -> str:
 def _long_enough(text: str, name: str) -> bytes:
     if len(text) < _LEAST_CHARACTERS:
         raise CannotRunError(
-            f"{name} has {len(text)} characters; a secret needs at least {_LEAST_CHARACTERS}"
+            f"{name} has {len(text)} characters; a secret needs at least {_LEAST_CHARACTERS} "
+            "random ones, such as those of `openssl rand -hex 32`"
         )
     return text.encode(errors="surrogateescape")
 
@@ -116,6 +125,64 @@ def _long_enough(text: str, name: str) -> bytes:
 def private_name(name: str, secret: bytes) -> str:
     """Return a socket name derived from `name` that only processes with the secret can compute."""
     return f"{name}-{hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+@dataclass(frozen=True)
+class RunSecret:
+    """The user's secret, restricted to one run: its `purpose` ("verify" or "job"), and the `run`'s
+    name, if all of its processes have the same one.
+    """
+
+    secret: bytes
+    purpose: str
+    run: str = ""
+
+    def of(self, destination: str) -> bytes:
+        """Return the key for connections of this run to a destination."""
+        covered = ascii((self.purpose, self.run, destination)).encode()
+        return hmac.digest(self.secret, b"run\0" + covered, "sha256")
+
+    def of_accepted(
+        self, connection: socket.socket, translated: Collection[str] = ()
+    ) -> set[bytes]:
+        """Return the keys that the peer of an accepted connection may have. `translated` are the
+        destinations that an address translation changes into this one.
+        """
+        own, peer = connection.getsockname(), connection.getpeername()
+        return {self.of(place) for place in (_destination(own, peer), *translated)}
+
+
+def _destination(to: Any, source: Any) -> str:
+    """Return the destination of a connection between two socket addresses. Addresses that several
+    machines may have are completed with this machine: loopback, and an address that connects to
+    itself.
+    """
+    if not isinstance(to, tuple):  # of a Unix socket
+        return os.fsdecode(to)
+    host, other = numeric_address(to[0]), numeric_address(source[0])
+    place = spelled(str(host), to[1])
+    return f"{place} {_this_machine()}" if host.is_loopback or host == other else place
+
+
+def numeric_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address of a socket, in one form for IPv4 over IPv6."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def spelled(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _this_machine() -> str:
+    """Return a name of this machine's network, which all processes that can reach each other by
+    loopback share.
+    """
+    boot = ""
+    with contextlib.suppress(OSError):  # hidden by some containers
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    about = os.stat("/proc/self/ns/net")
+    return f"{boot} {about.st_dev} {about.st_ino}"
 
 
 def challenge() -> bytes:
@@ -145,16 +212,12 @@ def keys_of_front(sent: bytes, answer: bytes, secret: bytes) -> Keys:
     return Keys(*(_proof(role, sent, answer, secret) for role in (b"by front", b"by host")))
 
 
-def for_address(secret: bytes, place: str) -> bytes:
-    """Return the secret for a connection to an address that the front end has published."""
-    return hmac.new(secret, b"address\0" + place.encode(), hashlib.sha256).digest()
-
-
-def prove(connection: socket.socket, secret: bytes, *, timeout_s: float) -> Keys:
-    """Authenticate as an agent, and return the keys of later messages. Raises ConnectionError if
-    the peer does not have the secret, OSError if it has not sent its part within `timeout_s`
-    seconds.
+def prove(connection: socket.socket, run: RunSecret, *, timeout_s: float) -> Keys:
+    """Authenticate as the agent that has made the connection, and return the keys of later
+    messages. Raises ConnectionError if the peer does not have the secret, OSError if it has not
+    sent its part within `timeout_s` seconds.
     """
+    secret = run.of(_destination(connection.getpeername(), connection.getsockname()))
     until = time.monotonic() + timeout_s
     sent = _receive_exactly(connection, len(GREETING) + CHALLENGE_BYTES, until)
     if not sent.startswith(GREETING):

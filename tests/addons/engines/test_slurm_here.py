@@ -1,10 +1,14 @@
 """`--on slurm` with submitit's own executor of this machine, in place of a cluster's sbatch."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from distcheck.addons.engines import on_slurm
+from distcheck.addons.engines.running import MatrixTask
+from distcheck.errors import CannotRunError
 from tests.world.command import QUICK, Run, complaints
 from tests.world.command import distcheck as distcheck
 
@@ -27,3 +31,49 @@ def test_what_goes_with_no_engine_is_said(distcheck: Run) -> None:
     ran = distcheck(*WORDS, "--on", "slurm", "--shard", "1/2")
     assert ran.returncode == 2
     assert "--on cannot be combined with --shard: it splits the whole matrix" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "expected"),
+    [
+        (
+            "printf '\\033[2J\\n::error::evil\\n' >&2; exit 1",
+            r"did not start the jobs \(\x1b\[2J\)",
+        ),
+        ("echo invalid partition >&2; exit 1", r"did not start the jobs \(invalid partition\)"),
+        ("echo garbage", r"did not start the jobs \(Could not make sense of sbatch output"),
+        ("printf '\\377'", "did not start the jobs"),
+    ],
+)
+def test_a_submission_that_fails_is_one_sentence(
+    sbatch: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It was reported as a defect, and sbatch's errors went to the terminal as they were."""
+    for name, script in (("sbatch", sbatch), ("srun", "exit 0"), ("scancel", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CannotRunError, match=expected):
+        on_slurm.start("", [MatrixTask(1, "part", ("--secret", "hunter2-hunter2"), 2, 0)])
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    assert [*tmp_path.rglob("*.pkl")] == []
+
+
+def test_pickles_are_private_and_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments, which may contain a secret, are in them as they are."""
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o022)
+    try:
+        engine = on_slurm.start("local", [MatrixTask(1, "part", ("--help",), 2, 0)])
+        modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.pkl")}
+        assert modes == {0o600}
+        engine.close()
+        assert [*tmp_path.rglob("*.pkl")] == []
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
