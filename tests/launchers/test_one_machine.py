@@ -95,7 +95,7 @@ def test_a_meeting_in_a_file(tmp_path: Path) -> None:
     machine = [*PYTHON, *QUICK, *method, "--num-nodes", "2", "--rank"]
     ends = finish([start([*machine, n], tmp_path) for n in ("0", "1")])
     assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "PASS    allreduce, world 3" in ends[0][1], ends[0][1]
+    assert "PASS    allreduce   3 ranks" in ends[0][1], ends[0][1]
     assert ends[1][1:] == ("", "")
     assert not (tmp_path / "meeting").exists()
 
