@@ -53,7 +53,7 @@ ADVICE = (
     f"start every process as the same user with the same home folder, or set the same {VARIABLE} "
     "for all of them; if an address translation leads to rank 0, set DISTCHECK_LISTEN_ADDR there"
 )
-# Heuristic: whoever listens gets an HMAC with which guesses of a secret can be checked.
+# Heuristic: every listener receives an HMAC that can confirm guesses of the secret.
 _LEAST_CHARACTERS = 32
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
