@@ -20,7 +20,6 @@ def text_of(path: Path) -> str:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a module."""
     return tuple(ast.walk(ast.parse(text_of(path))))
 
 

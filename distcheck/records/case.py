@@ -4,7 +4,6 @@ unique and independent of the order of requests.
 
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +12,7 @@ import xxhash
 
 from distcheck.records.decoding import Count, Int, Steps, World
 from distcheck.records.layers import BITWISE, IN_FLOAT32, ROUNDING
+from distcheck.records.odd_ranks import grouped
 
 LossName = Literal["mean", "mean/world", "sum/global", "tokens"]
 
@@ -157,9 +157,7 @@ def is_file_name(text: str) -> bool:
 
 def with_unique_ids(cases: Sequence[Case]) -> list[Case]:
     """Return the cases with unique ids; duplicates are removed."""
-    alike: dict[str, list[Case]] = defaultdict(list)
-    for case in dict.fromkeys(cases):
-        alike[case.id].append(case)
+    alike = grouped(dict.fromkeys(cases), lambda case: case.id)
     names = {case: name for same in alike.values() for case, name in _distinguish(same).items()}
     return [msgspec.structs.replace(case, id=names[case]) for case in dict.fromkeys(cases)]
 

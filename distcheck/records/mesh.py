@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from distcheck.records.odd_ranks import grouped
+
 Axis = Literal["data", "tensor", "pipeline", "sequence", "expert"]
 Axes = tuple[tuple[Axis, int], ...]
 REST = -1  # the size of an axis that uses the rest of the world
@@ -66,12 +68,14 @@ class Mesh(msgspec.Struct, frozen=True):
 
     def along(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of ranks that differ only in this axis."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        others = [name for name, _ in self.axes if name != axis]
-        for rank in range(self.world):
-            place = tuple(self.coordinate(rank, other) for other in others)
-            found.setdefault(place, []).append(rank)
-        return [tuple(group) for group in found.values()]
+        return self.groups_at([name for name, _ in self.axes if name != axis])
+
+    def groups_at(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the groups of ranks with the same coordinates on these axes."""
+        places = grouped(
+            range(self.world), lambda rank: tuple(self.coordinate(rank, axis) for axis in axes)
+        )
+        return list(map(tuple, places.values()))
 
     def spread(self, shards: Sequence[T]) -> list[T]:
         """Expand one value per data coordinate to one per rank."""

@@ -1,14 +1,26 @@
-"""Identifies the rank that differs from the others, for the diagnosis and the pictures.
+"""Groups ranks by what they did, and identifies the rank that differs from the others.
 
 A rank is odd if most ranks behaved differently. In a tie no rank is odd, and the tie is reported. A
 rank that stopped because it lost its peer is not odd: its failure is secondary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 Key = tuple[str, bool, int]  # of a call: its group, point-to-point, its number
 Calls = Mapping[int, Mapping[Key, str]]  # calls by rank, of the ranks that replied
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Group items with the same key, in the order of their first ones."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -60,11 +72,7 @@ def majority_call(groups: Mapping[str, Sequence[int]], *, unknown: int = 0) -> s
 
 
 def group_ranks_by_call(calls: Calls, key: Key) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank in sorted(calls):
-        if key in calls[rank]:
-            found.setdefault(calls[rank][key], []).append(rank)
-    return found
+    return grouped([r for r in sorted(calls) if key in calls[r]], lambda rank: calls[rank][key])
 
 
 def first_call_mismatch(calls: Calls) -> CallMismatch | None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from distcheck.records.odd_ranks import majority_call, ranks_in_words, ranks_outside_the_majority
+from distcheck.records.odd_ranks import (
+    grouped,
+    majority_call,
+    ranks_in_words,
+    ranks_outside_the_majority,
+)
 
 _MOST_SITES = 4  # of one kind of call, in a sentence
 _REDUCES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter")
@@ -271,9 +276,8 @@ def waiting_in_words(waits: Mapping[int, Wait], over: Sequence[int]) -> str:
     """Describe all waits, ranks of a cycle first, and the ranks that finished (`over`)."""
     cycle = find_wait_cycle({rank: wait.missing for rank, wait in waits.items()})
     several = len({wait.call.group for wait in waits.values() if wait.call}) > 1
-    alike: dict[str, list[int]] = {}
-    for rank in [*cycle, *sorted(waits.keys() - set(cycle))]:
-        alike.setdefault(waits[rank].in_words(with_group=several), []).append(rank)
+    ranks = [*cycle, *sorted(waits.keys() - set(cycle))]
+    alike = grouped(ranks, lambda rank: waits[rank].in_words(with_group=several))
     said = [
         f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)} {words}"
         for words, ranks in alike.items()

@@ -14,6 +14,7 @@ from distcheck.records import CaseReport, CheckResult, Diagnosis, Outcome
 from distcheck.records.causes import APART
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import check_with_layer
+from distcheck.records.odd_ranks import grouped
 from distcheck.reports.wording import (
     advice_lines,
     describe_place,
@@ -85,11 +86,8 @@ def group_equal_failures(cases: Sequence[CaseReport]) -> dict[Key, list[CaseRepo
     """Group cases that did not pass by equal description, the most informative first. Cases given
     up before they began, whose note has the reason, are excluded.
     """
-    alike: dict[Key, list[CaseReport]] = {}
     failed = [case for case in cases if case.verdict != "pass" and case.replay]
-    for case in most_telling_first(failed):
-        alike.setdefault(_key(case), []).append(case)
-    return alike
+    return grouped(most_telling_first(failed), _key)
 
 
 def _key(case: CaseReport) -> Key:
@@ -151,11 +149,10 @@ def ends_of_ranks(
     """Yield the ends of ranks that did not finish as (label, text), limited in lines: causes in
     full, secondary failures grouped.
     """
-    alike: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.outcome != RankEnd.FINISHED:
-            key = (outcome.outcome, outcome.where if outcome.lost_peer else outcome.detail)
-            alike.setdefault(key, []).append(outcome)
+    alike = grouped(
+        [one for one in outcomes if one.outcome != RankEnd.FINISHED],
+        lambda one: (one.outcome, one.where if one.lost_peer else one.detail),
+    )
     for (_, detail), ranks in alike.items():
         names = ", ".join(str(o.rank) for o in sorted(ranks, key=lambda o: o.rank))
         text = _shorten(detail.splitlines(), ranks[0].last_call, lines, says_cut=says_cut)

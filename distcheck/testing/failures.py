@@ -10,6 +10,7 @@ import pytest
 
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
+from distcheck.records.odd_ranks import grouped
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.testing.pytest_compat import (
     ExceptionChainRepr,
@@ -91,10 +92,8 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
 
 def why_ranks_disagree(ended: WorldEnd) -> str:
     """Return the error message if only some ranks skip the test or reject the example; else ""."""
-    left_out: dict[str, list[int]] = {}
-    for rank, report in sorted(ended.reports.items()):
-        if report.end in _LEFT_OUT:
-            left_out.setdefault(report.end, []).append(rank)
+    ranks_left_out = [rank for rank, one in sorted(ended.reports.items()) if one.end in _LEFT_OUT]
+    left_out = grouped(ranks_left_out, lambda rank: ended.reports[rank].end)
     told = [
         f"{ranks_phrase(ranks, ended.size)} {_LEFT_OUT[end][0]} ({ended.reports[ranks[0]].reason})"
         for end, ranks in left_out.items()

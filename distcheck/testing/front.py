@@ -22,6 +22,7 @@ from distcheck.machine import devices
 from distcheck.plan.scheduled import number_of_schedules
 from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
+from distcheck.records.odd_ranks import grouped
 from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.testing import (
     blas,
@@ -302,10 +303,7 @@ def _forward_reports(item: pytest.Function, ended: WorldEnd) -> None:
 
 def _group_ranks_by_text(texts: dict[int, str]) -> list[tuple[str, str]]:
     """Group ranks by text, without the empty one: [("0, 2", text), ...]."""
-    found: dict[str, list[int]] = {}
-    for number in sorted(texts):
-        if texts[number]:
-            found.setdefault(texts[number], []).append(number)
+    found = grouped([number for number in sorted(texts) if texts[number]], texts.__getitem__)
     return [(", ".join(map(str, numbers)), text) for text, numbers in found.items()]
 
 

@@ -19,6 +19,7 @@ from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import BYTES, CPU_RNG_STATE_BYTES
 from distcheck.records import Case, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening, TokensPerSampleDiffer
+from distcheck.records.odd_ranks import grouped
 from distcheck.training.adapters.forms import trained_with
 from distcheck.training.loaded import LoadedWorkload
 from distcheck.training.loading import load_trained, load_workload
@@ -371,9 +372,8 @@ def load_initial(model: nn.Module, file: str) -> None:
         if not stat.S_ISREG(os.lstat(file).st_mode):
             raise ValueError("it is not a regular file")
         with safe_open(file, "pt") as recorded, torch.no_grad():
-            held: dict[str, list[str]] = {}  # ranks with bit-identical tensors share one
-            for key in recorded.keys():  # noqa: SIM118
-                held.setdefault(key.partition("/")[2], []).append(key)
+            # Ranks with bit-identical tensors share one.
+            held = grouped(recorded.keys(), lambda key: str(key).partition("/")[2])
             for kind, tensors in (
                 ("parameter", model.named_parameters()),
                 ("buffer", model.named_buffers()),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from distcheck.backends import name_of
+from distcheck.recordings.traces.layout import BYTES
 from distcheck.records import Case, CaseContents, CaseReport, CheckResult, Diagnosis
 from distcheck.records import expected_events as happenings
 from distcheck.records.causes import name_cause
@@ -151,7 +152,7 @@ def _not_shown(ran: Sequence[Ran]) -> Iterator[str]:
         f"{max(one.most_dimensions for case, one in ran)} dimensions, modules nested deeper than "
         f"{max(one.depth for case, one in ran)}"
     )
-    together = max(one.elements * _bytes_of(case.dtype) for case, one in ran) / (1 << 20)
+    together = max(one.elements * BYTES.get(case.dtype, 0) for case, one in ran) / (1 << 20)
     yield (f"a second bucket of {together:.2g} MiB or more, the size of all gradients together")
     kinds = sorted({kind for case, one in ran for kind in one.kinds})
     named = ", ".join(kinds[:_MOST_KINDS])
@@ -179,12 +180,6 @@ def _not_shown(ran: Sequence[Ran]) -> Iterator[str]:
         )
     backends = ", ".join(sorted({f"{case.backend} on {case.device}" for case, one in ran}))
     yield f"backends other than {backends}, and other hardware"
-
-
-def _bytes_of(dtype: str) -> int:
-    """Return the bytes of an element: 4 for "float32"."""
-    digits = "".join(filter(str.isdigit, dtype))
-    return int(digits) // 8 if digits else 0
 
 
 def _of_schedules(ran: Sequence[Ran], simulated: bool) -> str:

@@ -102,7 +102,6 @@ def recorded_file(
 
 
 def recorded(script: str, folder: Path, **about: Any) -> JobRecording:
-    """The recording of a script."""
     run(script, folder, **about)
     return reading.read_recording(folder)
 

@@ -413,6 +413,11 @@ def test_numbers_that_must_not_be_alike(name: str) -> None:
     ]
 
 
+def test_the_largest_group_with_one_stream_comes_first() -> None:
+    said = [{"cpu_random": n, "device_random": 0} for n in (4, 4, 6, 6, 6, 0, 0, 0, 0)]
+    assert comparing.groups_with_equal_streams(said) == ((2, 3, 4), (0, 1))
+
+
 @pytest.mark.parametrize("second", [{1, 2, 3}, {2, 3, 4}], ids=["all", "most"])
 def test_samples_that_two_ranks_have(second: set[int]) -> None:
     found = comparing.differing_kinds(rows(rows=[{1, 2, 3}, {7, 8, 9}, second]), first=True)
@@ -423,7 +428,7 @@ def test_parts_are_compared_among_ranks_that_hold_the_same_one() -> None:
     assert comparing.differing_kinds(rows(part=[1, 2, 1], divided=[5, 6, 5]), first=True) == []
     wrong = rows(part=[1, 2, 1], divided=[5, 6, 7])
     assert comparing.differing_kinds(wrong, first=True) == [comparing.PARAMETERS]
-    assert comparing.divided_groups(wrong) == [[0, 2]]
+    assert comparing.divided_groups(wrong) == [(0, 2)]
 
 
 @pytest.mark.parametrize(

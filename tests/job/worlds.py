@@ -98,7 +98,6 @@ def judged(
     script: Path, folder: Path, *words: str, modules: bool = True, steps: int = 3,
     change: Callable[[JobOptions], JobOptions] = lambda asked: asked,
 ) -> CaseReport:  # fmt: skip
-    """The case of a script, as the command judges it."""
     record(script, folder / "job", *words, modules=modules, steps=steps)
     job = perturbed_runs.read_whole(folder / "job", folder / "whole")
     asked = change(JobOptions(words=("python", str(script)), steps=steps, modules=modules))

@@ -17,8 +17,6 @@ OF_WORLDS = {"distcheck.worlds.remote.bootstrap:through_store"}
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request."""
-
     number: int
 
 

@@ -84,7 +84,6 @@ class InFloat32Alone(AtAKink):
 
 
 def correct(model, step):  # type: ignore[no-untyped-def]
-    """The mean."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= step.world_size

@@ -55,7 +55,6 @@ class Command:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The same."""
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distcheck.addons.simulated.calls import calling_stack, is_called_by_theirs
-from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.records.odd_ranks import grouped, ranks_in_words
 from distcheck.worlds.callers import place_of_caller
 
 NOT_DESTROYED = "groups-not-destroyed"
@@ -69,9 +69,7 @@ class CreatedGroups:
     def mismatch(self) -> str:
         """Return a sentence about the first group whose ranks disagree; empty if none."""
         for made in self._by_name.values():
-            alike: dict[_Line, list[int]] = {}
-            for rank, line in sorted(made.items()):
-                alike.setdefault(line, []).append(rank)
+            alike = grouped(sorted(made), made.__getitem__)
             if len({ranks for _, ranks in alike}) > 1:
                 clauses = [
                     f"{ranks_in_words(makers)} made a group of {ranks_in_words(ranks)}"

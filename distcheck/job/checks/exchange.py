@@ -342,7 +342,6 @@ def _views_by_loss(job: JobRecording) -> list[JobRecording]:
 
 
 def _judge_scale(job: JobRecording, tally: Tally, step: int, losses: int) -> None:
-    """Judge the scale of one of the `losses` of a step."""
     factors = _loss_weights(job, step)
     if factors is None:
         _judge_terms(job, tally, step)

@@ -5,6 +5,7 @@ from itertools import combinations
 from typing import Any
 
 from distcheck.job.guard.records import ReplicaFinding
+from distcheck.records.odd_ranks import grouped
 
 PARAMETERS, BUFFERS, STATE, SETTINGS = "parameters", "buffers", "optimizer state", "settings"
 SAMPLES, RANDOMNESS, INITIAL, STEPS = "samples", "random streams", "initial state", "steps"
@@ -40,32 +41,26 @@ def differing_kinds(rows: Sequence[Numbers], *, first: bool) -> list[str]:
         found.append(PARAMETERS)
     if pairs_sharing_samples(rows):
         found.append(SAMPLES)
-    if groups_with_equal_number(rows, "cpu_random") or groups_with_equal_number(
-        rows, "device_random"
-    ):
+    if groups_with_equal_streams(rows):
         found.append(RANDOMNESS)
     return found
 
 
-def divided_groups(rows: Sequence[Numbers]) -> list[list[int]]:
+def divided_groups(rows: Sequence[Numbers]) -> list[tuple[int, ...]]:
     """Return groups of indices of ranks that hold the same shard with different contents."""
-    by_part: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        by_part.setdefault(row["part"], []).append(place)
-    return [
-        places
-        for places in by_part.values()
-        if len({rows[place]["divided"] for place in places}) > 1
-    ]
+    holders = groups_of([row["part"] for row in rows])
+    return [places for places in holders if len({rows[place]["divided"] for place in places}) > 1]
 
 
-def groups_with_equal_number(rows: Sequence[Numbers], field: str) -> list[tuple[int, ...]]:
-    """Return groups of indices of ranks with the same nonzero number."""
-    by_value: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        if row[field]:
-            by_value.setdefault(row[field], []).append(place)
-    return [tuple(places) for places in by_value.values() if len(places) > 1]
+def groups_with_equal_streams(rows: Sequence[Numbers]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of indices of ranks that used the same RNG stream: on the CPU, or on their
+    devices.
+    """
+    for numbers in ([row[field] for row in rows] for field in ("cpu_random", "device_random")):
+        alike = [places for places in groups_of(numbers) if len(places) > 1 and numbers[places[0]]]
+        if alike:
+            return tuple(alike)
+    return ()
 
 
 def pairs_sharing_samples(
@@ -89,10 +84,8 @@ def is_optimizer_state_sharded(states: Sequence[Mapping[str, object]]) -> bool:
 
 def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     """Group indices by equal value; the largest group first, ties by lowest index."""
-    by_value: dict[object, list[int]] = {}
-    for place, value in enumerate(values):
-        by_value.setdefault(value, []).append(place)
-    return tuple(tuple(p) for p in sorted(by_value.values(), key=lambda p: (-len(p), p)))
+    by_value = grouped(range(len(values)), values.__getitem__)
+    return tuple(sorted(map(tuple, by_value.values()), key=lambda p: (-len(p), p)))
 
 
 def first_differing_name(

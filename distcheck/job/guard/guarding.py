@@ -1,7 +1,6 @@
 """The guard of one optimizer: makes the ranks compare their replicas every N steps."""
 
 import functools
-import math
 import sys
 import warnings
 import weakref
@@ -31,15 +30,11 @@ from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.job.inside.parameters import places_in
 from distcheck.recordings.jobs.sketches import project
 
-Rows = list[list[float | None]]  # JSON has no NaN
-
 
 def encode_measurements(own: Audit) -> bytes:
     """Encode this rank's measurements to send them, and clear them."""
     rows, own.rows = own.rows, []
-    return msgspec.json.encode(
-        [[one if math.isfinite(one) else None for one in row] for row in rows]
-    )
+    return msgspec.msgpack.encode(rows)
 
 
 def conclusion_of_audit(
@@ -52,13 +47,12 @@ def conclusion_of_audit(
             f"{own.left_out} parameters are not audited: they are not trained, or sharded by "
             "something other than fully_shard"
         )
-    sent = [msgspec.json.decode(one, type=Rows) for one in gathered]
-    if not sent[0] or len({len(one) for one in sent}) > 1:
+    rows = [msgspec.msgpack.decode(one, type=audit.Rows) for one in gathered]
+    if not rows[0] or len({len(one) for one in rows}) > 1:
         return None, [
             *remarks,
             "an audit measured nothing, or different quantities on different ranks",
         ]
-    rows = [[[math.nan if n is None else n for n in row] for row in one] for one in sent]
     rows = audit.sum_projections(rows, [leaf.copies for leaf in own.leaves])
     mean = audit.judge(rows, [own.roundoff(leaf) for leaf in own.leaves])
     if mean is None and own.is_early:
@@ -401,15 +395,11 @@ class Guard:
                 kind=kind, first=kind, groups=((ranks[one], ranks[two]),), differing=shared,
                 compared=least,
             )  # fmt: skip
-        field = {
-            comparing.STEPS: "step",
-            **{k: number for k, (number, _) in comparing.ALIKE.items()},
-        }
-        alike = {
-            comparing.RANDOMNESS: comparing.groups_with_equal_number(rows, "cpu_random")
-            or comparing.groups_with_equal_number(rows, "device_random"),
-        }
-        places = alike.get(kind) or comparing.groups_of([row[field[kind]] for row in rows])
+        if kind == comparing.RANDOMNESS:
+            places = comparing.groups_with_equal_streams(rows)
+        else:
+            field = "step" if kind == comparing.STEPS else comparing.ALIKE[kind][0]
+            places = comparing.groups_of([row[field] for row in rows])
         values = tuple(str(row["step"]) for row in rows) if kind == comparing.STEPS else ()
         groups = tuple(tuple(ranks[place] for place in group) for group in places)
         return ReplicaFinding(kind=kind, first=kind, groups=groups, values=values)

@@ -8,7 +8,6 @@ that draw equal random numbers for different samples get only a warning, because
 draw any.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +18,7 @@ from distcheck.machine import seeds
 from distcheck.recordings.traces.header import StepHeader
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.records import FindingKind
+from distcheck.records.odd_ranks import grouped
 
 OVER_STEPS = True  # judges all recorded steps together
 
@@ -67,9 +67,8 @@ def first_shared_rng_state(
             ("random", [state[:half] for state in both]),
             ("NumPy", [state[half:] for state in both]),
         ):
-            groups: dict[bytes, list[int]] = defaultdict(list)
-            for rank, state in zip(ranks, states, strict=True):
-                groups[state].append(rank)
+            by_rank = dict(zip(ranks, states, strict=True))
+            groups = grouped(by_rank, by_rank.__getitem__)
             alike = tuple(tuple(g) for state, g in groups.items() if state and len(g) > 1)
             if alike:
                 return library, step, alike

@@ -23,7 +23,7 @@ from distcheck.judge.diagnosis.wording import (
 )
 from distcheck.records import Diagnosis, quoted
 from distcheck.records.causes import APART, name_cause
-from distcheck.records.odd_ranks import ranks_in_words
+from distcheck.records.odd_ranks import grouped, ranks_in_words
 
 FAMILIES: tuple[ModuleType, ...] = (weights, parts)
 
@@ -181,10 +181,10 @@ def explain_all(step: StepFacts, parameters: Sequence[ParameterFacts]) -> list[D
 
 def _causes_by_parameter(step: StepFacts) -> list[Diagnosis]:
     """Return the causes of parameters that went wrong in different ways, grouped by cause."""
-    groups: dict[tuple[str, ...], list[ParameterFacts]] = {}
-    for parameter in step.parameters:
-        causes = tuple(dict.fromkeys(f.cause for f in explain_all(step, [parameter])))
-        groups.setdefault(causes, []).append(parameter)
+    groups = grouped(
+        step.parameters,
+        lambda one: tuple(dict.fromkeys(found.cause for found in explain_all(step, [one]))),
+    )
     found: list[Diagnosis] = []
     whole = sum(squared_error(step, p) for p in step.parameters)
     shares = {

@@ -190,7 +190,6 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        """Bounds of each rank's quantization error; empty if that is not accepted."""
         return rounding_bound.mean_of_step(self).half_quanta
 
     @property
@@ -201,7 +200,6 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def token_counts(self) -> dict[str, Any]:
-        """The fields of `StepFacts` for ranks weighted by tokens; empty otherwise."""
         shares = self.shares
         summed = shares.loss == "tokens"
         counted = all(header.tokens is not None for header in shares.headers)

@@ -29,6 +29,7 @@ from distcheck.machine.numerics import gamma
 from distcheck.recordings.jobs.watched import ModuleCall, WatchedStep
 from distcheck.records import Diagnosis
 from distcheck.records.causes import name_cause
+from distcheck.records.odd_ranks import grouped
 from distcheck.records.run_facts import ComparedModule, ModuleComparison, ModuleState
 
 # Heuristic: a module whose inputs are within their bound may amplify their relative error by this
@@ -220,9 +221,7 @@ class StepInBothRuns:
     def modules(self, wrong: WrongModule | None) -> tuple[ComparedModule, ...]:
         """Return each module with its comparison, in the order of first calls."""
         paired = {call.key for call, _ in self._pairs}
-        found: dict[str, list[ModuleCall]] = {}
-        for call in self.own.watched.calls:
-            found.setdefault(call.name, []).append(call)
+        found = grouped(self.own.watched.calls, lambda call: call.name)
         return tuple(self._module(calls, paired, wrong) for calls in found.values())
 
     def _module(

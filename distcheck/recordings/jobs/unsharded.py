@@ -100,12 +100,7 @@ def replica_groups(axes: Sequence[MeshAxis], world: int) -> tuple[tuple[int, ...
     mesh = mesh_of(axes)
     if mesh is None or mesh.world != world:
         return tuple((rank,) for rank in range(world))
-    found: dict[tuple[int, ...], list[int]] = {}
-    names = [axis.name for axis in axes if axis.kind not in SHARING]
-    for rank in range(world):
-        place = tuple(mesh.coordinate(rank, name) for name in names)
-        found.setdefault(place, []).append(rank)
-    return tuple(tuple(replica) for replica in found.values())
+    return tuple(mesh.groups_at([axis.name for axis in axes if axis.kind not in SHARING]))
 
 
 def mesh_of(axes: Sequence[MeshAxis]) -> Mesh | None:

@@ -9,6 +9,7 @@ from distcheck.records.odd_ranks import (
     first_call_mismatch,
     first_unreached_call,
     group_ranks_by_call,
+    grouped,
     ranks_in_words,
 )
 from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
@@ -96,9 +97,7 @@ def _draw_numbers(drawing: Drawing, keys: list[Key], width: float) -> None:
 
 def _columns(keys: set[Key]) -> list[Key]:
     """Return the columns of calls: grouped by process group, by number, the last of each."""
-    groups: dict[tuple[str, bool], list[Key]] = {}
-    for key in sorted(keys):
-        groups.setdefault(key[:2], []).append(key)
+    groups = grouped(sorted(keys), lambda key: key[:2])
     room = max(1, _MOST_COLUMNS // max(1, len(groups)))
     return [key for of_group in groups.values() for key in of_group[-room:]]
 
