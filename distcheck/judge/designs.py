@@ -145,6 +145,61 @@ def _low_rank(settings: Settings, world: int) -> Described:
     )
 
 
+_OF_COMPRESSION = (
+    "the share of a gradient that is kept",
+    "the gradient of the global batch in float32 and float64",
+    "exact sums (excluded)",
+)
+
+
+def _sparse(settings: Settings, world: int) -> Described:
+    amount = float(settings["amount"])
+    number = f"{amount:g} elements" if amount >= 1 else f"{100 * amount:g}% of the elements"
+    which = "any" if settings["places"] else "the largest"
+    scope = "all parameters together" if settings["whole"] else "each tensor"
+    given = "gradient" if settings["dropped"] else "gradient plus the elements not sent before"
+    return (
+        f"makes the rounding bound expect, for an element, the sum over the ranks that sent it; "
+        f"each rank must send {which} {number} of {scope}, of its {given}; complete tensors must "
+        "be the mean",
+        _OF_COMPRESSION,
+    )
+
+
+def _error_feedback(settings: Settings, world: int) -> Described:
+    bits = int(settings["quantized"])
+    if bits:
+        share = 100 / (2**bits - 2)
+        return (
+            "makes the rounding bound expect the mean gradient plus the errors of earlier steps, "
+            f"within half a quantum ({share:.2g}% of the largest element on any rank)",
+            ("gradients smaller than half a quantum", *_OF_COMPRESSION[1:]),
+        )
+    named = "the signs, times the mean magnitude," if settings["compressor"] else "the compression"
+    return (
+        f"makes the rounding bound expect the sum of {named} of each rank's gradient plus its "
+        "errors of earlier steps; complete tensors must be the mean",
+        _OF_COMPRESSION,
+    )
+
+
+def _two_steps_of_memory(settings: Settings) -> tuple[int, str]:
+    return 1 if settings.get("dropped") else 2, "two steps, of which the second reads the memory"
+
+
+def _no_fraction_of_elements(settings: Settings) -> str:
+    amount = float(settings["amount"])
+    if amount > 1 and not amount.is_integer():
+        return f"{amount:g} is neither a number of elements nor a fraction below 1"
+    return ""
+
+
+def _two_compressors(settings: Settings) -> str:
+    if settings["quantized"] and (settings["compressor"] or settings["whole"]):
+        return "a quantizer is named together with signs; name one compressor"
+    return ""
+
+
 _OF_LOCAL_STEPS = (
     "gradients averaged over the ranks",
     "the gradient and the loss of the global batch in float32 and float64",
@@ -225,10 +280,15 @@ KINDS: Mapping[str, DesignKind] = {
         exact_sums=True,
     ),
     "quantized": DesignKind(
-        takes="quantized:BITS",
+        takes="quantized:BITS[:block=ELEMENTS][:stochastic][:norm]",
         changes="bound",
         describe=_quantized,
-        settings={"bits": DesignSetting(2, 16, required=True)},
+        settings={
+            "bits": DesignSetting(2, 16, required=True),
+            "block": DesignSetting(2, 1 << 24),
+            "rounding": DesignSetting(words=words("stochastic"), default="", bare=True),
+            "scale": DesignSetting(words=words("norm"), default="", bare=True),
+        },
         one_exchange=True,
     ),
     "low-rank": DesignKind(
@@ -242,6 +302,35 @@ KINDS: Mapping[str, DesignKind] = {
         oracle="projections:LowRank",
         scalars=False,
         one_exchange=True,
+    ),
+    "sparse": DesignKind(
+        takes="sparse:K[:random][:whole][:no-feedback]",
+        changes="gradients",
+        describe=_sparse,
+        settings={
+            "amount": DesignSetting(1e-6, 1e9, required=True, whole=False),
+            "places": DesignSetting(words=words("random"), default="", bare=True),
+            "whole": DesignSetting(words=words("whole"), default="", bare=True),
+            "dropped": DesignSetting(words=words("no-feedback"), default="", bare=True),
+        },
+        oracle="error_feedback:ErrorFeedback",
+        one_exchange=True,
+        why_contradictory=_no_fraction_of_elements,
+        least_steps=_two_steps_of_memory,
+    ),
+    "error-feedback": DesignKind(
+        takes="error-feedback[:sign[:whole]|:quantized=BITS]",
+        changes="gradients",
+        describe=_error_feedback,
+        settings={
+            "compressor": DesignSetting(words=words("sign"), default="", bare=True),
+            "whole": DesignSetting(words=words("whole"), default="", bare=True),
+            "quantized": DesignSetting(2, 16),
+        },
+        oracle="error_feedback:ErrorFeedback",
+        one_exchange=True,
+        why_contradictory=_two_compressors,
+        least_steps=_two_steps_of_memory,
     ),
     "local-sgd": DesignKind(
         takes="local-sgd:PERIOD[:phase=STEP][:warmup=STEPS][:state=local|mean|reset]"

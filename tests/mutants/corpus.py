@@ -282,6 +282,12 @@ EXTRAS = frozenset(
         "LowRankForgetsTheRest", "MoreDirectionsThanAccepted", "NeverAverages",
         "AveragesAndNeverDivides", "AveragesWithoutTheLastRank", "AveragesSomeParameters",
         "AveragesMoreOften",
+        "MemoryIsForgotten", "MemoryIsForgottenByAnUnnamedCompressor", "MemoryIsAddedTwice",
+        "MemoryIsReset", "MemoryIsThatOfTheMean", "MemoryKeepsWhatIsSent",
+        "MemoryIsAddedAfterCompression", "OneElementMore", "LargestBySign",
+        "SparseAndNeverDivided", "OwnSeeds", "SignsWithoutMemory", "SignsTakenOutUnscaled",
+        "SignsAddedToTheMemory", "SignsTimesTheMaximum", "GridWithoutMemory",
+        "GridWithTheMemoryTwice", "RoundsToTheNearest", "RoundsDown", "DrawsFromHalfTheRange",
         # causes that are told apart, and several at once
         "averages_in_a_chain", "one_buffer_for_two", "adds_noise", "AveragesWhatItUpdated",
         "BroadcastsItsInputs", "AugmentsAndNeverDivides", "sums_on_rank_0_alone",

@@ -140,7 +140,7 @@ def quantize(gradient: torch.Tensor, bits: int, *, symmetric: bool) -> torch.Ten
 )  # fmt: skip
 def test_quantized_means_within_bound(seed: int, world: int, bits: int, symmetric: bool) -> None:
     shards, weights = shards_of(seed, world, (300,)), [1 / world] * world
-    halves = [quantum.half_quantum([shard], bits) for shard in shards]
+    halves = [quantum.half_quanta([shard], bits)[0] for shard in shards]
     known = quantum.quantized_interval(interval(shards, weights), halves, weights, torch.float32)
     sent = [quantize(shard, bits, symmetric=symmetric) for shard in shards]
     error = (sum(sent).double() / world - known.mean).abs()
@@ -157,7 +157,7 @@ def test_sums_of_whole_numbers_on_one_grid_are_within_the_bound(
     """The grid spans the widest rank's range; ranks' ranges differ by some tens of percent."""
     world, weights = len(sizes), [size / sum(sizes) for size in sizes]
     shards = [s * (1 + 0.2 * r) for r, s in enumerate(shards_of(seed, world, (300,)))]
-    halves = [quantum.half_quantum([shard], bits) for shard in shards]
+    halves = [quantum.half_quanta([shard], bits)[0] for shard in shards]
     known = quantum.quantized_interval(interval(shards, weights), halves, weights, torch.float32)
     shares = [w * world if weighted_first else 1.0 for w in weights]
     sent = [shard * share for shard, share in zip(shards, shares, strict=True)]
@@ -171,7 +171,7 @@ def test_sums_of_whole_numbers_on_one_grid_are_within_the_bound(
 
 def test_a_coarser_grid_for_all_is_outside() -> None:
     shards, weights = shards_of(1, 4, (1000,)), [0.25] * 4
-    halves = [quantum.half_quantum([shard], 8) for shard in shards]
+    halves = [quantum.half_quanta([shard], 8)[0] for shard in shards]
     known = quantum.quantized_interval(interval(shards, weights), halves, weights, torch.float32)
     for bits, inside in ((8, True), (6, False)):
         grid = max(float(s.abs().max()) for s in shards) / (2 ** (bits - 1) - 1)
@@ -185,20 +185,20 @@ def test_a_gradient_that_is_not_finite_has_no_grid(bad: float) -> None:
         gradients = [torch.ones(2), torch.ones(2)]
         gradients[place][1] = bad
         with pytest.raises(NotBoundedError, match="has no bound"):
-            quantum.half_quantum(gradients, 8)
+            quantum.half_quanta(gradients, 8)
 
 
 def test_an_infinite_mean_is_owed_as_such_to_whoever_quantizes() -> None:
     shards, weights = [torch.tensor([math.inf, 1.0]), torch.ones(2)], [0.5, 0.5]
     known = quantum.quantized_interval(
-        interval(shards, weights), [0.1, 0.1], weights, torch.float32
+        interval(shards, weights), [torch.tensor(0.1)] * 2, weights, torch.float32
     )
     assert (float(known.bound[0]), float(known.bound[1]) > 0.1) == (0.0, True)
 
 
 def test_a_coarser_grid_is_outside() -> None:
     shards, weights = shards_of(1, 2, (1000,)), [0.5, 0.5]
-    halves = [quantum.half_quantum([shard], 8) for shard in shards]
+    halves = [quantum.half_quanta([shard], 8)[0] for shard in shards]
     known = quantum.quantized_interval(interval(shards, weights), halves, weights, torch.float32)
     for bits, inside in ((8, True), (7, False)):
         mean = sum(quantize(shard, bits, symmetric=True) for shard in shards).double() / 2
@@ -231,7 +231,7 @@ def test_projections_bound(seed: int, world: int, rows: int, columns: int, rank:
         now = interval(shards, [1 / world] * world)
         known = low_rank.compression_input(now, earlier, rank=rank, world=world, unit=U)
         for factor, right in ((1.0, True), (1.01, False), (float(world + 1), False)):
-            found = low_rank.fit_to_projection(sent * factor, known)
+            found = known.fit(sent * factor)
             assert (not found.why) == right, (step, factor, found)
         earlier.append((now, sent))
         left = [a - sent for a in given_in]
@@ -243,7 +243,7 @@ def test_what_is_no_projection_is_said() -> None:
     known = low_rank.compression_input(now, [], rank=2, world=4, unit=U)
 
     def why(result: torch.Tensor, rank: int = 2) -> str:
-        return low_rank.fit_to_projection(result, replace(known, rank=rank)).why
+        return replace(known, rank=rank).fit(result).why
 
     sent = exchange(shards, 2, 0)
     assert not why(sent)
@@ -261,7 +261,7 @@ def test_what_is_no_projection_is_said() -> None:
     assert "not a projection" in why(exchange(turned, 2, 0).T * 1.01)
     ones = interval([torch.ones(9)] * 2, [0.5] * 2)
     vector = low_rank.compression_input(ones, [], rank=2, world=2, unit=U)
-    assert low_rank.fit_to_projection(torch.full((9,), 2.0), vector).why
+    assert vector.fit(torch.full((9,), 2.0)).why
 
 
 @pytest.mark.parametrize("left", [torch.zeros(20, 30), *shards_of(1, 1, (20, 30))])
@@ -271,7 +271,7 @@ def test_where_the_mean_is_zero_so_is_what_was_exchanged(left: torch.Tensor) -> 
     known = low_rank.compression_input(zero, [], rank=2, world=2, unit=U)
 
     def why(result: torch.Tensor) -> str:
-        return low_rank.fit_to_projection(result, known).why
+        return known.fit(result).why
 
     assert not why(torch.zeros(20, 30))
     for wrong in (torch.ones(20, 30), torch.randn(20, 30)):  # of rank 1, and of more than was said

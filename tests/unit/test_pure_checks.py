@@ -16,12 +16,15 @@ from distcheck.judge import job
 from distcheck.judge.checks import evidence, purpose
 from distcheck.judge.oracles import (
     closed_form,
+    compression,
     compute_expectation,
+    error_feedback,
     forms,
     full_batch,
     full_batch_bound,
     low_rank,
     projections,
+    quantum,
     rounding,
     shares,
 )
@@ -133,6 +136,7 @@ def structs(module: object) -> list[type]:
 
 GIVEN = [*structs(forms), *structs(evidence), *structs(job), *structs(shares),
          *structs(projections), *structs(low_rank), *structs(rounding),
+         *structs(compression), *structs(quantum), *structs(error_feedback),
          *forms.GradientForms.__subclasses__()]  # fmt: skip
 
 
@@ -159,7 +163,7 @@ def test_what_a_check_is_given_is_frozen(struct: type) -> None:
 
 def test_all_layers_answer_with_such_structs() -> None:
     names = {struct.__name__ for struct in GIVEN if issubclass(struct, forms.GradientForms)}
-    assert len(names - {"GradientForms"}) == 5  # X, R, R of a low-rank exchange, S, exact
+    assert len(names - {"GradientForms"}) == 6  # X, R, R compressed, R with memory, S, exact
     assert {closed_form.ExactGradients, full_batch_bound.FullBatchBound} <= set(GIVEN)
 
 

@@ -16,13 +16,13 @@ from distcheck.judge.checks.evidence import Evidence, Expectation
 from distcheck.judge.checks.matching import (
     Compare,
     comparison_for_form,
-    low_rank_comparison,
+    compressed_comparison,
     match_ranks,
     report_omitted_tensors,
 )
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles.compression import CompressedForm
 from distcheck.judge.oracles.forms import Form, TensorsOfEachRank
-from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.recordings.recording import Kind
 from distcheck.records import FindingKind, TensorSpec
 
@@ -57,7 +57,7 @@ def compare(evidence: Evidence, tally: Tally) -> None:
                 report_omitted_tensors(
                     tally, evidence.trace, Kind.GRADIENT, expectation.step, index, evidence.holding
                 )
-        _remark_on_rank(expectation, kept, tally)
+        _remark_on_compression(expectation, kept, tally)
         if forms.closing:
             tally.remark(forms.closing)
         if forms.excuse:
@@ -67,21 +67,21 @@ def compare(evidence: Evidence, tally: Tally) -> None:
 def _comparison(
     form: Form | None, tally: Tally, spec: TensorSpec, step: int, kept: list[float]
 ) -> Compare | None:
-    if not isinstance(form, Projection):
+    if not isinstance(form, CompressedForm):
         return comparison_for_form(form, tally)
 
-    def as_projection(actual: torch.Tensor) -> Comparison:
-        found = fit_to_projection(actual, form)
+    def as_compressed(actual: torch.Tensor) -> Comparison:
+        found = form.fit(actual)
         kept.append(found.kept)
         if found.why:
-            tally.remark(f"{spec.name} at step {step} is {found.why}")
-        return low_rank_comparison(actual, form, found)
+            tally.remark(f"{spec.name} at step {step}: {found.why}")
+        return compressed_comparison(actual, form, found)
 
-    return as_projection
+    return as_compressed
 
 
-def _remark_on_rank(expectation: Expectation, kept: list[float], tally: Tally) -> None:
-    """Report the fraction of the norm that low-rank compression kept; this is not judged."""
+def _remark_on_compression(expectation: Expectation, kept: list[float], tally: Tally) -> None:
+    """Report the fraction of the norm that compression kept; this is not judged."""
     compressed = [share for share in kept if share < 1.0]
     if compressed:
         least, most = (f"{100 * share:.2g}" for share in (min(compressed), max(compressed)))

@@ -16,6 +16,7 @@ from distcheck.judge.checks.comparison import (
     tensor_difference,
 )
 from distcheck.judge.checks.tally import Tally
+from distcheck.judge.oracles.compression import CompressedFit, CompressedForm
 from distcheck.judge.oracles.forms import (
     EitherForm,
     ExactBits,
@@ -23,8 +24,8 @@ from distcheck.judge.oracles.forms import (
     Form,
     WithinBound,
     WithinNorm,
+    WithoutBias,
 )
-from distcheck.judge.oracles.low_rank import Projection, ProjectionFit, fit_to_projection
 from distcheck.recordings.differing import Pair
 from distcheck.recordings.recording import OF_A_STEP, Entry, EntryState, Kind, Recording
 from distcheck.recordings.traces.reader import TraceReader
@@ -88,9 +89,28 @@ def comparison_for_form(form: Form | None, tally: Tally) -> Compare | None:
         return partial(compare_within, expected=form.mean, bound=form.bound, nan_is_expected=nan)
     if isinstance(form, WithinNorm):
         return partial(_compare_norm, form)
-    if isinstance(form, Projection):
-        return lambda actual: low_rank_comparison(actual, form, fit_to_projection(actual, form))
+    if isinstance(form, WithoutBias):
+        return partial(_compare_rounding, form, tally)
+    if isinstance(form, CompressedForm):
+        return lambda actual: compressed_comparison(actual, form, form.fit(actual))
     return partial(_compare_either, form, tally)
+
+
+def _compare_rounding(form: WithoutBias, tally: Tally, actual: torch.Tensor) -> Comparison:
+    """Compare elements, and if each is within its bound, sums of their errors."""
+    within = form.within
+    found = compare_within(actual, within.mean, within.bound)
+    error, bound = form.errors.worst_sum(actual)
+    if not found.ok or error <= bound:
+        return found
+    tally.remark(
+        f"rounding is biased: the weighted sum of the errors of {actual.numel()} elements is "
+        f"{error / bound:.3g} times the bound of unbiased rounding (false alarm probability "
+        f"{form.errors.probability:.1g})"
+    )
+    norms = float(actual.double().norm()), float(within.mean.norm())
+    place = tensor_difference(*norms, error, bound)
+    return Comparison(actual.numel(), place, place)
 
 
 def _compare_norm(form: WithinNorm, actual: torch.Tensor) -> Comparison:
@@ -102,8 +122,10 @@ def _compare_norm(form: WithinNorm, actual: torch.Tensor) -> Comparison:
     return replace(found, undecided=form.why) if may_be_rounding else found
 
 
-def low_rank_comparison(actual: torch.Tensor, form: Projection, found: ProjectionFit) -> Comparison:
-    """Convert the fit of a low-rank result to a comparison of norms."""
+def compressed_comparison(
+    actual: torch.Tensor, form: CompressedForm, found: CompressedFit
+) -> Comparison:
+    """Convert the fit of a compressed result to a comparison of norms."""
     norms = float(actual.double().norm()), float(form.mean.norm())
     place = tensor_difference(*norms, found.error, found.bound)
     return Comparison(actual.numel(), place, place if found.why else None)

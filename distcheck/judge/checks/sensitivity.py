@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 import torch
 
+from distcheck.judge.oracles.compression import CompressedForm
 from distcheck.judge.oracles.forms import (
     Combination,
     EitherForm,
@@ -19,7 +20,6 @@ from distcheck.judge.oracles.forms import (
     GradientForms,
     WithinNorm,
 )
-from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
 from distcheck.machine.numerics import as_float64, distance, every_nth_number, real_parts
 from distcheck.recordings.recording import Kind
 from distcheck.recordings.traces.reader import TraceReader
@@ -247,8 +247,8 @@ class _Look:
         """Return the mistakes that comparing one gradient would reveal, by a bound or bitwise."""
         if len(self._ranks) < 2:
             return None
-        if self._forms.projects:
-            return self._mistakes_in_projection(index)
+        if self._forms.compresses:
+            return self._mistakes_in_compression(index)
         return self._mistakes_in_mean(index, in_bits=in_bits)
 
     def _mistakes_in_mean(self, index: int, *, in_bits: bool) -> RevealedMistakes:
@@ -327,33 +327,37 @@ class _Look:
         found = [self._trace.tensor(0, Kind.GRADIENT, self._step, at) for at in alike]
         return [tensor for tensor in found if tensor is not None]
 
-    def _mistakes_in_projection(self, index: int) -> RevealedMistakes:
-        """Return the same if low-rank compression is accepted: each mistake is tried on the
-        comparison itself, projected on the directions of rank 0's result.
+    def _mistakes_in_compression(self, index: int) -> RevealedMistakes:
+        """Return the same if a compression is accepted: each mistake is tried on rank 0's result,
+        from which the part of a rank is removed, or to which it is added.
         """
         form, ranks = self._forms.of(index), self._ranks
         result = self._trace.tensor(0, Kind.GRADIENT, self._step, index)
-        if not isinstance(form, Projection) or result is None or not result.numel():
+        if not isinstance(form, CompressedForm) or result is None or not result.numel():
             return NOTHING
-        mean, world = form.mean, len(ranks)
+        world = len(ranks)
         own = [torch.zeros_like(result) if g is None else g for g in self._local_gradients(index)]
-        pairs = zip(self._forms.shares.mean_weights, own, strict=True)
-        scaled = [share * g.double() for share, g in pairs]
-        keep = _projection(result, form.rank)
+        parts = [
+            form.without(result, number, share * gradient.double())
+            for number, (share, gradient) in enumerate(
+                zip(self._forms.shares.mean_weights, own, strict=True)
+            )
+        ]
 
         def fails(left: torch.Tensor) -> bool:
-            return bool(fit_to_projection(left.to(result.dtype), form).why)
+            return bool(form.fit(left.to(result.dtype)).why)
 
+        right = result.double()
         shown = {
             "missing-sync": tuple(r for r, g in zip(ranks, own, strict=True) if fails(g)),
             "lost-rank": tuple(
-                r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean - part))
+                r for r, part in zip(ranks, parts, strict=True) if fails(right - part)
             ),
             "doubled-rank": tuple(
-                r for r, part in zip(ranks, scaled, strict=True) if fails(keep(mean + part))
+                r for r, part in zip(ranks, parts, strict=True) if fails(right + part)
             ),
-            "times-world": (0,) if fails(keep(mean) * world) else (),
-            "divided-by-world": (0,) if fails(keep(mean) / world) else (),
+            "times-world": (0,) if fails(right * world) else (),
+            "divided-by-world": (0,) if fails(right / world) else (),
         }
         before = self._previous_gradient(index)
         if before is not None:
@@ -366,20 +370,6 @@ class _Look:
             alike=all(torch.equal(g, own[0]) for g in own),
             steps=int(counts),
         )
-
-
-def _projection(result: torch.Tensor, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the projection onto the column space of the result, as a model of the compression."""
-    rows = result.shape[0] if result.dim() else 1
-    if result.dim() < 2 or min(rows, result.numel() // rows) <= rank:
-        return lambda tensor: tensor
-    columns, values, _ = torch.linalg.svd(result.double().reshape(rows, -1), full_matrices=False)
-    # Measured: a product of rank r in float32 has further singular values of up to 4e-8 of the
-    # first. Decides only which mistakes are tried.
-    if float(values[rank]) > 1e-3 * float(values[0]):
-        return lambda tensor: tensor  # this step compressed nothing
-    basis = columns[:, :rank]
-    return lambda tensor: (basis @ (basis.T @ tensor.reshape(rows, -1))).reshape(tensor.shape)
 
 
 def mistakes_shown_by_combination(

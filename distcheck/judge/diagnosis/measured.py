@@ -190,7 +190,8 @@ class StepExpectation(AtStep, StepView):
 
     @property
     def half_quanta(self) -> Sequence[float]:
-        return rounding_bound.mean_of_step(self).half_quanta
+        halves = rounding_bound.mean_of_step(self).half_quanta
+        return [max(float(half.max()) for half in of_rank) for of_rank in halves]
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

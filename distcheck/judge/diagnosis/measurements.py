@@ -360,6 +360,19 @@ class LineMeasurements(msgspec.Struct, frozen=True, kw_only=True):
     never_on: tuple[int, ...]
 
 
+class CompressionFacts(msgspec.Struct, frozen=True):
+    """Wrong gradients of a step under an accepted compression.
+
+    factor   between rank 0's gradients and right ones; 0.0 if there is none
+    mistake  a mistake in words that explains all of them, or ""
+    why      the reason that the first one is wrong
+    """
+
+    factor: float = 0.0
+    mistake: str = ""
+    why: str = ""
+
+
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     """All measurements of a case; ranks outside `steps` are numbered as in the world.
 
@@ -373,8 +386,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
                      bound
     lost             ranks to which no gradient can come back from the loss
     averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
-    scaled_projection
-                     factor between rank 0's projections and right ones, for low-rank gradients
+    compression      wrong gradients of an accepted design that compresses them
     elsewhere        right gradients that a rank holds in place of the owner
     layout           replaces `steps` for a model-parallel layout
     forward_twice    True if wrong buffers are those after a second forward pass on the same batch
@@ -394,7 +406,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     update: UpdateFacts | None = None
     average: StepFacts | None = None
     passes: PassFacts | None = None
-    scaled_projection: float | None = None
+    compression: CompressionFacts | None = None
     elsewhere: tuple[MisplacedGradient, ...] = ()
     layout: LayoutFacts | None = None
     forward_twice: bool = False

@@ -37,8 +37,8 @@ from distcheck.judge.diagnosis.updates import (
     averaging_period,
     buffers_updated_twice,
     measure_average,
+    measure_compression,
     measure_update,
-    projection_factor,
 )
 from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
@@ -148,8 +148,8 @@ class _Look:
     def _measure_accepted_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
         if ("parameters", ROUNDING) in self._job.failed:
             return {"average": measure_average(self._expect(self._job.update_step))}
-        if accepted.family == "low-rank" and ("gradients", ROUNDING) in self._job.failed:
-            return {"scaled_projection": projection_factor(self._expect(self._job.steps[0]))}
+        if accepted.kind.changes == "gradients" and ("gradients", ROUNDING) in self._job.failed:
+            return {"compression": measure_compression(self._expect(self._job.steps[0]))}
         return {}
 
     def _measure_steps(self) -> dict[str, Any]:

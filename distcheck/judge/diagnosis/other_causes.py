@@ -105,10 +105,13 @@ def causes_of_unaccepted_design(
 ) -> list[Diagnosis]:
     """Name results that do not match the accepted design."""
     result = failed.get(("gradients", ROUNDING))
-    if result is None or not accept.startswith(("low-rank", "quantized")):
+    compressed = facts.compression
+    if result is None or not (compressed is not None or accept.startswith("quantized")):
         return []
-    factor = facts.scaled_projection
-    if factor is not None:
+    if compressed is not None and compressed.mistake:
+        evidence = f"{place_of_divergence(result)}: every rank holds the gradients"
+        return [name_cause("wrong-error-feedback", f"{evidence} {compressed.mistake}")]
+    if compressed is not None and (factor := compressed.factor):
         world = facts.world
         named = {float(world): "missing-division", 1 / world: "double-division"}
         # Heuristic: far above float32 rounding, and no other factor is this close.
@@ -116,13 +119,13 @@ def causes_of_unaccepted_design(
         return [
             name_cause(
                 cause or "wrong-divisor",
-                f"{place_of_divergence(result)}: every rank holds {number_text(factor)} times a "
-                "projection of the mean",
+                f"{place_of_divergence(result)}: every rank holds {number_text(factor)} times the "
+                f"gradients of --accept {accept}",
                 "low-rank",
                 world=world,
             )
         ]
-    reason = result.first_reason
+    reason = result.first_reason if compressed is None else compressed.why
     seen = gradients.describe_unexplained(facts)
     evidence = "; ".join(filter(None, [place_of_divergence(result), reason, seen]))
     evidence = f"gradients are not within --accept {accept}: {evidence}"

@@ -10,13 +10,15 @@ from math import isclose, sqrt
 import torch
 
 from distcheck.judge.diagnosis.measured import StepExpectation, StepView
-from distcheck.judge.diagnosis.measurements import StepFacts, UpdateFacts
+from distcheck.judge.diagnosis.measurements import CompressionFacts, StepFacts, UpdateFacts
 from distcheck.judge.diagnosis.measuring import StepMeasuring
 from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.averaging import mean_over_ranks
+from distcheck.judge.oracles.compression import CompressedForm
 from distcheck.judge.oracles.design import agree_bitwise
-from distcheck.judge.oracles.low_rank import Projection, fit_to_projection
+from distcheck.judge.oracles.forms import Form, GradientForms, WithinBound
+from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
 from distcheck.machine.numerics import as_float64, unit_roundoff
@@ -239,29 +241,49 @@ def measure_average(expectation: StepExpectation) -> StepFacts:
     return StepMeasuring(_Averaged(expectation), []).facts()
 
 
-def projection_factor(expectation: StepExpectation) -> float | None:
-    """Return the common factor between rank 0's gradients and right low-rank projections, or None.
-    A projection y = f P M has f = |y|^2 / <y, M>.
+def measure_compression(expectation: StepExpectation) -> CompressionFacts | None:
+    """Explain rank 0's gradients that a compression did not make: by a common factor, or by a
+    mistake of the design. A projection y = f P M has f = |y|^2 / <y, M>.
     """
-    wrong, factor = [], None
     forms = rounding_bound.gradients(expectation)
     if forms is None:
         return None
-    for index in range(len(expectation.specs)):
+    wrong = list[tuple[int, torch.Tensor]]()
+    factors, why = [float(len(forms.shares.ranks)), 1.0 / len(forms.shares.ranks)], ""
+    for index, spec in enumerate(expectation.specs):
         form = forms.of(index)
         result = expectation.trace.tensor(0, Kind.GRADIENT, expectation.step, index)
-        if not isinstance(form, Projection) or result is None:
+        if form is None or result is None or not (found := _misfit(as_float64(result), form)):
             continue
-        y = as_float64(result)
-        if not fit_to_projection(y, form).why:
-            continue
-        wrong.append((y, form))
-        along = float((y * form.mean).sum())
-        if factor is None and along:
-            factor = float(y.norm()) ** 2 / along
-    if not factor or any(fit_to_projection(y / factor, form).why for y, form in wrong):
-        return None
-    return factor
+        why = why or f"{spec.name}: {found}"
+        wrong.append((index, as_float64(result)))
+        if isinstance(form, Projection) and len(wrong) == 1:
+            along = float((wrong[0][1] * form.mean).sum())
+            factors += [float(wrong[0][1].norm()) ** 2 / along] if along else []
+
+    def explained(expected: GradientForms, factor: float = 1.0) -> bool:
+        pairs = [(y / factor, expected.of(index)) for index, y in wrong]
+        return bool(wrong) and all(form is not None and not _misfit(y, form) for y, form in pairs)
+
+    factor = next((factor for factor in factors if factor and explained(forms, factor)), 0.0)
+    design, mistake = expectation.references.design, ""
+    if design is not None and not factor:
+        mistakes = design.mistakes(expectation)
+        mistake = next((words for words, expected in mistakes if explained(expected)), "")
+    return CompressionFacts(factor, mistake, why)
+
+
+def _misfit(result: torch.Tensor, form: Form) -> str:
+    """Return the reason that a gradient is not as expected, or ""."""
+    if isinstance(form, CompressedForm):
+        return form.fit(result).why
+    assert isinstance(form, WithinBound)
+    apart = (result - form.mean).abs()
+    if bool((apart <= form.bound).all()):
+        return ""
+    worst = int((apart / form.bound).argmax())
+    error, bound = (float(tensor.reshape(-1)[worst]) for tensor in (apart, form.bound))
+    return f"not the mean: element {worst} differs by {error:.3g}, and the bound is {bound:.3g}"
 
 
 def buffers_updated_twice(expectation: StepExpectation) -> bool:

@@ -15,7 +15,7 @@ missing, late, or of other ranks appears at the step where it happens.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class Design:
         Raises NotBoundedError, NotRecordedError.
         """
         return None
+
+    def mistakes(self, at: Any) -> Iterator[tuple[str, GradientForms]]:
+        """Yield mistakes in words, with the gradients of a step that they would cause."""
+        yield from ()
 
 
 def make_design(references: Any, accepted: AcceptedDeviation | None) -> Design | None:

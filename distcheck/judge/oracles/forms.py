@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distcheck.judge.oracles.low_rank import Projection
+from distcheck.judge.oracles.compression import CompressedForm
+from distcheck.judge.oracles.quantum import Unbiased
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shares import Shares
 from distcheck.recordings.recording import Kind
@@ -42,6 +43,14 @@ class WithinBound:
 
 
 @dataclass(frozen=True)
+class WithoutBias:
+    """Numbers within a bound, whose errors are those of unbiased stochastic rounding."""
+
+    within: WithinBound
+    errors: Unbiased
+
+
+@dataclass(frozen=True)
 class WithinNorm:
     """Numbers within an L2 distance of `tolerance`. A larger distance of at most `rounding` is
     undecided: it may be rounding, for the reason `why`.
@@ -65,7 +74,9 @@ class EitherForm:
     excuse: str = ""
 
 
-Form = ExactBits | ExactNumbers | WithinBound | WithinNorm | Projection | EitherForm
+Form = (
+    ExactBits | ExactNumbers | WithinBound | WithinNorm | WithoutBias | CompressedForm | EitherForm
+)
 
 
 def with_positive_zero(value: float) -> torch.Tensor:
@@ -83,10 +94,10 @@ class GradientForms(ABC):
     computed  [rank][parameter]: the ranks' recomputed local gradients; empty if all were recorded
     opening, closing   sentences reported before and after the comparisons
     excuse    sentence reported if nothing failed
-    projects  True if the forms of `of` are projections
+    compresses   True if the forms of `of` are inputs of a compression
     """
 
-    projects = False
+    compresses = False
     shares: Shares
     computed: tuple[Gradients, ...]
     opening: str = field(default="", kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distcheck.judge.acceptance import AcceptedDeviation
 from distcheck.judge.oracles import quantum, rounding, unpromised
 from distcheck.judge.oracles.forms import (
     CombinedTensors,
@@ -19,6 +20,7 @@ from distcheck.judge.oracles.forms import (
     Limit,
     WithinBound,
     WithinNorm,
+    WithoutBias,
 )
 from distcheck.judge.oracles.references import AtStep, References
 from distcheck.judge.oracles.rounding import Interval
@@ -39,16 +41,21 @@ class RoundingBound(GradientForms):
     gradients: tuple[Gradients, ...]
     magnitudes: tuple[Gradients, ...]
     passes: int
-    half_quanta: tuple[float, ...]
+    half_quanta: tuple[tuple[torch.Tensor, ...], ...]
     nan_is_expected: bool
+    bits: int = 0  # of stochastic rounding, if accepted, and the size of a block
+    block: int = 0
+    sums: int = 1  # number of sums of errors in the run
     near: tuple[float, ...] = ()  # additional tolerance if micro-batches are not promised
     why_near: str = ""
 
-    def of(self, index: int) -> WithinBound | EitherForm | None:
+    def of(self, index: int) -> WithinBound | EitherForm | WithoutBias | None:
         found = self.interval(index)
         if found is None:
             return None
         within = WithinBound(found.mean, found.bound, self.nan_is_expected)
+        if self.bits:
+            return WithoutBias(within, self._errors(index, within))
         if not self.near:
             return within
         own = [gradients[index] for gradients in self.gradients]
@@ -108,7 +115,28 @@ class RoundingBound(GradientForms):
         )
         if not self.half_quanta:
             return found
-        return quantum.quantized_interval(found, self.half_quanta, shares, present[0].dtype)
+        halves = [of_rank[index] for of_rank in self.half_quanta]
+        halves = [half if take is None or not half.dim() else take(half) for half in halves]
+        return quantum.quantized_interval(found, halves, shares, present[0].dtype)
+
+    def _errors(self, index: int, within: WithinBound) -> quantum.Unbiased:
+        """Return the errors of stochastic rounding."""
+        known = [of_rank[index] for of_rank in self.gradients]
+        present = next(gradient for gradient in known if gradient is not None)
+        filled = [torch.zeros_like(present) if g is None else g for g in known]
+        weights = self.shares.mean_weights
+        suspects = quantum.biased_roundings(filled, weights, self.bits, self.block)
+        halves = [of_rank[index].double() for of_rank in self.half_quanta]
+        width = torch.zeros_like(within.mean)
+        for half, weight in zip(halves, weights, strict=True):
+            width = width + abs(weight) * half
+        return quantum.Unbiased(
+            mean=within.mean,
+            suspects=suspects,
+            width=width.reshape(-1),
+            rounding=rounding.interval(filled, weights).bound.reshape(-1),
+            probability=quantum.FALSE_ALARM / (len(suspects) * self.sums),
+        )
 
     def _magnitudes(self, index: int, *, like: torch.Tensor) -> list[torch.Tensor] | None:
         """Return each rank's magnitudes, zeros without a gradient; None if there is one pass."""
@@ -135,7 +163,7 @@ def mean_of_step(at: AtStep) -> RoundingBound:
 
 
 def _mean(at: AtStep) -> RoundingBound:
-    passes = at.training.accumulate
+    passes, accepted = at.training.accumulate, _quantized(at)
     return RoundingBound(
         at.shares,
         at.recomputed_if_unrecorded,
@@ -143,6 +171,9 @@ def _mean(at: AtStep) -> RoundingBound:
         magnitudes=tuple(tuple(s.magnitudes) for s in at.shards) if passes > 1 else (),
         passes=passes,
         half_quanta=_half_quanta(at),
+        bits=accepted.number("bits") if accepted is not None and accepted["rounding"] else 0,
+        block=accepted.number("block") if accepted is not None else 0,
+        sums=len(at.specs) * at.case.steps,
         nan_is_expected=at.nan_is_expected,
         near=unpromised.mean_tolerances(at),
         why_near=unpromised.micro_batch_excuse(at),
@@ -164,13 +195,27 @@ class EarlierMeans:
         return self._known[step]
 
 
-def _half_quanta(at: AtStep) -> tuple[float, ...]:
-    if at.accepted is None or at.accepted.family != "quantized":
+def _quantized(at: AtStep) -> AcceptedDeviation | None:
+    accepted = at.accepted
+    return accepted if accepted is not None and accepted.family == "quantized" else None
+
+
+def _half_quanta(at: AtStep) -> tuple[tuple[torch.Tensor, ...], ...]:
+    accepted = _quantized(at)
+    if accepted is None:
         return ()
     halves = []
     for rank, own in zip(at.trace.ranks, at.shard_gradients, strict=True):
         try:
-            halves.append(quantum.half_quantum(own, at.accepted.number("bits")))
+            halves.append(
+                quantum.half_quanta(
+                    own,
+                    accepted.number("bits"),
+                    block=accepted.number("block"),
+                    norm=bool(accepted["scale"]),
+                    stochastic=bool(accepted["rounding"]),
+                )
+            )
         except NotBoundedError as error:
             raise NotBoundedError(f"rank {rank} at step {at.step}: {error}") from error
     return tuple(halves)
