@@ -29,9 +29,9 @@ import distcheck
 from distcheck.addons.selftest.command import installed_zoo
 from distcheck.addons.selftest.records import (
     SelftestVerdict,
+    format_checks,
     judge_correct,
     judge_mutant,
-    show_checks,
 )
 from distcheck.errors import DistcheckError
 from distcheck.records import Report
@@ -172,7 +172,7 @@ def _limits(
 def failures(report: Report) -> set[str]:
     """The (check, layer) that failed, as words."""
     results = [result for case in report.cases for result in case.checks]
-    return {show_checks([(r.check, r.layer)]) for r in results if r.verdict == "fail"}
+    return {format_checks([(r.check, r.layer)]) for r in results if r.verdict == "fail"}
 
 
 def smallest_caught(
@@ -249,7 +249,7 @@ def show(folder: Path) -> Iterator[str]:
             yield f"    {line.get('replay', '')}"
     for line in mutants:
         if line["verdict"] != "caught" or line["naming"] == "wrong" or not line["as_listed"]:
-            failed = show_checks([tuple(pair) for pair in line["checks"]])
+            failed = format_checks([tuple(pair) for pair in line["checks"]])
             yield f"  {line['name']}: {line['verdict']} by {failed}, named {line['naming']} "
             yield f"    {line['causes']}; {line['detail']}"
     for line in read(folder / "limits.jsonl"):

@@ -85,7 +85,7 @@ def train(pool: Pool, case: Case, steps: int) -> Ran:
         child.on_said = hear
     run_until_over(pool, world)
     if not world.succeeded:
-        sys.exit(root_cause.outcomes(world.children, hung=world.hung)[0].detail)
+        sys.exit(root_cause.rank_outcomes(world.children, hung=world.hung)[0].detail)
     world.close()
     first = next(figures for figures in said if figures.rank == 0)
     return Ran(statistics.median(first.step_s[min(LEFT_OUT, steps - 1) :]), core_s, peak)

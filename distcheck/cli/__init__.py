@@ -24,7 +24,7 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 def main() -> NoReturn:
     """Run the console script. Every exit code is one of `ExitCode`."""
     output = streams.replace_standard_streams()
-    interrupts.listen()
+    interrupts.handle_signals()
     try:
         code = root_command.main(standalone_mode=False, prog_name="distcheck")
     except (KeyboardInterrupt, click.Abort):  # click turns the one into the other
@@ -41,7 +41,7 @@ def main() -> NoReturn:
         _print_error(str(error), code)
     except Exception as error:
         code = _print_unexpected_error(error)
-    interrupts.ignore()
+    interrupts.ignore_signals()
     output.flush()
     if output.lost:
         _print_error(

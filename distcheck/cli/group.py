@@ -10,7 +10,7 @@ import click
 
 from distcheck.errors import most_similar_name
 from distcheck.plan.settings import CALLED, JUDGED, RANKS, SETTINGS
-from distcheck.worlds.launchers import is_elsewhere
+from distcheck.worlds.launchers import is_rank_0_elsewhere
 
 # Parameters by the heading of their group in `--help`, in addition to those of `plan/settings.py`;
 # a short list of options has a single group.
@@ -124,7 +124,7 @@ class OnceCommand(Command):
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        return 0 if is_elsewhere() else super().invoke(ctx)
+        return 0 if is_rank_0_elsewhere() else super().invoke(ctx)
 
 
 _TAKE_NAMES = (

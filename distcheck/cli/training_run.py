@@ -150,7 +150,7 @@ def _train(
         run_until_over(pool, world)
         failed = [
             outcome
-            for outcome in root_cause.outcomes(world.children, hung=world.hung)
+            for outcome in root_cause.rank_outcomes(world.children, hung=world.hung)
             if outcome.outcome != RankEnd.FINISHED
         ]
         defect = own_code.defect_in_rank(case, world.children, hung=world.hung) if failed else None
@@ -174,7 +174,7 @@ class _Table:
 
     def head(self, environment: dict[str, Any]) -> None:
         self._print_lines(
-            training_report.heading(self._case, environment["torch"], width=self._width)
+            training_report.format_heading(self._case, environment["torch"], width=self._width)
         )
 
     def hear(self, payload: bytes) -> None:

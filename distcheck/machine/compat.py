@@ -235,7 +235,7 @@ def output_of_node(node: Any, output: int) -> Any:
 # -- dispatch modes and operations -------------------------------------------------------------
 
 
-def modes() -> list[Any]:
+def dispatch_modes() -> list[Any]:
     """Return the dispatch modes of this thread, the innermost last."""
     return dispatch._get_current_dispatch_mode_stack()
 
@@ -267,7 +267,7 @@ def groups() -> dict[Any, Any]:
     return by_group
 
 
-def groups_made() -> int:
+def count_of_created_groups() -> int:
     """Return the number of groups that torch has made; it names the next one by that number."""
     return int(c10d._world.group_count)
 

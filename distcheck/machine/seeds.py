@@ -133,7 +133,7 @@ _THREADS_AT, _MOST_THREADS = 8, 1 << 8  # extra threads, in as many bits
 _SMALLEST = smallest("float32")  # a denormal number
 
 
-def settings() -> int:
+def result_settings() -> int:
     """Return the settings that change the results of one process and that user code controls, as
     bits: the default dtype (four bits), mkldnn disabled, denormal numbers flushed to zero, the
     number of threads (at most 256). 0 stands for torch's defaults with one thread.
@@ -151,7 +151,7 @@ def settings() -> int:
 @contextlib.contextmanager
 def under(wanted: int) -> Iterator[None]:
     """Apply the `settings` of another process within the block."""
-    before = settings()
+    before = result_settings()
     _set(wanted, before)
     try:
         yield

@@ -35,8 +35,8 @@ from distcheck.records.mistakes import (
 from distcheck.records.run_facts import DIFFERS, FOUND_AS, LIMIT, SEPARATELY, TAKEN_AS
 from distcheck.reports.failures import (
     PrintedCauses,
-    by_evidence,
-    ends_of_ranks,
+    describe_rank_exits,
+    group_by_evidence,
     group_equal_failures,
 )
 from distcheck.reports.files import FORMATS
@@ -48,7 +48,7 @@ from distcheck.reports.wording import (
     sentence_on_modules,
     show,
 )
-from distcheck.reports.wrapping import CUT, VERDICT, Lines, print_hanging, print_verdict
+from distcheck.reports.wrapping import CUT, VERDICT, LabeledLines, print_hanging, print_verdict
 
 _FILES = (*(f"--{name}" for name in FORMATS), "--save")  # of the finished run; they exist now
 _ONLY_THEN = ("--last-failed", "--failed-first", "--watch")
@@ -186,7 +186,7 @@ def print_group(
     else one line. Causes already printed for other worlds (`said`) are not repeated.
     """
     print_headline(cases, verdict, console)
-    lines = Lines(console)
+    lines = LabeledLines(console)
     for allowance in dict.fromkeys(case.accepted for case in cases if case.accepted is not None):
         lines.add("accepted", describe_accepted(allowance).removeprefix("accepted: "), most=5)
     if verdict == "pass":
@@ -287,7 +287,7 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
     print_verdict(headline(cases), verdict, console, bold=cases[0].case.strategy)
 
 
-def _add_pass(cases: Sequence[CaseReport], lines: Lines) -> None:
+def _add_pass(cases: Sequence[CaseReport], lines: LabeledLines) -> None:
     """Add the results of a pass: equal results, the largest error, and the sensitivity."""
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
@@ -383,7 +383,7 @@ def _passed_checks(cases: Sequence[CaseReport]) -> list[str]:
     return [name for name in _check_names(results) if name not in wrong]
 
 
-def _add_failures(cases: Sequence[CaseReport], lines: Lines, said: PrintedCauses) -> None:
+def _add_failures(cases: Sequence[CaseReport], lines: LabeledLines, said: PrintedCauses) -> None:
     """Add each failure once, with the names of the other cases that have it."""
     alike = group_equal_failures(cases)
     new = [key for key in alike if key not in said.failures]
@@ -434,12 +434,16 @@ def _cases(cases: Sequence[CaseReport]) -> str:
     return ", ".join(f"{case.case.workload} {case.case.dtype}" for case in cases)
 
 
-def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: Lines) -> None:
+def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: LabeledLines) -> None:
     """Add the description of a failure, with its causes that are new on this screen."""
-    for label, text in ends_of_ranks(case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False):
+    for label, text in describe_rank_exits(
+        case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False
+    ):
         lines.add(label, text, most=2 * _MOST_TRACEBACK + 2)
     first = earliest_failure([r for r in case.checks if r.check != "outcome"])
-    seen = by_evidence(causes, first if first is not None and first.first is not None else None)
+    seen = group_by_evidence(
+        causes, first if first is not None and first.first is not None else None
+    )
     for evidence, alike in [*seen.items()][:_MOST_FAILURES]:
         lines.add("cause", evidence, most=3 if len(seen) == 1 else 2)
         if len(alike) > 1:

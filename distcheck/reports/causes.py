@@ -39,7 +39,7 @@ def _format_labeled(label: str, text: str, width: int) -> Iterator[str]:
     yield from (f"  {'':{width}}  {line}" for line in rest)
 
 
-def matched(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str]:
+def search_results(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str]:
     """Print the result of a search: symptoms with their commands, then causes."""
     for one in symptoms:
         yield one.text

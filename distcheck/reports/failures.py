@@ -21,7 +21,7 @@ from distcheck.reports.wording import (
     describe_site,
     most_telling_first,
 )
-from distcheck.reports.wrapping import Lines
+from distcheck.reports.wrapping import LabeledLines
 
 Key = tuple[object, ...]
 
@@ -63,7 +63,7 @@ class PrintedCauses:
         return case.case.strategy, case.case.backend, cause
 
 
-def by_evidence(
+def group_by_evidence(
     causes: Sequence[Diagnosis], first: CheckResult | None
 ) -> dict[str, list[Diagnosis]]:
     """Group causes with equal evidence. The prefix that the `first` check differs is removed."""
@@ -104,7 +104,7 @@ def _key(case: CaseReport) -> Key:
 def print_failure(case: CaseReport, console: Console) -> None:
     console.print()
     console.print(Text(f"  {case.case.workload} {case.case.dtype}", style="bold"))
-    lines = Lines(console, indent=_INDENT)
+    lines = LabeledLines(console, indent=_INDENT)
     for label, text in describe_failure(case):
         lines.add(label, text, most=None)
     lines.add("replay", case.replay, most=0)
@@ -117,7 +117,7 @@ def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
 
 
 def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
-    yield from ends_of_ranks(case.outcomes)
+    yield from describe_rank_exits(case.outcomes)
     failed = [r for r in case.checks if r.verdict == "fail" and r.check != "outcome"]
     first = earliest_failure(failed)
     if first is not None and first.first is not None:
@@ -143,7 +143,7 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
         yield from advice_lines(diagnosis.suggestion)
 
 
-def ends_of_ranks(
+def describe_rank_exits(
     outcomes: Sequence[Outcome], *, lines: int = _DETAIL_LINES, says_cut: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Yield the ends of ranks that did not finish as (label, text), limited in lines: causes in

@@ -14,7 +14,7 @@ from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import check_with_layer
 from distcheck.reports.json_report import Document
 from distcheck.reports.wording import advice_lines, describe_search, describe_site
-from distcheck.reports.wrapping import CUT, VERDICT, fitting
+from distcheck.reports.wrapping import CUT, VERDICT, wrap_limited
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FailureSummary:
     replay: str  # independent of the files of the machine
 
 
-def name_of(case: Case) -> str:
+def cell_name(case: Case) -> str:
     """Return the distinguishing properties of a cell, except the strategy."""
     device = "" if case.device == "cpu" else f", {case.device}"
     seed = f", seed {case.seed}" if case.seed else ""
@@ -38,9 +38,9 @@ def name_of(case: Case) -> str:
     return about + seed
 
 
-def names_of(cases: Sequence[CaseReport]) -> list[str]:
+def cell_names(cases: Sequence[CaseReport]) -> list[str]:
     """Return names of cells that are unique per strategy, with the id if necessary."""
-    names = [(case.case.strategy, name_of(case.case)) for case in cases]
+    names = [(case.case.strategy, cell_name(case.case)) for case in cases]
     times = Counter(names)
     return [
         name if times[strategy, name] == 1 else f"{name}, {case.case.id}"
@@ -48,7 +48,7 @@ def names_of(cases: Sequence[CaseReport]) -> list[str]:
     ]
 
 
-def finding_of(case: CaseReport) -> FailureSummary:
+def failure_summary(case: CaseReport) -> FailureSummary:
     failed = [(f"rank {o.rank} {o.outcome}", o.detail) for o in case.outcomes
               if o.outcome != RankEnd.FINISHED]  # fmt: skip
     check = earliest_failure(case.checks) or earliest_failure(case.checks, "unknown")
@@ -75,7 +75,7 @@ def portable_command(case: CaseReport) -> str:
     return masked_command(case.replay if is_comparison else case.case.command_line)
 
 
-def place_of(case: CaseReport, root: Path) -> tuple[str, int]:
+def source_place(case: CaseReport, root: Path) -> tuple[str, int]:
     """Return the file and line of a case's cause, or of its strategy. The file is a path in the
     repository `root`, which may be checked out elsewhere on the machine that ran the case: then the
     longest suffix of the path that exists here.
@@ -141,7 +141,7 @@ def _group_similar_cases(cases: Sequence[CaseReport]) -> list[list[CaseReport]]:
     for case in cases:
         causes = sorted({one.cause for one in case.diagnosis})
         known = causes and "unexplained" not in causes
-        same = causes if known else [finding_of(case).headline]
+        same = causes if known else [failure_summary(case).headline]
         key = (case.case.strategy, case.verdict, *same)
         together.setdefault(key, []).append(case)
     return [*together.values()]
@@ -150,21 +150,23 @@ def _group_similar_cases(cases: Sequence[CaseReport]) -> list[list[CaseReport]]:
 def _failure(cases: Sequence[CaseReport], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
     """Yield the lines of equal failures; repairs already `said` for the strategy are omitted."""
     case, *others = cases
-    finding = finding_of(case)
+    finding = failure_summary(case)
     causes = ", ".join(dict.fromkeys(one.cause for one in case.diagnosis))
-    what = f"{case.case.strategy}, {name_of(case.case)}: {causes or finding.headline}"
+    what = f"{case.case.strategy}, {cell_name(case.case)}: {causes or finding.headline}"
     head = f"  {case.verdict.upper():<{VERDICT}}"
-    yield from fitting(what, width, first=head, indent=2 + VERDICT, most=4)
+    yield from wrap_limited(what, width, first=head, indent=2 + VERDICT, most=4)
     for label, text in _lines(finding, [one.evidence for one in case.diagnosis]):
-        yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=3)
+        yield from wrap_limited(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=3)
     for suggestion in dict.fromkeys(finding.suggestions[:_MOST_CAUSES]):
         if (case.case.strategy, suggestion) not in said:
             for label, text in advice_lines(suggestion):
-                yield from fitting(text, width, first=f"{'':<10}{label}", indent=_INDENT, most=2)
+                yield from wrap_limited(
+                    text, width, first=f"{'':<10}{label}", indent=_INDENT, most=2
+                )
             said.add((case.case.strategy, suggestion))
     if others:
-        names = "; ".join(name_of(one.case) for one in others)
-        yield from fitting(names, width, first=f"{'':<10}also in", indent=_INDENT, most=3)
+        names = "; ".join(cell_name(one.case) for one in others)
+        yield from wrap_limited(names, width, first=f"{'':<10}also in", indent=_INDENT, most=3)
     if finding.replay:
         yield f"{'':<10}{'replay':<{_INDENT - 10}}{finding.replay}"
 

@@ -14,12 +14,12 @@ from distcheck.records import CaseReport
 from distcheck.reports.findings import (
     COUNTED,
     FailureSummary,
+    cell_name,
     describe_origin,
-    finding_of,
-    name_of,
-    place_of,
+    failure_summary,
+    source_place,
 )
-from distcheck.reports.json_report import decoded
+from distcheck.reports.json_report import decode_document
 from distcheck.reports.wording import describe_search
 
 MOST_SUMMARY_BYTES = 1 << 20
@@ -34,7 +34,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
     relative to `root`: an error if it failed, a warning if it is unknown, a notice for a pass with
     a warning.
     """
-    every = decoded(displayable(document)).cases
+    every = decode_document(displayable(document)).cases
     lines = []
     for verdict, command in (("fail", "error"), ("unknown", "warning"), ("pass", "notice")):
         cases = [case for case in every if case.verdict == verdict]
@@ -55,7 +55,7 @@ def error(message: str) -> str:
 
 
 def _annotation(command: str, case: CaseReport, root: Path) -> str:
-    found = finding_of(case)
+    found = failure_summary(case)
     remarks = case.remarks
     parts = [
         *(f"cause: {cause}" for cause in found.causes),
@@ -69,8 +69,8 @@ def _annotation(command: str, case: CaseReport, root: Path) -> str:
     ]
     first = next(iter([*case.diagnosis, *remarks]), None)
     named = f" ({first.cause})" if first else ""
-    title = f"distcheck: {case.verdict}{named}: {case.case.strategy}, {name_of(case.case)}"
-    file, line = place_of(case, root)
+    title = f"distcheck: {case.verdict}{named}: {case.case.strategy}, {cell_name(case.case)}"
+    file, line = source_place(case, root)
     place = [f"file={_property(file)}", f"line={line}"] if file else []
     message = "\n".join(dict.fromkeys(part for part in parts if part))
     words = ",".join([*place, f"title={_property(title)}"])
@@ -79,7 +79,7 @@ def _annotation(command: str, case: CaseReport, root: Path) -> str:
 
 def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_BYTES) -> str:
     """Return Markdown of at most `room_bytes`: the verdict, a table of cells, and each failure."""
-    found = decoded(displayable(document))
+    found = decode_document(displayable(document))
     cases = sorted(found.cases, key=lambda case: ("fail", "unknown", "pass").index(
         case.verdict))  # fmt: skip
     count = {verdict: sum(c.verdict == verdict for c in cases) for verdict in _MARKS}
@@ -96,16 +96,16 @@ def step_summary(document: Mapping[str, Any], *, room_bytes: int = MOST_SUMMARY_
 
 
 def _table_row(case: CaseReport) -> str:
-    found = finding_of(case)
+    found = failure_summary(case)
     said = next(iter(found.causes), found.headline)
     what = "" if case.verdict == "pass" else _shorten(said, 200)
-    words = (_MARKS[case.verdict], case.case.strategy, name_of(case.case), what)
+    words = (_MARKS[case.verdict], case.case.strategy, cell_name(case.case), what)
     return f"| {' | '.join(map(_escape_markdown, words))} |\n"
 
 
 def _details(case: CaseReport) -> str:
-    found = finding_of(case)
-    title = f"{case.verdict}: {case.case.strategy}, {name_of(case.case)}"
+    found = failure_summary(case)
+    title = f"{case.verdict}: {case.case.strategy}, {cell_name(case.case)}"
     text = f"### {_escape_markdown(title)}\n\n"
     for label, lines in _labeled_texts(found):
         text += f"**{label}**\n\n{_code_block(_shorten(lines, _MOST_DETAIL))}\n"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distcheck.reports.json_report import render as as_json
-from distcheck.reports.sarif import located
+from distcheck.reports.sarif import locate_findings
 
 _SEVERITY = {"error": "major", "warning": "minor", "note": "info"}
 
@@ -18,6 +18,6 @@ def render(document: Mapping[str, Any]) -> str:
             "severity": _SEVERITY[one.level],
             "location": {"path": one.file or ".", "lines": {"begin": one.line}},
         }
-        for one in located(document)
+        for one in locate_findings(document)
     ]
     return as_json(entries)

@@ -24,10 +24,10 @@ from distcheck.records.layers import LAYERS, check_with_layer, layer_label
 from distcheck.records.run_facts import ComparedModule
 from distcheck.reports import scale
 from distcheck.reports.findings import describe_origin, portable_command
-from distcheck.reports.json_report import decoded
+from distcheck.reports.json_report import decode_document
 from distcheck.reports.pictures import Picture, heat, timeline
 from distcheck.reports.pictures import scale as picture
-from distcheck.reports.wording import advice_lines, count, describe_search, describe_site
+from distcheck.reports.wording import advice_lines, describe_search, describe_site, format_count
 
 View = dict[str, Any]  # of a case or a check, for the template
 
@@ -48,7 +48,7 @@ def render(document: Mapping[str, Any]) -> str:
     """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one
     with missing parts.
     """
-    read = decoded(displayable(document))
+    read = decode_document(displayable(document))
     cases = read.cases
     few = len(cases) <= _OPEN_CASES
     views = [
@@ -99,7 +99,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["soft"] = breakable
-    environment.filters["count"] = count
+    environment.filters["count"] = format_count
     environment.filters["advice"] = advice_lines
     environment.filters["end"] = _end_of_rank
     environment.globals["mark"] = _MARKS
@@ -233,7 +233,7 @@ def _reasons(checks: Sequence[CheckResult]) -> list[tuple[str, str, str]]:
 def _check_view(check: CheckResult) -> View:
     compared = msgspec.structs.asdict(check.compared)
     parts = [
-        f"{count(compared[what])} {what if compared[what] != 1 else what[:-1]}"
+        f"{format_count(compared[what])} {what if compared[what] != 1 else what[:-1]}"
         for what in ("tensors", "ranks", "steps", "elements")
         if compared[what]
     ]

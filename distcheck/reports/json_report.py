@@ -29,7 +29,7 @@ from distcheck.records import (
 from distcheck.records.decoding import Count, decode_json, read_bounded
 from distcheck.records.mistakes import MISTAKES, MistakeCount, Sensitivity
 from distcheck.records.run_facts import ExploredSearch
-from distcheck.reports.scale import ScaleEntry, as_rows
+from distcheck.reports.scale import ScaleEntry, scale_entries
 from distcheck.reports.wording import describe_place
 
 SCHEMA = "distcheck.report/1"
@@ -75,7 +75,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def decoded(document: Mapping[str, Any]) -> Document:
+def decode_document(document: Mapping[str, Any]) -> Document:
     """Convert a document. Raises ValidationError if `check_shape` would refuse it."""
     return msgspec.convert(document, Document)
 
@@ -85,12 +85,12 @@ def check_shape(document: dict[str, Any], path: Path | str) -> Document:
     missing or has another form.
     """
     try:
-        return decoded(document)
+        return decode_document(document)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {error}; write the report again") from error
 
 
-def map_of(result: CheckResult) -> ErrorMap | None:
+def error_map(result: CheckResult) -> ErrorMap | None:
     """Return the map of a check; None if it would show nothing."""
     shares = result.shares
     if not shares or not _shows_something(result):
@@ -202,7 +202,7 @@ def document_of(report: Report) -> Document:
         left_out=report.left_out,
         not_shown=list(report.not_shown),
         explored=list(report.explored),
-        scale=as_rows(cases) or UNSET,
+        scale=scale_entries(cases) or UNSET,
     )
 
 
@@ -217,10 +217,10 @@ def totals_of(verdicts: Iterable[str], left_out: Collection[str]) -> dict[str, i
 
 
 def _in_document(report: CaseReport) -> CaseReport:
-    return msgspec.structs.replace(report, checks=tuple(map(condensed, report.checks)))
+    return msgspec.structs.replace(report, checks=tuple(map(summarized_result, report.checks)))
 
 
-def condensed(result: CheckResult) -> CheckResult:
+def summarized_result(result: CheckResult) -> CheckResult:
     """Return a result as a document holds it: with summaries of what it lists by tensor, the place
     of the first divergence in its reason, and nothing that is in the reason as well.
     """
@@ -229,7 +229,7 @@ def condensed(result: CheckResult) -> CheckResult:
         first = f"first divergence: {describe_place(result.first)}"
         reason = "; ".join(filter(None, [first, reason]))
     return msgspec.structs.replace(
-        result, reason=reason, map=map_of(result),
+        result, reason=reason, map=error_map(result),
         sensitivity=_sensitivity(result) if result.shown else None,
         lead="", kinds=(), excuse="", shares={}, in_bits=True, shown={},
         insensitive=NOTHING_COMPARED,

@@ -17,18 +17,18 @@ from distcheck.errors.shown_text import displayable
 from distcheck.records import Case, CaseReport, Origin
 from distcheck.records.layers import check_with_layer
 from distcheck.records.run_facts import ExploredSearch
-from distcheck.reports.findings import finding_of, names_of
-from distcheck.reports.json_report import Document, decoded
+from distcheck.reports.findings import cell_names, failure_summary
+from distcheck.reports.json_report import Document, decode_document
 
 # Characters that XML 1.0 cannot represent, not even as a reference.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(document: Mapping[str, Any]) -> str:
-    found = decoded(displayable(document))
+    found = decode_document(displayable(document))
     root = ElementTree.Element("testsuites", name="distcheck")
     suites: dict[str, list[ElementTree.Element]] = defaultdict(list)
-    for case, name in zip(found.cases, names_of(found.cases), strict=True):
+    for case, name in zip(found.cases, cell_names(found.cases), strict=True):
         suites[case.case.strategy].append(_test_case(case, name))
     for planned, reason in _left_out(found):
         element = ElementTree.Element("testcase", classname=_valid(planned.strategy))
@@ -91,7 +91,7 @@ def _test_case(case: CaseReport, name: str) -> ElementTree.Element:
         if said:
             ElementTree.SubElement(element, "system-out").text = _valid("\n".join(said) + "\n")
         return element
-    found = finding_of(case)
+    found = failure_summary(case)
     failed = case.verdict == "fail" and not case.ranks_failed
     kind = case.diagnosis[0].cause if case.diagnosis else case.verdict
     wrong = ElementTree.SubElement(element, "failure" if failed else "error")

@@ -15,8 +15,8 @@ from urllib.parse import quote
 from distcheck.errors.shown_text import displayable
 from distcheck.records.causes import causes
 from distcheck.reports.causes import cause_explanation
-from distcheck.reports.findings import finding_of, name_of, place_of
-from distcheck.reports.json_report import decoded
+from distcheck.reports.findings import cell_name, failure_summary, source_place
+from distcheck.reports.json_report import decode_document
 from distcheck.reports.json_report import render as as_json
 
 _SCHEMA = (
@@ -27,7 +27,7 @@ _ROOT = "%SRCROOT%"
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedFinding:
     """A failure, an unknown case or a warning, with the line that it concerns."""
 
     rule: str  # a cause, or "unknown"
@@ -38,11 +38,11 @@ class Located:
     fingerprint: str
 
 
-def located(document: Mapping[str, Any]) -> Iterator[Located]:
+def locate_findings(document: Mapping[str, Any]) -> Iterator[LocatedFinding]:
     """Yield every cause of each case that did not pass, and every warning of the others."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
-    for case in decoded(displayable(document)).cases:
-        found = finding_of(case)
+    for case in decode_document(displayable(document)).cases:
+        found = failure_summary(case)
         given = [(one, "error") for one in case.diagnosis]
         given += [(one, "warning") for one in case.remarks]
         told = [(one.cause, level, f"{one.cause}: {one.evidence}\ntry: {one.suggestion}")
@@ -52,15 +52,15 @@ def located(document: Mapping[str, Any]) -> Iterator[Located]:
         elif case.verdict == "unknown":
             told.append((_UNKNOWN, "warning", found.headline))
         for rule, level, text in told:
-            lines = [f"{case.case.strategy}, {name_of(case.case)}: {case.verdict}", text]
+            lines = [f"{case.case.strategy}, {cell_name(case.case)}: {case.verdict}", text]
             lines += [f"first: {found.first}"] * bool(found.first)
             lines += [f"replay: {found.replay}"] * bool(found.replay)
             key = hashlib.sha256(f"{rule}\0{case.case.id}".encode("utf-8", "replace")).hexdigest()
-            yield Located(rule, level, "\n".join(lines), *place_of(case, root), key[:32])
+            yield LocatedFinding(rule, level, "\n".join(lines), *source_place(case, root), key[:32])
 
 
 def render(document: Mapping[str, Any]) -> str:
-    results = list(located(document))
+    results = list(locate_findings(document))
     names = list(dict.fromkeys(one.rule for one in results))
     driver = {
         "name": "distcheck",
@@ -85,7 +85,7 @@ def _rule(name: str) -> dict[str, Any]:
     }
 
 
-def _result(one: Located, index: int) -> dict[str, Any]:
+def _result(one: LocatedFinding, index: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "ruleId": one.rule,
         "ruleIndex": index,

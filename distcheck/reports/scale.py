@@ -105,7 +105,7 @@ def curves(cases: Sequence[CaseReport]) -> list[Curve]:
     ]
 
 
-def as_rows(cases: Sequence[CaseReport]) -> list[ScaleEntry]:
+def scale_entries(cases: Sequence[CaseReport]) -> list[ScaleEntry]:
     """Return the curves for `--json`: a row for each world and order."""
     return [
         ScaleEntry(
@@ -167,5 +167,5 @@ def _json_number(value: float | None) -> float | str | None:
     return str(value)
 
 
-def described(layer: str) -> str:
+def describe_layer(layer: str) -> str:
     return f"gradients ({layer_label(layer)})" if layer else "gradients"

@@ -25,12 +25,12 @@ from distcheck.reports import brief, json_report
 from distcheck.reports.failures import PrintedCauses, print_failure
 from distcheck.reports.wording import (
     STYLE,
-    count,
     describe_accepted,
     describe_place,
     describe_search,
     describe_sensitivity,
     describe_worst,
+    format_count,
     most_telling_first,
     sentence_on_modules,
 )
@@ -195,7 +195,7 @@ def _table(cases: Sequence[CaseReport], shown: Sequence[str]) -> Table:
 def _format_counts(compared: Compared, shown: Sequence[str]) -> list[str]:
     """Format numbers for the table; a dash for none."""
     numbers = [getattr(compared, what) for what in shown]
-    return [count(n) if n else "-" for n in numbers]
+    return [format_count(n) if n else "-" for n in numbers]
 
 
 def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
@@ -272,7 +272,7 @@ _NARROWEST = 60  # columns
 _HEIGHT = 640  # pixels, resizable
 
 
-def screen(report: Report) -> str:
+def terminal_text(report: Report) -> str:
     """Return the command line's output, in the terminal's width."""
     if not report.cases:
         return report.given_up or f"{report.verdict}: no case was judged"
@@ -280,7 +280,7 @@ def screen(report: Report) -> str:
     return render_text(report, width=max(width, _NARROWEST)).rstrip("\n")
 
 
-def document(report: Report) -> dict[str, Any]:
+def json_document(report: Report) -> dict[str, Any]:
     """Return the parsed `--json` document."""
     read: dict[str, Any] = msgspec.json.decode(json_report.render_json(report))
     return read

@@ -14,10 +14,10 @@ from rich.text import Text
 from distcheck.errors.shown_text import displayable, one_line
 from distcheck.records import Case, Outcome
 from distcheck.records.decoding import read_distcheck_document
-from distcheck.reports.failures import ends_of_ranks
+from distcheck.reports.failures import describe_rank_exits
 from distcheck.reports.html_report import page
 from distcheck.reports.pictures import curves
-from distcheck.reports.wrapping import VERDICT, Lines, hanging, print_verdict
+from distcheck.reports.wrapping import VERDICT, LabeledLines, print_verdict, wrap_hanging
 
 SCHEMA = "distcheck.training/1"
 
@@ -65,14 +65,14 @@ def read_training(path: Path) -> TrainedRun:
 _MOST_TRACEBACK = 4  # lines of a rank's
 
 
-def heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
+def format_heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
     case = displayable(case)
     how = f"{case.strategy}, {case.world} ranks" if case.strategy else "one process"
     text = (
         f"{case.workload} on {case.data}, {how}: batch {case.batch}, seed {case.seed}, "
         f"{case.dtype}, 1 thread per rank, torch {torch}"
     )
-    yield from hanging(one_line(text), width, first="train", indent=VERDICT)
+    yield from wrap_hanging(one_line(text), width, first="train", indent=VERDICT)
 
 
 def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
@@ -87,7 +87,7 @@ def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
         f"of {steps}; median {row['median_step_s']:.3f}, max {row['max_step_s']:.3f})"
     )
     name = f"epoch {row['epoch']}/{epochs}:"
-    yield from hanging(text, width, first=f"{name} ", indent=len(name) + 1)
+    yield from wrap_hanging(text, width, first=f"{name} ", indent=len(name) + 1)
 
 
 def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> None:
@@ -96,8 +96,8 @@ def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> 
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     name = case.strategy or case.workload
     print_verdict(f"{name}   {ranks}", "fail", console, bold="")
-    lines = Lines(console)
-    for label, text in ends_of_ranks(
+    lines = LabeledLines(console)
+    for label, text in describe_rank_exits(
         displayable(list(outcomes)), lines=_MOST_TRACEBACK, says_cut=False
     ):
         lines.add(label, text, most=2 * _MOST_TRACEBACK)

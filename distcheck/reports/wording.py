@@ -124,7 +124,7 @@ def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
     yield text
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """Format a large number: 768, 3.6 M."""
     for size, letter in ((10**9, "G"), (10**6, "M")):
         if number >= size:

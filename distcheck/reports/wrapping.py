@@ -55,22 +55,22 @@ def _break_word(word: str, width: int) -> str:
     return " ".join(filter(None, [*parts, word]))
 
 
-def hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
+def wrap_hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
     """Return the wrapped lines: the first begins with `first`, and all have the same indent."""
     head, *rest = wrap(text, max(width - indent, _LEAST))
     lines = [f"{first:<{indent}}{head}", *(f"{'':<{indent}}{line}" for line in rest)]
     return [line.rstrip() for line in lines]
 
 
-def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
+def wrap_limited(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
     """Return a text in at most `most` lines: complete, without its last clauses, or cut. An
     incomplete one ends with `CUT`.
     """
-    lines = hanging(text, width, first=first, indent=indent)
+    lines = wrap_hanging(text, width, first=first, indent=indent)
     clauses = text.split("; ")
     while len(lines) > most and len(clauses) > 1:
         clauses.pop()
-        lines = hanging("; ".join([*clauses, CUT]), width, first=first, indent=indent)
+        lines = wrap_hanging("; ".join([*clauses, CUT]), width, first=first, indent=indent)
     if len(lines) > most:
         lines = lines[:most]
         lines[-1] = f"{lines[-1][: width - 4].rpartition(' ')[0]} {CUT}"
@@ -80,13 +80,13 @@ def fitting(text: str, width: int, *, first: str, indent: int, most: int) -> lis
 def print_hanging(
     text: str, console: Console, *, indent: int, first: str = "", style: str = ""
 ) -> None:
-    for line in hanging(text, console.width, first=first, indent=indent):
+    for line in wrap_hanging(text, console.width, first=first, indent=indent):
         console.print(Text(line, style=style), soft_wrap=True)
 
 
 def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: str) -> None:
     """Print a verdict and its subject, which begins with the `bold` part."""
-    head, *rest = hanging(text, console.width, first=verdict.upper(), indent=VERDICT)
+    head, *rest = wrap_hanging(text, console.width, first=verdict.upper(), indent=VERDICT)
     first = Text(head)
     first.stylize(STYLE[verdict], 0, VERDICT)
     first.stylize("bold", VERDICT, VERDICT + len(bold))
@@ -94,7 +94,7 @@ def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: st
         console.print(line, soft_wrap=True)
 
 
-class Lines:
+class LabeledLines:
     """Labeled lines, printed with aligned texts."""
 
     def __init__(self, console: Console, *, indent: int = 6) -> None:
@@ -117,9 +117,11 @@ class Lines:
             first = f"{'':<{self._indent}}{label}"
             found = [f"{first:<{indent}}{text}"]
             if most is None:
-                found = hanging(text, self._console.width, first=first, indent=indent)
+                found = wrap_hanging(text, self._console.width, first=first, indent=indent)
             elif most:
-                found = fitting(text, self._console.width, first=first, indent=indent, most=most)
+                found = wrap_limited(
+                    text, self._console.width, first=first, indent=indent, most=most
+                )
             cut |= found[-1].endswith(CUT)
             for line in found:
                 whole = Text(line)

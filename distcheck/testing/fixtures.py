@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing import examples, pytest_compat
-from distcheck.worlds.messages import text_of
+from distcheck.worlds.messages import exception_text
 
 WORLD = "world"
 # Fixtures that keep references to streams, which are per rank.
@@ -200,7 +200,7 @@ def _flatten_groups(error: BaseException | None) -> Iterator[BaseException]:
 def _describe_exception(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    first, _, _ = text_of(error).partition("\n")
+    first, _, _ = exception_text(error).partition("\n")
     return f"{type(error).__name__}: {first}{where}"
 
 

@@ -129,7 +129,7 @@ def run_test_in_worlds(item: pytest.Function, options: WorldOptions) -> None:
     if item.config.getoption("trace", False):  # pdb would quit, and the test pass
         _refuse("--trace is not supported: a rank has no terminal for a debugger")
     if options.is_simulated:
-        registry.load("simulated").threads().prepare(item)
+        registry.load("simulated").rank_threads_module().prepare_test(item)
     args = {name: item.funcargs[name] for name in pytest_compat.argument_names(item)}
     function = item.obj
     handle = getattr(function, "hypothesis", None)
@@ -184,7 +184,7 @@ def run_in_world(prepared: PreparedTest) -> dict[int, RankReport]:
         _skip(why)
     fixtures.make_folders_base(item, kept=options.is_shared)
     refused = ""
-    with turns.turn():
+    with turns.wait_for_turn():
         try:
             if options.reuse:
                 ended = reused_worlds.run(prepared)
@@ -245,7 +245,7 @@ def _run_in(pool: Pool, prepared: PreparedTest) -> WorldEnd:
 
 def _try_schedules(prepared: PreparedTest) -> None:
     __tracebackhide__ = True
-    with turns.turn(), _pool(prepared) as pool:
+    with turns.wait_for_turn(), _pool(prepared) as pool:
         fail_under_other_schedules(
             pool,
             prepared.item,
@@ -428,13 +428,13 @@ def _fail(
     marker = f'@pytest.mark.world({options.size}, backend="{options.backend}", '
     said = (
         f"passed under the usual schedule, and failed under schedule {other.schedule} "
-        f"({simulated.found_by(found)})"
+        f"({simulated.describe_search(found)})"
     )
     text = "\n".join(
         [
             said,
             f'run it again: {marker}schedule="{other.schedule}")',
-            *simulated.timelines(found.usual, other),
+            *simulated.differing_calls(found.usual, other),
         ]
     )
     ended = run_again(replace(options, schedule=other.schedule, schedules=0, preemptions=0))

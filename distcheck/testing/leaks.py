@@ -91,7 +91,7 @@ def _process_groups() -> list[str]:
 
 
 def _unfinished_work() -> list[str]:
-    open_calls = flight.still_open()
+    open_calls = flight.incomplete_collectives()
     if not open_calls:
         return []
     names = ", ".join(dict.fromkeys(open_calls))
@@ -130,7 +130,7 @@ def _stray_processes(before: frozenset[int]) -> list[str]:
     processes kept by libraries are ignored.
     """
     for _ in range(_LOOKS):
-        stray = [linux.name_of(pid) for pid in linux.children_of_self() if pid not in before]
+        stray = [linux.process_name(pid) for pid in linux.children_of_self() if pid not in before]
         stray = [name for name in stray if name and not any(part in name for part in _KEPT_BY)]
         if not stray:
             break

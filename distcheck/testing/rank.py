@@ -22,9 +22,9 @@ from distcheck.machine import devices
 from distcheck.testing import blas, examples, fixtures, leaks, session
 from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RUN, End, RankReport, RankWarning, encode_message
-from distcheck.worlds.jobs import STORE, Descriptors, Owned, Reporter, with_rank_state
+from distcheck.worlds.jobs import STORE, Descriptors, PerRankAttributes, Reporter, with_rank_state
 from distcheck.worlds.local import late_compiler
-from distcheck.worlds.messages import text_of
+from distcheck.worlds.messages import exception_text
 from distcheck.worlds.rendezvous import Rendezvous, join
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def current_view() -> WorldView | None:
     return _view
 
 
-def _owned_state() -> Owned:
-    threads = registry.load("simulated").threads()
-    owned: Owned = threads.per_rank_test_state(inherited_test().item)
+def _owned_state() -> PerRankAttributes:
+    threads = registry.load("simulated").rank_threads_module()
+    owned: PerRankAttributes = threads.per_rank_test_state(inherited_test().item)
     return owned
 
 
@@ -204,7 +204,7 @@ def run_body(prepared: PreparedTest) -> tuple[RankReport, BaseException | None]:
                     body_s = time.perf_counter() - started
                 _refuse_a_result(item, result)
         except BaseException as raised:
-            if not has_process and registry.load("simulated").has_left(raised):
+            if not has_process and registry.load("simulated").called_os_exit(raised):
                 raise
             error = raised
         error = session.warn_of_thread_errors(item, error)
@@ -215,7 +215,7 @@ def run_body(prepared: PreparedTest) -> tuple[RankReport, BaseException | None]:
     compiles = late_compiler.is_loaded()
     report = RankReport(
         end=end,
-        reason="" if error is None else _shorten(text_of(error)),
+        reason="" if error is None else _shorten(exception_text(error)),
         warnings=tuple(_as_warning(warning) for warning in seen),
         log=logs.report_handler.stream.getvalue().strip() if logs is not None else "",
         left=left.phrases,
@@ -237,7 +237,7 @@ def _own_copies(
 ) -> tuple[Callable[..., object], Sequence[Any], Mapping[str, Any]]:
     if not prepared.options.is_simulated:
         return prepared.body, prepared.args, prepared.kwargs
-    threads = registry.load("simulated").threads()
+    threads = registry.load("simulated").rank_threads_module()
     named = {k: threads.copy_for_rank(v, f"the value of {k}") for k, v in prepared.kwargs.items()}
     return threads.body_for_rank(prepared.body), prepared.args, named
 
@@ -249,7 +249,7 @@ def _shorten(text: str) -> str:
 def _short_repr(error: BaseException) -> str:
     """Return a short representation of a long text, which pytest would wrap for minutes."""
     stack = "".join(traceback.format_tb(error.__traceback__))
-    return f"{stack}{type(error).__name__}: {_shorten(text_of(error))}"
+    return f"{stack}{type(error).__name__}: {_shorten(exception_text(error))}"
 
 
 def _refuse_a_result(item: pytest.Function, result: object) -> None:
@@ -281,7 +281,7 @@ def _with_report(report: RankReport, item: pytest.Function, error: BaseException
     if frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals is globals():
         error.__traceback__ = frame.tb_next  # distcheck's own frame, which --tb=native would show
     excinfo = pytest.ExceptionInfo.from_exception(error)
-    is_short = len(text_of(error)) <= _MOST_MESSAGE
+    is_short = len(exception_text(error)) <= _MOST_MESSAGE
     longrepr: Any = item.repr_failure(excinfo) if is_short else _short_repr(error)
     crash = getattr(longrepr, "reprcrash", None)
     as_test_report = pytest.TestReport(

@@ -127,7 +127,7 @@ class _Before:
 
         if self._group is None or dist.group.WORLD is not self._group:
             return msgspec.structs.replace(report, left_stays=True)
-        return msgspec.structs.replace(report, groups=compat.groups_made())
+        return msgspec.structs.replace(report, groups=compat.count_of_created_groups())
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from distcheck.testing.marker import WorldOptions
 from distcheck.testing.messages import RankReport, Subtest
 from distcheck.worlds import root_cause
 from distcheck.worlds.jobs import Job
-from distcheck.worlds.launch import Ranks, end_now, not_simulated, run_until_over
+from distcheck.worlds.launch import Ranks, kill_worlds, not_simulated, run_until_over
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -127,12 +127,12 @@ def wait(
             if isinstance(struck, KeyboardInterrupt) and heard.item is not None:
                 note_interrupt(heard.item, pool, world, heard.in_time)
         finally:
-            end_now(pool, world)
+            kill_worlds(pool, world)
         raise
     if (refused := not_simulated(world)) is not None:
         world.close()
         raise refused
-    outcomes = _outcomes_of_test(root_cause.outcomes(world.children, hung=world.hung), heard)
+    outcomes = _outcomes_of_test(root_cause.rank_outcomes(world.children, hung=world.hung), heard)
     ended = heard.as_end(world, outcomes, timeout=timeout)
     world.close()
     return ended

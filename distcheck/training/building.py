@@ -37,7 +37,7 @@ from distcheck.workloads.datasets.synthetic import SyntheticSamples
 @dataclass(frozen=True)
 class Ingredients:
     """A case's workload and samples, opened in this process. `settings` are the determinism
-    settings after loading the workload's file (`seeds.settings`).
+    settings after loading the workload's file (`seeds.result_settings`).
     """
 
     case: Case
@@ -172,7 +172,7 @@ def open_ingredients(
     trained = trained_with(case.adaptation.form) == case.workload
     loaded = load_trained(case.strategy, case.adaptation) if trained else None
     loaded = loaded or load_workload(case.workload)
-    settings = seeds.settings()
+    settings = seeds.result_settings()
     samples: Samples
     if loaded.own_samples is not None:
         samples = loaded.own_samples()

@@ -37,7 +37,7 @@ from distcheck.training.whole_tensors import is_distributed
 from distcheck.workloads.datasets.synthetic import CachedSamples, SyntheticSamples
 from distcheck.worlds import call_recorder, step_calls, surroundings
 from distcheck.worlds.jobs import STORE, Descriptors, Reporter
-from distcheck.worlds.local.child import keep_folder
+from distcheck.worlds.local.child import require_working_directory
 from distcheck.worlds.messages import LOADING
 from distcheck.worlds.rendezvous import join
 
@@ -61,7 +61,7 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         surroundings.allocate(job.memory_seed)
-    keep_folder()
+    require_working_directory()
     ingredients = _open(job, fds, reporter)
     late = RankDelays()
     if job.delays:

@@ -21,7 +21,7 @@ from distcheck.training.building import can_train, recorded_parameters, state_te
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation_flags, innermost_optimizer
 from distcheck.training.whole_tensors import as_dense, as_full_tensor, is_distributed
-from distcheck.worlds.step_calls import Memory, StepCalls, memory_of
+from distcheck.worlds.step_calls import Memory, StepCalls, storage_range
 
 # Accessor of "full_parameters", "full_gradients" or "full_state": returns full tensors by name, if
 # the strategy holds them outside the model and the optimizer; None if it does not. A missing name
@@ -201,7 +201,7 @@ class TraceRecorder(LoopObserver):
         self._step, self._epoch, self._ids = step, epoch, ids.tolist()
         self._rng_state = devices.rng_state(self._device)
         self._library_states = seeds.library_rng_states()
-        self._settings = seeds.settings()
+        self._settings = seeds.result_settings()
         self._ready.clear()
         self._loss_factor = 1.0
         self._real = None
@@ -237,7 +237,9 @@ class TraceRecorder(LoopObserver):
                 hook.asked()
         self._unseen = {index for index in lost if index not in self._ready}
         if self._calls is not None and self._model is not None:
-            self._left = {name: memory_of(p.grad) for name, p in recorded_parameters(self._model)}
+            self._left = {
+                name: storage_range(p.grad) for name, p in recorded_parameters(self._model)
+            }
 
     def synced(self, step: int, model: nn.Module) -> None:
         """Record the synchronized gradients, and local gradients without a hook call as absent.
@@ -267,12 +269,12 @@ class TraceRecorder(LoopObserver):
         if self._calls is None:
             return
         lie = {
-            spec.name: (self._left.get(spec.name), memory_of(gradients.get(spec.name)))
+            spec.name: (self._left.get(spec.name), storage_range(gradients.get(spec.name)))
             for spec in self._layout.model.parameters
         }
         sizes = {spec.name: spec.elements for spec in self._layout.model.parameters}
         ways = self._calls.ways(
-            lie, sizes, lambda: map(memory_of, chain(model.parameters(), model.buffers()))
+            lie, sizes, lambda: map(storage_range, chain(model.parameters(), model.buffers()))
         )
         self._left = {}
         if ways is not None:

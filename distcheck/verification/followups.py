@@ -374,7 +374,7 @@ def with_schedule_check(session: Session, report: CaseReport) -> CaseReport:
     case = report.case
     found = _search(session, case)
     replay = msgspec.structs.replace(case, schedules=0, preemptions=0).command_line
-    judged = registry.load("simulated").judged
+    judged = registry.load("simulated").check_schedules
     result, causes = judged(found, ranks=case.world, digests=_digests, replay=replay)
     report = _with_contents(report, found)
     checks = (*report.checks, result)

@@ -130,7 +130,7 @@ def inspect_cases(job: InspectionRequest, fds: Descriptors, reporter: Reporter) 
     facts, looked_at = [], dict[str, CodeInspection]()
     for case in job.cases:
         reporter.progress(0, f"{case.strategy} and {case.workload}")
-        with seeds.under(seeds.settings()):  # restores settings changed by their file
+        with seeds.under(seeds.result_settings()):  # restores settings changed by their file
             strategy = load_strategy(case.strategy, case.adaptation)
             if case.strategy not in looked_at:
                 looked_at[case.strategy] = look_at_code(case.strategy, case.adaptation)
@@ -187,7 +187,7 @@ def _stand_alone(cases: Sequence[Case]) -> None:
         case.backend == "mpi" or matches_in_sources("mpi4py", case.strategy) for case in cases
     )
     if uses and registry.is_installed("mpi"):
-        registry.load("mpi").stand_alone()
+        registry.load("mpi").use_single_rank_world()
 
 
 def _syncs_statistics(file: str) -> bool:

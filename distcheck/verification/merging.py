@@ -20,7 +20,13 @@ from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports.documents import check_document
 from distcheck.reports.files import check_outputs, damaged_file_as_usage_error, write_document
 from distcheck.reports.findings import summary_lines
-from distcheck.reports.json_report import SCHEMA, Document, decoded, read_document, totals_of
+from distcheck.reports.json_report import (
+    SCHEMA,
+    Document,
+    decode_document,
+    read_document,
+    totals_of,
+)
 from distcheck.reports.terminal import console_for
 from distcheck.store.origin import origin_here
 from distcheck.verification.contents import not_shown
@@ -54,7 +60,7 @@ def show_whole(
     whole: dict[str, Any], parts: Sequence[MatrixPart], *, files: Mapping[str, str], quiet: bool
 ) -> int:
     """Print the merged report and write its files; return its exit code."""
-    lines = summary_lines(decoded(whole), width=console_for().width, quiet=quiet)
+    lines = summary_lines(decode_document(whole), width=console_for().width, quiet=quiet)
     if "-" not in files.values():
         for line in lines:
             print_displayable(line)

@@ -46,9 +46,9 @@ from distcheck.workloads.datasets import FILE_DATASETS, PREPARE, ArrayDescriptio
 from distcheck.worlds import root_cause
 from distcheck.worlds.launch import (
     Ranks,
-    error_of,
     internal_error,
     job_result,
+    reported_error,
     run_job,
     run_until_over,
     start_job,
@@ -389,7 +389,7 @@ def calibrate(
                 raised = root_cause.own_defect(ranks.children, hung=False)
                 if raised is not None and name_of(backend) in backend_names():
                     raise internal_error(raised)
-                why = str(error_of(root_cause.first_cause(ranks.children, hung=False)))
+                why = str(reported_error(root_cause.first_cause(ranks.children, hung=False)))
             raise CannotRunError(
                 f"a plain all_reduce over {world} ranks on {backend} failed: {why}"
             )

@@ -59,9 +59,9 @@ _USES_COMPILER = (
 
 set_report_renderers(
     failure=terminal.render_failure,
-    screen=terminal.screen,
+    screen=terminal.terminal_text,
     page=terminal.html_for_notebook,
-    document=terminal.document,
+    document=terminal.json_document,
 )
 
 
@@ -94,7 +94,7 @@ _USUAL = RunOptions()
 
 def verify_cases(cases: Sequence[Case], options: RunOptions = _USUAL) -> Report:
     """Run and judge cases on this process's pool, with follow-ups; test processes take turns."""
-    with _pool_lock, turns.turn():
+    with _pool_lock, turns.wait_for_turn():
         pool = shared_pool()
         try:
             return run_cases(cases, pool, replace(options, follow_up=True))

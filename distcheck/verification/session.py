@@ -70,7 +70,14 @@ from distcheck.verification import limits, own_code
 from distcheck.verification.case_run import CaseRun, WorldName, is_separate, new_trace
 from distcheck.verification.preparation import SharedDataset
 from distcheck.worlds import root_cause
-from distcheck.worlds.launch import Ranks, end_now, job_result, refusal_of, start_job, start_world
+from distcheck.worlds.launch import (
+    Ranks,
+    job_result,
+    kill_worlds,
+    refusal_of,
+    start_job,
+    start_world,
+)
 from distcheck.worlds.messages import Progress
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.rendezvous import Rendezvous
@@ -309,12 +316,12 @@ class Session:
 
     def _whole_case(self, run: CaseRun) -> _Stages:
         world: World = yield "world"
-        run.outcomes = tuple(root_cause.outcomes(world.children, hung=world.hung))
+        run.outcomes = tuple(root_cause.rank_outcomes(world.children, hung=world.hung))
         run.notes += tuple(f"{one.name}: {one.text}" for c in world.children for one in c.remarks)
         self._queue_step_judges(run)
         if world.succeeded and run.case.rerun:
             world = yield "rerun"
-            run.rerun_outcomes = tuple(root_cause.outcomes(world.children, hung=world.hung))
+            run.rerun_outcomes = tuple(root_cause.rank_outcomes(world.children, hung=world.hung))
         if world.hung:
             self._leave_out_others(run)
         self._queue_judge_of_run(run)
@@ -622,4 +629,4 @@ class Session:
         worlds = [world for world, _ in self._judges]
         if self._world is not None:
             worlds.append(self._world[0])
-        end_now(self.pool, *worlds)
+        kill_worlds(self.pool, *worlds)

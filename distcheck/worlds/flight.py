@@ -109,18 +109,18 @@ def latest(found: list[dict[str, Any]] | None = None) -> tuple[Collective, ...]:
             shapes=shapes_of(entry),
             group=str((entry.get("process_group") or ("",))[0]),
             point_to_point=bool(entry["is_p2p"]),
-            finished=not is_open(entry),
+            finished=not is_incomplete(entry),
         )
         for entry in found[-_LATEST:]
     )
 
 
-def is_open(entry: dict[str, Any]) -> bool:
+def is_incomplete(entry: dict[str, Any]) -> bool:
     """Return True if a collective is not known to have completed."""
     return not entry.get("retired") and entry.get("state") != "completed"
 
 
-def still_open(patience_s: float = math.inf) -> list[str]:
+def incomplete_collectives(patience_s: float = math.inf) -> list[str]:
     """Return the names of the collectives that have not completed, after waiting at most
     `patience_s`: a call that has returned is marked as complete a moment later.
     """
@@ -128,7 +128,7 @@ def still_open(patience_s: float = math.inf) -> list[str]:
     for _ in range(_LOOKS):
         for recorder in _further:
             recorder.move_on()
-        names = [name_of(entry) for entry in entries(stacks=False) if is_open(entry)]
+        names = [name_of(entry) for entry in entries(stacks=False) if is_incomplete(entry)]
         if not names or time.monotonic() >= end:
             break
         time.sleep(_LOOK_EVERY_S)

@@ -19,21 +19,21 @@ _LEAVES_AT = 3
 _heard = 0
 
 
-def listen() -> None:
+def handle_signals() -> None:
     """Make these signals interrupt from now on, unless the parent ignored them (nohup)."""
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _hear)
 
 
-def ignore() -> None:
+def ignore_signals() -> None:
     """Ignore these signals in a process that only has to exit with its exit code."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer these signals in every thread, and deliver the first one afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -138,15 +138,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NAME = "distcheck_of_each_rank"
 
 
-class Absent:
+class MissingAttribute:
     """Type of the marker for a missing attribute."""
 
 
-ABSENT = Absent()
+ABSENT = MissingAttribute()
 
 
 @dataclass(frozen=True)
-class Owned:
+class PerRankAttributes:
     """Attributes as (object, name), and a function for one rank's initial values."""
 
     places: Sequence[tuple[Any, str]] = ()
@@ -163,7 +163,7 @@ class Owned:
                 delattr(owner, name)
 
 
-def with_rank_state(find: Callable[[], Owned]) -> Callable[[_Function], _Function]:
+def with_rank_state(find: Callable[[], PerRankAttributes]) -> Callable[[_Function], _Function]:
     """Declare per-rank state on the function that runs a job; `find` is called just before its
     ranks begin.
     """
@@ -175,6 +175,6 @@ def with_rank_state(find: Callable[[], Owned]) -> Callable[[_Function], _Functio
     return declare
 
 
-def owned_by(function: Callable[..., Any]) -> Owned:
-    find: Callable[[], Owned] = getattr(function, _NAME, Owned)
+def owned_by(function: Callable[..., Any]) -> PerRankAttributes:
+    find: Callable[[], PerRankAttributes] = getattr(function, _NAME, PerRankAttributes)
     return find()

@@ -68,7 +68,7 @@ def start_world(
     try:
         in_memory = pool.forks_all
         with rendezvous_endpoint(pool.address, in_memory=in_memory) as (host, port, store):
-            starts = starts_of(
+            starts = rank_starts(
                 ranks,
                 host,
                 port,
@@ -105,7 +105,7 @@ def start_world(
     return World(shares, deadline_s=ranks.deadline_s, on_progress=on_progress, job=mpi)
 
 
-def starts_of(
+def rank_starts(
     ranks: Ranks[Any],
     host: str,
     port: int,
@@ -162,11 +162,11 @@ def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambd
             pool.pump(0.05)
             world.tick()
     except BaseException:
-        end_now(pool, world)
+        kill_worlds(pool, world)
         raise
 
 
-def end_now(pool: Pool, *worlds: World) -> None:
+def kill_worlds(pool: Pool, *worlds: World) -> None:
     """Kill worlds, wait until their processes are gone, and close the worlds."""
     for world in worlds:
         world.kill()
@@ -203,10 +203,10 @@ def job_result(world: World) -> bytes:
     child = world.children[0]
     if child.done is not None and world.succeeded:
         return child.done.payload
-    raise error_of(child)
+    raise reported_error(child)
 
 
-def error_of(child: Child) -> DistcheckError:
+def reported_error(child: Child) -> DistcheckError:
     raised = child.raised
     if raised is None:
         how = f"signal {child.exit_signal}" if child.exit_signal else f"code {child.exit_code}"
@@ -244,7 +244,7 @@ def refusal_of(world: World) -> DistcheckError | None:
     loading = all(c.progress is not None and c.progress.phase == LOADING for c in refusing)
     if loading and len(refusing) < len(world.children):
         return None
-    return error_of(refusing[0])
+    return reported_error(refusing[0])
 
 
 def not_simulated(world: World) -> NotSimulatedError | None:

@@ -79,7 +79,7 @@ def children_of_self() -> list[int]:
         return []
 
 
-def name_of(pid: int) -> str:
+def process_name(pid: int) -> str:
     """Return a process's command line, or its short name while starting; empty if it ended."""
     with contextlib.suppress(OSError):
         short, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
@@ -97,7 +97,7 @@ def name_thread(name: str) -> None:
         Path("/proc/thread-self/comm").write_text(name)
 
 
-def ran_ns(pid: int) -> int:
+def main_thread_run_ns(pid: int) -> int:
     """Return the run time of a process's main thread in nanoseconds; 0 if it is gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])

@@ -219,7 +219,7 @@ Event = (
 AnyEvent = Event | ChildEvent
 
 
-def garbled() -> Raised:
+def corrupted_pipe_event() -> Raised:
     """Return the event that replaces the messages of a child whose pipe was corrupted."""
     text = (
         "distcheck's internal pipe has data that distcheck did not write: the code wrote to a "
@@ -228,7 +228,7 @@ def garbled() -> Raised:
     return Raised("ProtocolError", text, text, time.monotonic())
 
 
-def text_of(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:  # raised by user code

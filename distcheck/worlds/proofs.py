@@ -41,13 +41,13 @@ class ProofWatch:
         counts = tuple(child.waits_count for child in children)
         if counts != self._counts or any(child.is_awake for child in children):
             self._counts, self._since = counts, now
-            self._found = proof(said)
+            self._found = prove_no_progress(said)
             return None
         known_at = min(child.known_at for child in children)
         return self._found if known_at - self._since >= _UNCHANGED_S else None
 
 
-def proof(said: WaitsByRank) -> Proven | None:
+def prove_no_progress(said: WaitsByRank) -> Proven | None:
     """Return the proof that follows from the reports of all ranks; None if there is none."""
     if all(own.over for own in said.values()) or not all(_is_valid_report(r, said) for r in said):
         return None

@@ -100,7 +100,7 @@ def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
     timeout = timedelta(seconds=10 * rendezvous.deadline_s + _MARGIN_S)
     usual_limit_s = min(timeout, _torchs_timeout()).total_seconds()
     if backends.name_of(rendezvous.backend) == "simulated":
-        return registry.load("simulated").join(rendezvous, timeout, usual_limit_s)
+        return registry.load("simulated").join_world(rendezvous, timeout, usual_limit_s)
     call_recorder.install(usual_limit_s)
     store = _store(rendezvous, store_fd, timeout)
     registered = registered or backends.register(rendezvous.backend)

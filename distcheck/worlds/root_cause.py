@@ -47,7 +47,7 @@ def has_finished(child: Child, *, hung: bool) -> bool:
     return left and not (hung and child.late)
 
 
-def outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
+def rank_outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
     """Return how each rank ended, the root cause first and finished ranks last.
 
     A rank that died silently outranks ranks that raised because they lost a peer. Ranks that raised

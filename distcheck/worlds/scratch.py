@@ -16,13 +16,13 @@ from distcheck import private
 _noted: Path | None = None  # set in a helper, and inherited by its forks
 
 
-def keep_notes() -> None:
+def prepare_registration() -> None:
     """Prepare the registration of folders in a helper, before it forks."""
     global _noted
     _noted = Path(tempfile.gettempdir(), private.unique(f"distcheck-noted-{os.getpid()}-"))
 
 
-def remove_noted() -> None:
+def remove_registered() -> None:
     """Remove every registered folder that still exists, and the registration."""
     if _noted is None or not _noted.is_dir():
         return

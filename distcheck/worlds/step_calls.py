@@ -66,7 +66,7 @@ class StepCalls:
                 return
         # A call may receive one tensor as both input and output.
         tensors = {id(one): one for given in arguments for one in _tensors(given)}.values()
-        memory = [one for tensor in tensors if (one := memory_of(tensor)) is not None]
+        memory = [one for tensor in tensors if (one := storage_range(tensor)) is not None]
         elements = sum(tensor.numel() for tensor in tensors)
         known = len(memory) == len(tensors)
         self._heard.append(_Heard(line_of_call(), kind, memory, elements, known))
@@ -84,12 +84,14 @@ class StepCalls:
         if len(heard) > _MOST_CALLS:
             return None
         own = [one for memories in tensors.values() for one in memories if one is not None]
-        kept = {id_of(one) for one in own}
-        copies = [c for c in heard if not c.known or not any(id_of(m) in kept for m in c.memory)]
+        kept = {storage_id(one) for one in own}
+        copies = [
+            c for c in heard if not c.known or not any(storage_id(m) in kept for m in c.memory)
+        ]
         if copies:
-            kept = {id_of(one) for one in others() if one is not None}
+            kept = {storage_id(one) for one in others() if one is not None}
             copies = [
-                c for c in copies if not (c.known and all(id_of(m) in kept for m in c.memory))
+                c for c in copies if not (c.known and all(storage_id(m) in kept for m in c.memory))
             ]
         # A scalar carries no tensor with more elements.
         unknown = {""} if unheard else set[str]()
@@ -99,13 +101,13 @@ class StepCalls:
         lie: defaultdict[int, list[tuple[Memory, str]]] = defaultdict(list)
         for call in heard:
             for memory in call.memory:
-                lie[id_of(memory)].append((memory, call.line))
+                lie[storage_id(memory)].append((memory, call.line))
         given = {
             name: frozenset(
                 line
                 for mine in filter(None, memories)
-                for memory, line in lie.get(id_of(mine), ())
-                if overlap(mine, memory)
+                for memory, line in lie.get(storage_id(mine), ())
+                if share_bytes(mine, memory)
             )
             for name, memories in tensors.items()
         }
@@ -159,7 +161,7 @@ def record_call_of_rank(rank: int, kind: str, arguments: Iterable[Any], counts: 
         calls.hear(kind, arguments, counts)
 
 
-def memory_of(tensor: Any) -> Memory | None:
+def storage_range(tensor: Any) -> Memory | None:
     """Return the storage of a tensor and its range of bytes; None without own memory."""
     from distcheck.machine import compat  # imports torch, which the front end must not
 
@@ -173,12 +175,12 @@ def memory_of(tensor: Any) -> Memory | None:
     return storage, begin, begin + (extent * size if tensor.numel() else 0)
 
 
-def id_of(memory: Memory) -> int:
+def storage_id(memory: Memory) -> int:
     """Return the hash of a memory's storage, equal for all memories of one storage."""
     return hash(memory[0])
 
 
-def overlap(one: Memory, other: Memory) -> bool:
+def share_bytes(one: Memory, other: Memory) -> bool:
     """Return True if two memories share a byte."""
     return bool(one[0] == other[0]) and one[1] < other[2] and other[1] < one[2]
 

@@ -34,7 +34,7 @@ def take_turns(run: str, *, processes: int) -> None:
 
 
 @contextmanager
-def turn() -> Iterator[None]:
+def wait_for_turn() -> Iterator[None]:
     """Wait until this process may run a world, if there are more processes than turns. A thread
     that holds a turn does not wait again.
     """

@@ -99,7 +99,7 @@ class RankInspector:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not any(file.endswith(end) and own in ("", name) for end, own in compat.MAY_WAIT):
             return None
-        ran_ns = linux.ran_ns(os.getpid())
+        ran_ns = linux.main_thread_run_ns(os.getpid())
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
     def _said(self, on: list[NotedCall] | None) -> messages.Blocked | None:
@@ -114,7 +114,7 @@ class RankInspector:
             return None  # there are messages unknown to this process
         found: list[int] = []
         if not self.over:
-            still = [place for place, entry in enumerate(entries) if flight.is_open(entry)]
+            still = [place for place, entry in enumerate(entries) if flight.is_incomplete(entry)]
             found = still if on is None else _places_of(on[0], entries, calls)
             if not found:
                 return None
@@ -212,7 +212,7 @@ def _places_of(
         for place, entry in enumerate(entries)
         if calls[place].group == noted.call.group
         and noted.first <= entry["op_id"] <= noted.last
-        and flight.is_open(entry)
+        and flight.is_incomplete(entry)
     ]
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from distcheck.worlds.framing import Line
 from distcheck.worlds.jobs import Asked, Descriptors, Job
-from distcheck.worlds.launch import NO_FDS, Ranks, end_now, start_job, start_world
+from distcheck.worlds.launch import NO_FDS, Ranks, kill_worlds, start_job, start_world
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.world import World
@@ -84,7 +84,7 @@ class WorkerPool:
         return first
 
     def close(self) -> None:
-        end_now(self._pool, self.world)
+        kill_worlds(self._pool, self.world)
         self.hang_up()
 
     def hang_up(self) -> None:

@@ -303,11 +303,11 @@ def earlier(originals: Originals, folder: Path, draw: Random) -> Answer:
 
 def baseline(originals: Originals, folder: Path, draw: Random) -> Answer:
     """What `distcheck backends --baseline` reads."""
-    from distcheck.addons.backend_probe.records import Probe, Sweep
+    from distcheck.addons.backend_probe.records import BackendResults, Probe
     from distcheck.addons.backend_probe.table import read_sweeps, render_json
 
     probe = Probe(operation="all_reduce", reduction="SUM", form="plain", dtype="float32", salt=0)
-    sweep = Sweep(
+    sweep = BackendResults(
         backend="gloo", device="cpu", world=3,
         missing="", failure="", environment={"torch": "2.13.0"},
         cells=(probe.ended("right", "", 64),),

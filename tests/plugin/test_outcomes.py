@@ -298,12 +298,12 @@ def test_how_much_of_a_long_output_is_left_out() -> None:
     assert first == f"(the first {child.output_left_out} bytes are left out)"
     assert int(second) == child.output_left_out / 100
     child.take_output(b"9" * 80_000 + b"\nshort")
-    detail = root_cause.outcomes([child], hung=False)[0].detail
+    detail = root_cause.rank_outcomes([child], hung=False)[0].detail
     assert "its output:\nshort" in detail, "the first line may begin within a secret"
     child.forget_output()
     for number in range(1000):
         child.take_output(b"%99d\n" % number)
-    assert "its output (last 20 lines):" in root_cause.outcomes([child], hung=False)[0].detail
+    assert "its output (last 20 lines):" in root_cause.rank_outcomes([child], hung=False)[0].detail
     child.forget_output()
     child.take_output(b"of the next test")
     assert waiting.outputs_of(world)[0] == "of the next test"

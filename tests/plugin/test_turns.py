@@ -15,7 +15,7 @@ import pytest
 from distcheck.machine.resources import cores
 from distcheck.verification import run as verification
 from distcheck.worlds import turns
-from distcheck.worlds.turns import turn
+from distcheck.worlds.turns import wait_for_turn
 
 KEPT = """
 import pytest
@@ -51,7 +51,7 @@ def test_no_more_at_once_than_there_are_turns() -> None:
         if child == 0:
             turns.take_turns(run, processes=crowd)
             os.write(enter, b"?")
-            with turn():
+            with wait_for_turn():
                 os.write(enter, b"+")
                 os.read(waiting, 1)
                 os.write(enter, b"-")
@@ -75,7 +75,7 @@ def test_no_more_at_once_than_there_are_turns() -> None:
 def test_enough_turns_need_no_waiting(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setattr(turns, "_shared", None)
     turns.take_turns("run", processes=processes)
-    with turn():
+    with wait_for_turn():
         assert not turns._held
 
 
@@ -87,7 +87,7 @@ def test_nobody_waits_where_names_are_refused(crowd: int, monkeypatch: pytest.Mo
             raise PermissionError(errno.EPERM, "not permitted")
 
     monkeypatch.setattr(socket, "socket", Refused)
-    with turn():
+    with wait_for_turn():
         assert not turns._held
 
 
@@ -95,10 +95,10 @@ def test_threads_take_turns_of_their_own(crowd: int) -> None:
     held = []
 
     def take() -> None:
-        with turn():
+        with wait_for_turn():
             held.append(len(turns._held))
 
-    with turn():
+    with wait_for_turn():
         thread = threading.Thread(target=take)
         thread.start()
         thread.join(30)
@@ -107,9 +107,9 @@ def test_threads_take_turns_of_their_own(crowd: int) -> None:
 
 def test_a_turn_within_a_turn_is_the_same(crowd: int) -> None:
     """A test in a world may call verify, and others hold all the turns by then."""
-    with turn():
+    with wait_for_turn():
         held = list(turns._held)
-        with turn():
+        with wait_for_turn():
             assert turns._held == held
         assert turns._held == held
     assert not turns._held
@@ -126,7 +126,7 @@ def test_a_fork_does_not_keep_the_turn_of_its_parent(crowd: int) -> None:
     reading, writing = os.pipe()
     children = []
     for _ in range(turns_here()):
-        with turn():
+        with wait_for_turn():
             child = os.fork()
             if child == 0:
                 os.close(writing)
@@ -136,7 +136,7 @@ def test_a_fork_does_not_keep_the_turn_of_its_parent(crowd: int) -> None:
     got_it = threading.Event()
 
     def take() -> None:
-        with turn():
+        with wait_for_turn():
             got_it.set()
 
     thread = threading.Thread(target=take, daemon=True)
@@ -169,10 +169,10 @@ def test_names_that_another_user_has_bound_are_not_waited_for_forever(
     for number, one in enumerate(theirs):
         one.bind(f"\0distcheck-{turns._shared[0]}-{number}")
     monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
-    with turn():
+    with wait_for_turn():
         assert not turns._held
     monkeypatch.setattr(turns, "_PATIENCE_S", 600.0)
-    with turn():  # at once
+    with wait_for_turn():  # at once
         assert not turns._held
     for one in theirs:
         one.close()

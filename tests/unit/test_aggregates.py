@@ -18,7 +18,7 @@ from distcheck.judge.checks.merging import merge_results
 from distcheck.judge.checks.tally import Tally
 from distcheck.plan.provenance import Provenance, changes_affecting_bits
 from distcheck.records import Case, CaseReport
-from distcheck.reports.json_report import map_of
+from distcheck.reports.json_report import error_map
 from distcheck.store.earlier_runs import changes_since_last_pass
 from distcheck.store.run_folder import RunStore
 from tests import documents
@@ -64,7 +64,7 @@ def test_parts_of_several_judges_are_put_together() -> None:
         sums = tally()
         sums.add(compare_bitwise(torch.ones(2), torch.ones(2)), parameter="w", rank=0, step=step)
         parts.append(sums.result())
-    found = map_of(merge_results(parts))
+    found = error_map(merge_results(parts))
     assert (found.rows, found.steps) == (("==",), (0, 1))
 
 
@@ -74,7 +74,7 @@ def test_what_was_not_compared_is_no_equality() -> None:
     sums.add(same, parameter="a", rank=0, step=0)
     sums.add(same, parameter="b", rank=0, step=1)
     sums.fail("it is missing", parameter="b", step=1)
-    assert map_of(sums.result()).rows == ("=.", ".x")
+    assert error_map(sums.result()).rows == ("=.", ".x")
 
 
 def test_a_case_that_is_noted_for_a_restart_keeps_them() -> None:

@@ -128,7 +128,7 @@ def test_a_library_that_aborted_the_rank_says_that_sizes_differ() -> None:
     assert found is not None
     for child in children:
         child.proven = found
-    (cause,) = explain(root_cause.outcomes(children, hung=False))
+    (cause,) = explain(root_cause.rank_outcomes(children, hung=False))
     assert cause.cause == "collective-mismatch"
     assert cause.evidence == found.what
     assert "rank 1 called all_reduce(SUM) of [4]" in cause.evidence
@@ -136,11 +136,11 @@ def test_a_library_that_aborted_the_rank_says_that_sizes_differ() -> None:
 
 def test_a_rank_that_raised_within_a_call_is_a_mismatch_and_no_crash() -> None:
     children = failed([call()], [call(op="MAX")], [call()])
-    assert explain(root_cause.outcomes(children, hung=False))[0].cause == "crash"
+    assert explain(root_cause.rank_outcomes(children, hung=False))[0].cause == "crash"
     found = mismatch_of(children[0], children)
     for child in children:
         child.proven = found
-    outcomes = root_cause.outcomes(children, hung=False)
+    outcomes = root_cause.rank_outcomes(children, hung=False)
     assert explain(outcomes)[0].cause == "collective-mismatch"
     assert {outcome.outcome for outcome in outcomes} == {"raised"}
 

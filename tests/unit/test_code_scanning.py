@@ -13,7 +13,7 @@ from distcheck.errors import CannotRunError
 from distcheck.records.causes import causes
 from distcheck.reports import gitlab, sarif
 from distcheck.reports.files import check_outputs, write_document
-from distcheck.reports.json_report import decoded
+from distcheck.reports.json_report import decode_document
 from tests.documents import HOSTILE
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of
 
@@ -96,7 +96,7 @@ def test_both_are_written_next_to_other_formats_and_a_missing_folder_is_named(
     files = {name: str(tmp_path / name) for name in ("json", "sarif", "gitlab")}
     write_document(files, document_of(*ALL))
     assert json.loads((tmp_path / "sarif").read_text())["version"] == "2.1.0"
-    assert decoded(json.loads((tmp_path / "json").read_text())).verdict == "fail"
+    assert decode_document(json.loads((tmp_path / "json").read_text())).verdict == "fail"
     with pytest.raises(CannotRunError) as caught:
         check_outputs({"sarif": str(tmp_path / "no" / "x.sarif")})
     assert str(caught.value) == (

@@ -318,9 +318,9 @@ class Noting(compat.TorchDispatchMode):
 
 def test_dispatch_modes_are_put_on_and_taken_off() -> None:
     mode, value = Noting(), torch.ones(1)
-    assert mode not in compat.modes()
+    assert mode not in compat.dispatch_modes()
     compat.push_mode(mode)
-    assert compat.modes()[-1] is mode
+    assert compat.dispatch_modes()[-1] is mode
     value.add_(1)
     with compat.without_modes():
         value.add_(1)
@@ -331,7 +331,7 @@ def test_dispatch_modes_are_put_on_and_taken_off() -> None:
 
 def test_process_groups(group: dist.ProcessGroup) -> None:
     assert list(compat.groups()) == [group]
-    assert compat.groups_made() >= 1
+    assert compat.count_of_created_groups() >= 1
     assert compat.groups_state().pg_map is compat.groups()
     assert compat.fresh_groups_state().keys() == vars(compat.groups_state()).keys()
     compat.default_store().set("key", "value")

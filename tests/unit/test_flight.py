@@ -58,7 +58,7 @@ def test_a_backends_own_recorder_is_asked_as_well(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # which is once
         flight.record_further(recorder)
     assert [c.name for c in flight.latest()] == ["broadcast", "barrier", "gather"]
-    assert flight.still_open(0.0) == ["gather"]
+    assert flight.incomplete_collectives(0.0) == ["gather"]
     assert moved, "what only moves on when it is asked may have completed"
     flight.forget()
     assert [c.name for c in flight.latest()] == ["broadcast", "gather"]

@@ -13,7 +13,7 @@ from distcheck.records import Report
 from distcheck.reports import github, junit
 from distcheck.reports.files import check_outputs, errors_annotated
 from distcheck.reports.findings import describe_origin
-from distcheck.reports.json_report import as_document, decoded
+from distcheck.reports.json_report import as_document, decode_document
 from tests.unit.gate_documents import ALL, PASSED, case_report, document_of, parsed
 
 
@@ -60,14 +60,15 @@ def test_every_format_says_where_a_report_comes_from() -> None:
         "2026-01-31 12:00:00+01:00 · commit 0123456789ab with changes · "
         "distcheck verify --strategy 'a|b.py:f'"
     )
-    assert describe_origin(decoded(document).made) == line
+    assert describe_origin(decode_document(document).made) == line
     assert github.step_summary(document).endswith(line.replace("|", "\\|") + "\n")
     document["made"] |= {"clean": True, "command": ""}
     assert (
-        describe_origin(decoded(document).made) == "2026-01-31 12:00:00+01:00 · commit 0123456789ab"
+        describe_origin(decode_document(document).made)
+        == "2026-01-31 12:00:00+01:00 · commit 0123456789ab"
     )
     del document["made"]
-    assert describe_origin(decoded(document).made) == "", "of an earlier version"
+    assert describe_origin(decode_document(document).made) == "", "of an earlier version"
     assert "properties" not in junit.render(document)
 
 

@@ -19,7 +19,7 @@ from distcheck.errors import CannotRunError, UsageError
 from distcheck.records.run_facts import ComparedModule, ModuleComparison
 from distcheck.reports import html_report, json_report
 from distcheck.reports.html_report import breakable
-from distcheck.reports.json_report import decoded
+from distcheck.reports.json_report import decode_document
 from tests import documents
 
 ROOT = Path(__file__).parents[2]
@@ -368,7 +368,7 @@ def test_differing_elements_are_those_of_the_cause() -> None:
         documents.check("parameters", "bitwise", "fail", first=follows, reason=note),
     )
     report = msgspec.structs.replace(report, checks=checks)
-    (case,) = decoded(documents.document(report)).cases
+    (case,) = decode_document(documents.document(report)).cases
     view = html_report._case_view("c0", case, name="a", opened=True, pictured=False)
     assert [element["parameter"] for element in view["elements"]] == [documents.VGG11[1]]
 

@@ -8,7 +8,7 @@ import pytest
 from distcheck.records.posted_calls import PostedCall, all_to_all_splits, counts_that_must_match
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.messages import Blocked, Unblocked
-from distcheck.worlds.proofs import ProofWatch, proof
+from distcheck.worlds.proofs import ProofWatch, prove_no_progress
 
 
 def call(rank: int, number: int = 1, kind: str = "all_reduce", **about: Any) -> PostedCall:
@@ -42,7 +42,7 @@ def over(posted: int = 0) -> Blocked:
 
 
 def said_of(*said: Blocked) -> tuple[str, str]:
-    found = proof(dict(enumerate(said)))
+    found = prove_no_progress(dict(enumerate(said)))
     return ("", "") if found is None else (found.how, found.what)
 
 
@@ -253,6 +253,6 @@ def test_what_must_be_alike_is_counted_in_elements() -> None:
 def test_what_no_rank_can_say_proves_nothing(strange: Blocked) -> None:
     """A process of the code under test may send anything."""
     others = waits(call(0)), waits(call(2, kind=strange.calls[0].kind, op=""))
-    proof({0: others[0], 1: strange, 2: others[1]})  # and raises nothing
+    prove_no_progress({0: others[0], 1: strange, 2: others[1]})  # and raises nothing
     if strange.calls[0].kind != "all_to_all":
-        assert proof({0: others[0], 1: strange, 2: others[1]}) is None
+        assert prove_no_progress({0: others[0], 1: strange, 2: others[1]}) is None

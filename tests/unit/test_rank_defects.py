@@ -98,11 +98,11 @@ def test_built_in_cases(workload: str) -> None:
 
 
 def test_a_rank_says_where_it_fell_over_and_accuses_neither() -> None:
-    (outcome,) = root_cause.outcomes([raised("TypeError")], hung=False)
+    (outcome,) = root_cause.rank_outcomes([raised("TypeError")], hung=False)
     last = outcome.detail.splitlines()[-1]
     assert last.startswith("raised in distcheck/training/loop.py:9 in step: an internal error ")
     for lost in (raised("RuntimeError", PEER), raised("TypeError", own=False)):
-        assert "an internal error" not in root_cause.outcomes([lost], hung=False)[0].detail
+        assert "an internal error" not in root_cause.rank_outcomes([lost], hung=False)[0].detail
 
 
 def test_which_classes_programs_raise() -> None:

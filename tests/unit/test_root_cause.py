@@ -38,7 +38,7 @@ def _call(name: str, number: int, shapes: str = "", **about: Any) -> Collective:
 def test_a_victim_names_its_last_place(collective: Collective | None, said: str) -> None:
     child = RemoteChild(gone=True, exit_code=1)
     child.take(messages.Raised("RuntimeError", "Connection reset", _FRAMES, 1.0, None, collective))
-    first, *_ = root_cause.outcomes([child], hung=False)[0].detail.splitlines()
+    first, *_ = root_cause.rank_outcomes([child], hung=False)[0].detail.splitlines()
     last = f" (last collective: {said})" if said else ""
     assert first == f"before the first step; secondary failure (peer exited) at /x/mean.py:3{last}"
 
@@ -90,20 +90,20 @@ def test_a_rank_that_outlives_its_peers_by_a_moment_hung_where_it_said(
     child = RemoteChild(gone=True, exit_signal=signal.SIGABRT)
     for event in (_ANSWER, *left):
         child.take(event)
-    assert root_cause.outcomes([child], hung=hung)[0].outcome == without_the_kill
+    assert root_cause.rank_outcomes([child], hung=hung)[0].outcome == without_the_kill
     child.cut_short = True
-    outcome = root_cause.outcomes([child], hung=hung)[0]
+    outcome = root_cause.rank_outcomes([child], hung=hung)[0]
     assert outcome.outcome == ("hung" if hung else "ended")
     assert outcome.detail.endswith("line 9 in sync")
     child.take(messages.Raised("ValueError", "of its own", _FRAMES, 1.0, None))
-    assert root_cause.outcomes([child], hung=hung)[0].outcome == "raised"
+    assert root_cause.rank_outcomes([child], hung=hung)[0].outcome == "raised"
 
 
 def test_a_rank_that_leaves_as_its_world_ends_has_left() -> None:
     """That it said where it did so is not that it was asked."""
     child = RemoteChild(gone=True, exit_code=7, cut_short=True)
     child.take(_ANSWER)
-    assert root_cause.outcomes([child], hung=False)[0].outcome == "exited"
+    assert root_cause.rank_outcomes([child], hung=False)[0].outcome == "exited"
 
 
 @pytest.mark.parametrize(
@@ -112,26 +112,26 @@ def test_a_rank_that_leaves_as_its_world_ends_has_left() -> None:
 def test_a_silent_rank_that_outlives_its_peers_hung_too(heard: str, told: str) -> None:
     child = RemoteChild(gone=True, exit_code=1, shaken=True, low_level_stacks=heard)
     child.take(_LOST)
-    assert root_cause.outcomes([child], hung=False)[0].outcome == "raised"
+    assert root_cause.rank_outcomes([child], hung=False)[0].outcome == "raised"
     child.cut_short = True
     assert (
-        root_cause.outcomes([child], hung=False)[0].outcome == "raised"
+        root_cause.rank_outcomes([child], hung=False)[0].outcome == "raised"
     )  # it was not asked in vain
     assert (
-        root_cause.outcomes([child], hung=True)[0].outcome == "hung"
+        root_cause.rank_outcomes([child], hung=True)[0].outcome == "hung"
     )  # a signal may have woken it
     child.ended = True
-    assert root_cause.outcomes([child], hung=False)[0].outcome == "ended"
-    outcome = root_cause.outcomes([child], hung=True)[0]
+    assert root_cause.rank_outcomes([child], hung=False)[0].outcome == "ended"
+    outcome = root_cause.rank_outcomes([child], hung=True)[0]
     assert outcome.outcome == "hung"
     assert told in outcome.detail
 
 
 def test_a_rank_that_dies_of_being_shaken_was_hung() -> None:
     child = RemoteChild(gone=True, exit_signal=signal.SIGSEGV, low_level_stacks=_SAID)
-    assert root_cause.outcomes([child], hung=True)[0].outcome == "killed"
+    assert root_cause.rank_outcomes([child], hung=True)[0].outcome == "killed"
     child.shaken = True
-    assert root_cause.outcomes([child], hung=True)[0].outcome == "hung"
+    assert root_cause.rank_outcomes([child], hung=True)[0].outcome == "hung"
 
 
 @pytest.mark.parametrize("shaken", [False, True])
@@ -140,15 +140,19 @@ def test_a_rank_that_is_done_after_it_was_asked_was_hung(shaken: bool) -> None:
         gone=True, exit_code=0, released=True, low_level_stacks=_SAID, shaken=shaken
     )
     child.take(messages.Done(b""))
-    assert root_cause.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
+    assert root_cause.rank_outcomes([child], hung=True)[0].outcome == (
+        "hung" if shaken else "finished"
+    )
     child.take(messages.Stacks('File "mine.py", line 9 in later', None))
-    assert root_cause.outcomes([child], hung=True)[0].outcome == ("hung" if shaken else "finished")
+    assert root_cause.rank_outcomes([child], hung=True)[0].outcome == (
+        "hung" if shaken else "finished"
+    )
     child.take(messages.Done(b""))
-    outcome = root_cause.outcomes([child], hung=True)[0]
+    outcome = root_cause.rank_outcomes([child], hung=True)[0]
     assert outcome.outcome == "hung"
     assert ("line 3 in sync" if shaken else "line 9 in later") in outcome.detail
     assert "resumed when its stack was requested" in outcome.detail
-    assert root_cause.outcomes([child], hung=False)[0].outcome == "finished"
+    assert root_cause.rank_outcomes([child], hung=False)[0].outcome == "finished"
 
 
 def _child(*events: messages.Event, shaken: bool = False) -> RemoteChild:
@@ -179,7 +183,7 @@ def test_what_a_signal_wakes_is_no_collective_mismatch(later: messages.Event, sa
     then is another collective than its peers', which answered long before.
     """
     woken = _child(later, shaken=True)
-    found = root_cause.outcomes([_child(_in_call(7)), woken, _child(_in_call(7))], hung=True)
+    found = root_cause.rank_outcomes([_child(_in_call(7)), woken, _child(_in_call(7))], hung=True)
     assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung"), (2, "hung")]
     assert said in found[0].detail
     assert "line 3 in sync" in found[0].detail
@@ -190,14 +194,14 @@ def test_what_a_signal_wakes_is_no_collective_mismatch(later: messages.Event, sa
 
 
 def test_a_mismatch_that_ranks_report_in_time_stays_one() -> None:
-    found = root_cause.outcomes([_child(_in_call(7)), _child(_in_call(8))], hung=True)
+    found = root_cause.rank_outcomes([_child(_in_call(7)), _child(_in_call(8))], hung=True)
     assert explain(found)[0].cause == "collective-mismatch"
 
 
 def test_a_stopped_rank_comes_first_and_is_said_to_be_stopped() -> None:
     stopped = _child()
     stopped.stopped = True
-    found = root_cause.outcomes([_child(_in_call(7)), stopped], hung=True)
+    found = root_cause.rank_outcomes([_child(_in_call(7)), stopped], hung=True)
     assert [(o.rank, o.outcome) for o in found] == [(1, "hung"), (0, "hung")]
     assert "stopped (state T, SIGSTOP)" in found[0].detail
     (cause,) = explain(found)

@@ -27,7 +27,7 @@ from distcheck.records.causes import APART, name_cause
 from distcheck.records.run_facts import LIMIT
 from distcheck.reports import brief, training_report
 from distcheck.reports.brief import next_step
-from distcheck.reports.failures import ends_of_ranks
+from distcheck.reports.failures import describe_rank_exits
 from distcheck.reports.findings import summary_lines
 from distcheck.reports.json_report import document_of, render_json
 from distcheck.reports.terminal import render, render_text, summarize
@@ -667,7 +667,7 @@ def test_the_screen_of_training(width: int) -> None:
         "mean_step_s": 0.8123, "median_step_s": 0.8011, "max_step_s": 1.2345,
     }  # fmt: skip
     lines = [
-        *training_report.heading(trained, "2.15.0+cpu", width=width),
+        *training_report.format_heading(trained, "2.15.0+cpu", width=width),
         *training_report.epoch(row, 20, width=width),
         *training_report.epoch(
             {**row, "epoch": 20, "loss": 0.7164, "tested": 0, "steps": 1}, 20, width=width
@@ -695,5 +695,5 @@ def test_marks_below_a_line_of_code_take_no_room() -> None:
         [*("line",) * 9, "    full = g + r", "           ~~^~~", "RuntimeError: sizes"]
     )
     raised = Outcome(rank=0, outcome="raised", step=1, phase="backward", text=text)
-    ((_, shown),) = ends_of_ranks([raised], lines=4)
+    ((_, shown),) = describe_rank_exits([raised], lines=4)
     assert shown.splitlines()[-2:] == ["    full = g + r", "RuntimeError: sizes"]

@@ -150,7 +150,7 @@ def test_who_did_not_answer_was_not_killed_by_somebody(monkeypatch: pytest.Monke
     assert share.told == ["ask", "10 to 3", "9 to 3", "release"]
     ranks[2].gone, ranks[2].exit_signal = True, signal.SIGKILL
     for hung, name in ((False, "ended"), (True, "hung")):
-        told = {o.rank: o for o in root_cause.outcomes(ranks, hung=hung)}
+        told = {o.rank: o for o in root_cause.rank_outcomes(ranks, hung=hung)}
         assert (told[1].outcome, told[2].outcome) == ("killed", name)
         assert "out-of-memory" in told[1].detail
         assert "did not respond to a request for its stack" in told[2].detail
@@ -210,8 +210,8 @@ def test_a_rank_that_has_run_since_it_said_that_it_waits_is_awake() -> None:
             assert process.stdout is not None
             process.stdout.readline()
             child, ran_ns = Child(pid=process.pid), -1
-            while ran_ns != linux.ran_ns(process.pid) or linux.is_awake(process.pid):
-                ran_ns = linux.ran_ns(process.pid)
+            while ran_ns != linux.main_thread_run_ns(process.pid) or linux.is_awake(process.pid):
+                ran_ns = linux.main_thread_run_ns(process.pid)
                 time.sleep(0.05)
             for said, awake in ((ran_ns, False), (ran_ns - 1, True), (0, False)):
                 child.take(messages.Blocked(ran_ns=said))

@@ -15,7 +15,7 @@ from distcheck.judge.diagnosis.measurements import (
 from distcheck.judge.diagnosis.source_lines import line_of_first_wrong
 from distcheck.records import CallSite, CheckResult, Diagnosis, Difference
 from distcheck.worlds import step_calls
-from distcheck.worlds.step_calls import CallLines, StepCalls, memory_of
+from distcheck.worlds.step_calls import CallLines, StepCalls, storage_range
 
 HERE = __file__
 
@@ -39,7 +39,7 @@ def other(kind: str, *tensors: torch.Tensor) -> str:
 
 
 def ways(calls: StepCalls, **tensors: torch.Tensor) -> CallLines:
-    lie = {name: (memory_of(one),) for name, one in tensors.items()}
+    lie = {name: (storage_range(one),) for name, one in tensors.items()}
     found = calls.ways(lie, {name: one.numel() for name, one in tensors.items()}, lambda: ())
     assert found is not None
     return found
@@ -101,7 +101,7 @@ def test_calls_past_python_have_no_line() -> None:
 
 def test_no_tensor_is_kept(calls: StepCalls) -> None:
     tensor = torch.ones(1 << 16)
-    storage = memory_of(tensor)
+    storage = storage_range(tensor)
     call("all_reduce", tensor)
     del tensor
     assert storage is not None

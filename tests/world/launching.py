@@ -40,7 +40,7 @@ def run_to_end(pool: Pool, ranks: World) -> tuple[list[Outcome], float]:
     begun = time.monotonic()
     run_until_over(pool, ranks)
     spent_s = time.monotonic() - begun
-    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     return outcomes, spent_s
 
@@ -63,7 +63,7 @@ def hang(
     _until_all_have_said(pool, ranks)
     ranks.begin_again(1.0)
     run_until_over(pool, ranks)
-    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     return ranks, outcomes
 
@@ -75,7 +75,7 @@ def run(
     """The outcomes, causes first, and what the ranks returned."""
     ranks = start(pool, job, world, backend=backend, deadline_s=deadline_s, **about)
     run_until_over(pool, ranks)
-    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
     results = ranks.results
     ranks.close()
     return outcomes, results

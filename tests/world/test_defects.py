@@ -21,8 +21,8 @@ from distcheck.records import Outcome
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT64
 from distcheck.reports.documents import check_document
-from distcheck.reports.findings import finding_of
-from distcheck.reports.json_report import decoded
+from distcheck.reports.findings import failure_summary
+from distcheck.reports.json_report import decode_document
 from distcheck.training.jobs import INSPECT
 from distcheck.verification.followups import leave_out_cases
 from distcheck.workloads.datasets import PREPARE
@@ -143,8 +143,11 @@ def test_a_defect_in_a_rank_is_no_failure_of_the_case() -> None:
     found = document(case)
     assert (found["verdict"], found["exit_code"]) == ("unknown", 70)
     check_document(found, "r.json")
-    assert not decoded(found).cases[0].ranks_failed
-    assert finding_of(decoded(found).cases[0]).headline == "outcome: internal error in rank 0"
+    assert not decode_document(found).cases[0].ranks_failed
+    assert (
+        failure_summary(decode_document(found).cases[0]).headline
+        == "outcome: internal error in rank 0"
+    )
     companion = msgspec.structs.replace(
         case, case=msgspec.structs.replace(case.case, dtype="float64", layers=(IN_FLOAT64,))
     )

@@ -319,7 +319,7 @@ def test_a_signal_that_the_parent_had_ignored_stays_so(monkeypatch: pytest.Monke
     heard: dict[int, object] = {}
     monkeypatch.setattr(signal, "getsignal", lambda number: usual.get(number, signal.SIG_DFL))
     monkeypatch.setattr(signal, "signal", heard.__setitem__)
-    interrupts.listen()
+    interrupts.handle_signals()
     assert heard == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGQUIT), interrupts._hear)
 
 

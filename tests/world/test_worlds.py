@@ -178,7 +178,7 @@ def test_a_question_that_comes_too_early_ends_nobody(pool: Pool) -> None:
         ranks = start(pool, "everything_fine", 2)
         ranks._signal(ranks.children[-1:], signal.SIGUSR1)
         run_until_over(pool, ranks)
-        assert ranks.succeeded, root_cause.outcomes(ranks.children, hung=ranks.hung)
+        assert ranks.succeeded, root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
         (helper,) = {msgspec.msgpack.decode(result)["parent"] for result in ranks.results}
         ranks.close()
         os.kill(helper, signal.SIGUSR1)
@@ -245,7 +245,7 @@ def test_a_rank_that_leaves_before_it_may_has_not_finished(pool: Pool, tmp_path:
             while ranks.children[0].done is None:
                 pool.pump(0.05)
         ranks.tick()
-    outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+    outcomes = root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
     ranks.close()
     assert [(o.rank, o.outcome) for o in outcomes] == [(1, "exited"), (0, "finished")]
     assert "exited with code 0" in outcomes[0].detail

@@ -109,7 +109,7 @@ def _by_schedules(pool: Pool, program: Program, wrong: bool, deadline_s: float) 
     run_until_over(pool, world)
     found = SEARCH.decode(job_result(world))
     world.close()
-    result, causes = schedules.judged(
+    result, causes = schedules.check_schedules(
         found, ranks=WORLD, digests=lambda result: (result.hex(),), replay="run"
     )
     finished = result.verdict == "pass"

@@ -16,11 +16,11 @@ from distcheck.addons.backend_probe.records import (
     PROBE,
     Availability,
     AvailabilityRequest,
+    BackendResults,
     Probe,
     ProbedCell,
     ProbeRequest,
     RankResult,
-    Sweep,
     VerdictName,
     exit_code_of,
 )
@@ -116,7 +116,7 @@ class _Episode:
             child.on_said = partial(self._record_result, ranks, rank)
         run_until_over(pool, ranks)
         begun = max(child.progress.step if child.progress else -1 for child in ranks.children)
-        outcomes = root_cause.outcomes(ranks.children, hung=ranks.hung)
+        outcomes = root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
         finished, hung = ranks.succeeded, ranks.hung
         raised = None if finished else root_cause.own_defect(ranks.children, hung=hung)
         ranks.close()
@@ -382,9 +382,9 @@ def command(
 
 def _sweep(
     pool: Pool, name: str, probes: list[Probe], *, device: str, world: int, deadline_s: float
-) -> Sweep:
+) -> BackendResults:
     look = check_availability(pool, backend=name, device=device, world=world)
-    found = Sweep(
+    found = BackendResults(
         backend=name,
         device=look.device,
         world=world,

@@ -339,7 +339,9 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type 
 
 
 @LOOK.does
-def look(job: AvailabilityRequest, fds: Descriptors, reporter: Reporter) -> Availability:
+def report_availability(
+    job: AvailabilityRequest, fds: Descriptors, reporter: Reporter
+) -> Availability:
     """Return the availability of a backend, in a separate process. Raises UsageError."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)

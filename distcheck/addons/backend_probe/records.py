@@ -83,7 +83,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     elements: int = 0
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+class BackendResults(msgspec.Struct, frozen=True, kw_only=True):
     """One backend on one device. `missing` is the reason why it cannot be probed here; empty if it
     can. `failure` is its failure before any probe.
     """
@@ -113,7 +113,7 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exit_code_of(
-    sweeps: Sequence[Sweep], baseline: "Baseline | None" = None, *, asked: bool
+    sweeps: Sequence[BackendResults], baseline: "Baseline | None" = None, *, asked: bool
 ) -> ExitCode:
     """Return the exit code. Cells with the verdict of the baseline are ignored; a missing backend
     counts if the user `asked` for it by name.
@@ -144,24 +144,24 @@ def exit_code_of(
 class Baseline:
     """The verdicts of an earlier sweep."""
 
-    def __init__(self, sweeps: Sequence[Sweep]) -> None:
+    def __init__(self, sweeps: Sequence[BackendResults]) -> None:
         self._verdicts = {
             (sweep.backend, sweep.device, sweep.world, cell.key): cell.verdict
             for sweep in sweeps
             for cell in sweep.cells
         }
 
-    def verdict(self, sweep: Sweep, cell: ProbedCell) -> VerdictName | None:
+    def verdict(self, sweep: BackendResults, cell: ProbedCell) -> VerdictName | None:
         return self._verdicts.get((sweep.backend, sweep.device, sweep.world, cell.key))
 
-    def overlap(self, sweeps: Sequence[Sweep]) -> tuple[int, int]:
+    def overlap(self, sweeps: Sequence[BackendResults]) -> tuple[int, int]:
         """Return how many of its cells were probed now, and how many it has."""
         probed = sum(
             self.verdict(sweep, cell) is not None for sweep in sweeps for cell in sweep.cells
         )
         return probed, len(self._verdicts)
 
-    def changes(self, sweeps: Sequence[Sweep]) -> list[ProbeChange]:
+    def changes(self, sweeps: Sequence[BackendResults]) -> list[ProbeChange]:
         found = []
         for sweep in sweeps:
             for cell in sweep.cells:
@@ -206,5 +206,7 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str]
 
 
-LOOK = Job("distcheck.addons.backend_probe.rank:look", AvailabilityRequest, Availability)
+LOOK = Job(
+    "distcheck.addons.backend_probe.rank:report_availability", AvailabilityRequest, Availability
+)
 PROBE = Job("distcheck.addons.backend_probe.rank:probe", ProbeRequest, type(None), (STORE,))

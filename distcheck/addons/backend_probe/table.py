@@ -19,10 +19,10 @@ from rich.text import Text
 from distcheck.addons.backend_probe.patterns import DTYPES
 from distcheck.addons.backend_probe.records import (
     NOT_CALLED,
+    BackendResults,
     Baseline,
     ProbeChange,
     ProbedCell,
-    Sweep,
     VerdictName,
 )
 from distcheck.errors import ExitCode
@@ -44,13 +44,13 @@ _FINDINGS: tuple[VerdictName, ...] = ("wrong", "crashes", "hangs", "not tried", 
 _FORM_WIDTH = 30
 
 
-def render_text(sweep: Sweep, *, width: int) -> str:
+def render_text(sweep: BackendResults, *, width: int) -> str:
     stream = io.StringIO()
     render(sweep, Console(file=stream, width=width, highlight=False, color_system=None))
     return stream.getvalue()
 
 
-def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
+def render(sweep: BackendResults, console: Console, *, verbose: bool = False) -> None:
     """Print one backend's cells; if `verbose`, every form, and every finding separately."""
     sweep = displayable(sweep)
     console.print(Text(_headline(sweep), style="bold"))
@@ -74,7 +74,7 @@ def render(sweep: Sweep, console: Console, *, verbose: bool = False) -> None:
                 console.print(Text(f"  {line}"), soft_wrap=True)
 
 
-def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console) -> None:
+def render_changes(sweeps: Sequence[BackendResults], baseline: Baseline, console: Console) -> None:
     """Print changes since the baseline, the worse ones first."""
     changes = sorted(baseline.changes(sweeps), key=lambda change: change.excused)
     console.print()
@@ -91,7 +91,7 @@ def render_changes(sweeps: Sequence[Sweep], baseline: Baseline, console: Console
         console.print(Text(displayable(text), style=style), soft_wrap=True)
 
 
-def _headline(sweep: Sweep) -> str:
+def _headline(sweep: BackendResults) -> str:
     about = sweep.environment
     text = f"{sweep.backend} on {sweep.device}, world {sweep.world}"
     text += f", torch {about['torch']}" if "torch" in about else ""
@@ -196,12 +196,12 @@ SCHEMA = "distcheck.backends/1"
 class _Document(msgspec.Struct, kw_only=True):
     schema: str
     exit_code: int
-    backends: list[Sweep]
+    backends: list[BackendResults]
     changes: list[dict[str, Any]]
 
 
 def render_json(
-    sweeps: Sequence[Sweep], changes: Sequence[ProbeChange], exit_code: ExitCode
+    sweeps: Sequence[BackendResults], changes: Sequence[ProbeChange], exit_code: ExitCode
 ) -> str:
     document = _Document(
         schema=SCHEMA,
@@ -216,7 +216,7 @@ def render_json(
     return json_report.render(msgspec.to_builtins(document))
 
 
-def read_sweeps(path: Path) -> list[Sweep]:
+def read_sweeps(path: Path) -> list[BackendResults]:
     """Return the sweeps of an earlier document. Raises UsageError for anything else."""
     document = read_distcheck_document(
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",

@@ -144,7 +144,7 @@ def _explore(
         kept_as=kept.keep(search.finding.report.case) if search.finding else None,
     )
     if asked["json_file"] != "-":
-        report.show(story, quiet=asked["quiet"])
+        report.print_search(story, quiet=asked["quiet"])
     if asked["json_file"] is not None:
         write_text(asked["json_file"], report.as_json(story))
     if interrupted:

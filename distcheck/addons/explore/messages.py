@@ -40,6 +40,6 @@ class JudgeCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SERVE = Job(
-    "distcheck.addons.explore.worker:serve", Rendezvous, type(None), (STORE, CHANNEL, *TRACES)
+    "distcheck.addons.explore.worker:serve_rank", Rendezvous, type(None), (STORE, CHANNEL, *TRACES)
 )
-JUDGE = Job("distcheck.addons.explore.worker:judge", bytes, type(None), (CHANNEL, *TRACES))
+JUDGE = Job("distcheck.addons.explore.worker:serve_judge", bytes, type(None), (CHANNEL, *TRACES))

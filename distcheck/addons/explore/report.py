@@ -22,7 +22,7 @@ from distcheck.records.generated_words import PREFIX, parse_model_words
 from distcheck.reports import json_report
 from distcheck.reports.brief import add_failure
 from distcheck.reports.terminal import console_for
-from distcheck.reports.wrapping import Lines
+from distcheck.reports.wrapping import LabeledLines
 
 SCHEMA = "distcheck.explore/1"
 _INDENT = 2
@@ -94,11 +94,11 @@ def cases_by_value(cases: list[Case]) -> dict[str, dict[str, int]]:
     return {name: dict(sorted(found.items())) for name, found in counts.items()}
 
 
-def show(story: ExploreResult, *, quiet: bool) -> None:
+def print_search(story: ExploreResult, *, quiet: bool) -> None:
     console = console_for()
     console.print(_headline(story), soft_wrap=True)
     if not quiet:
-        lines = Lines(console, indent=_INDENT)
+        lines = LabeledLines(console, indent=_INDENT)
         if story.search.finding is not None:
             report = displayable(story.search.finding.report)
             add_failure(report, report.diagnosis, lines)

@@ -24,7 +24,7 @@ from distcheck.verification import preparation
 from distcheck.verification.preparation import SharedDataset
 from distcheck.verification.run import run_cases
 from distcheck.worlds import root_cause
-from distcheck.worlds.launch import Ranks, error_of
+from distcheck.worlds.launch import Ranks, reported_error
 from distcheck.worlds.pool import Pool
 from distcheck.worlds.shares import Shared
 from distcheck.worlds.worker_pool import WorkerPool
@@ -71,7 +71,7 @@ class WorkerRanks:
         case = self._waiting.popleft()
         answer = self._judge.wait(_JUDGE_DEADLINE_S)
         if answer is None:
-            error = error_of(self._judge.world.children[0])
+            error = reported_error(self._judge.world.children[0])
             self._judge.close()
             self._judge = None
             self._waiting.clear()
@@ -120,8 +120,8 @@ class WorkerRanks:
             return []
         children = kept.world.children
         refused = [c for c in children if c.raised and c.raised.exit_code == ExitCode.USAGE]
-        error: DistcheckError | None = error_of(refused[0]) if refused else None
-        outcomes = root_cause.outcomes(children, hung=kept.world.hung)
+        error: DistcheckError | None = reported_error(refused[0]) if refused else None
+        outcomes = root_cause.rank_outcomes(children, hung=kept.world.hung)
         self.forget(case.world)
         if error is not None:
             raise error

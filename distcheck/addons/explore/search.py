@@ -16,7 +16,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from distcheck.addons.explore.running import Runner
-from distcheck.addons.explore.space import MOST_WORLD, identify
+from distcheck.addons.explore.space import MOST_WORLD, case_name
 from distcheck.errors import DistcheckError
 from distcheck.judge import sensitivity
 from distcheck.machine.seeds import derive
@@ -261,7 +261,7 @@ class Search:
             return alone
         for world in range(2, self.most_world + 1):
             larger = msgspec.structs.replace(case, world=world, batch=case.batch * world)
-            larger = msgspec.structs.replace(larger, id=identify(larger))
+            larger = msgspec.structs.replace(larger, id=case_name(larger))
             report = msgspec.structs.replace(alone.report, case=larger)
             try:
                 found = self._replay_finding(report, alone.unshrunk, alone.replays)
@@ -293,7 +293,7 @@ def _steadier(case: Case) -> Iterator[Case]:
         late += [(Delay(rank=rank, collective=n, ms=_LATE_MS),) for n in (0, 1)]
     for delays in late:
         changed = msgspec.structs.replace(case, delays=delays, rerun=True)
-        yield msgspec.structs.replace(changed, id=identify(changed))
+        yield msgspec.structs.replace(changed, id=case_name(changed))
 
 
 def _causes(report: CaseReport) -> set[str]:

@@ -220,7 +220,7 @@ def cases(
         delays=late,
         schedules=schedules if world > 1 else 0,
     )
-    return msgspec.structs.replace(case, id=identify(case))
+    return msgspec.structs.replace(case, id=case_name(case))
 
 
 _templates: dict[Any, Case] = {}
@@ -246,7 +246,7 @@ def _template(
     return _templates[key]
 
 
-def identify(case: Case) -> str:
+def case_name(case: Case) -> str:
     """Return a name for a case that depends only on its contents."""
     blank = msgspec.structs.replace(case, id="", deadline_s=0.0)
     name = as_file_name(case.strategy.rpartition("/")[2].replace(".py:", "-"))

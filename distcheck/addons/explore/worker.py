@@ -41,7 +41,7 @@ from distcheck.worlds.worker_pool import requests
 
 
 @SERVE.does
-def serve(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
+def serve_rank(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
     """Train cases in a persistent rank until the front end closes the channel."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
@@ -111,7 +111,7 @@ def _shard_sizes(case: Case, ingredients: Ingredients) -> list[list[int]]:
 
 
 @JUDGE.does
-def judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
+def serve_judge(nothing: bytes, fds: Descriptors, reporter: Reporter) -> None:
     """Judge cases in a persistent process until the front end closes the channel."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()

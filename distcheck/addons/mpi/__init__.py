@@ -71,11 +71,11 @@ def start_job(size: int) -> LauncherJob:
     return MPIJob(size)
 
 
-def stand_alone() -> None:
+def use_single_rank_world() -> None:
     """Make mpi4py usable in a process that no launcher has started."""
     from distcheck.addons.mpi import runtime
 
-    runtime.stand_alone()
+    runtime.use_single_rank_world()
 
 
 def note_calls(registered: str) -> None:
@@ -93,7 +93,7 @@ def _note_calls() -> None:
     from distcheck.addons.mpi.group import MPIGroup
     from distcheck.worlds import call_recorder, flight
 
-    flight.record_further(flight.CallRecorder(calls.entries, calls.forget, _move_on))
+    flight.record_further(flight.CallRecorder(calls.recorded_entries, calls.clear_record, _move_on))
     call_recorder.note_calls_of(MPIGroup)
     notes = call_recorder.HERE
     call_recorder.note_waits_of(

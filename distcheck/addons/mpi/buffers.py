@@ -44,30 +44,32 @@ _REDUCE_SHORT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_contiguous(tensor: torch.Tensor) -> bool:
     """Return True if a tensor's memory contains its elements in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    if is_plain(tensor):
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if is_contiguous(tensor):
         return tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     return copy.copy_(tensor.detach())
 
 
-def room_for(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_result(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or contiguous memory of its shape for a result."""
-    return tensor.detach() if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return (
+        tensor.detach() if is_contiguous(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    )
 
 
 def concatenated_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([plain(tensor).reshape(-1) for tensor in tensors])
+    return torch.cat([contiguous_copy(tensor).reshape(-1) for tensor in tensors])
 
 
 def copy_result_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Copy a result to its tensor, unless it is there already."""
-    if tensor.data_ptr() != result.data_ptr() or not is_plain(tensor):
+    if tensor.data_ptr() != result.data_ptr() or not is_contiguous(tensor):
         tensor.detach().copy_(result.view(tensor.shape))
 
 

@@ -75,7 +75,7 @@ _latest: deque[MPICall] = deque(maxlen=_KEPT)
 _counts: defaultdict[tuple[str, str], int] = defaultdict(int)  # by group and kind of operation
 
 
-def record(
+def record_call(
     what: str, group: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> MPICall:
     among = (group, "messages" if what in _MESSAGES else "collectives")
@@ -95,7 +95,7 @@ def record(
     return call
 
 
-def entries() -> list[dict[str, Any]]:
+def recorded_entries() -> list[dict[str, Any]]:
     """Return the latest operations, oldest first."""
     return [call.as_entry() for call in list(_latest)]
 
@@ -105,13 +105,13 @@ def count_of(group: str) -> int:
     return _counts[group, "all"]
 
 
-def begin(group: str) -> None:
+def reset_counters(group: str) -> None:
     """Reset the counters for a new group: a destroyed one may have had its name."""
     for what in ("all", "messages", "collectives"):
         _counts.pop((group, what), None)
 
 
-def forget() -> None:
+def clear_record() -> None:
     _latest.clear()
 
 

@@ -19,7 +19,7 @@ from distcheck.backends import _python_group
 from distcheck.backends._python_group import PythonGroup, Tensors, check_length, elements_by_rank
 
 
-def check(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) -> None:
+def check_tensors(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) -> None:
     """Raise ValueError for tensors that this backend does not support, or that differ in dtype."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
@@ -48,14 +48,14 @@ def check_list(
     """Raise ValueError unless a list has one supported tensor for each of `size` ranks, each with
     as many elements as `one`.
     """
-    check(what, [one, *many])
-    check(what, many, written=written)
+    check_tensors(what, [one, *many])
+    check_tensors(what, many, written=written)
     _python_group.check_list(what, size, many, one)
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
     """Raise ValueError unless a supported tensor has `size` times the elements of `part`."""
-    check(what, [whole, part])
+    check_tensors(what, [whole, part])
     _python_group.check_parts(what, size, whole=whole, part=part)
 
 
@@ -72,10 +72,10 @@ def create(options: Any, _: Any) -> "MPIGroup":
     runtime.start()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
-        everybody = runtime.world(options.group_rank, options.group_size)
+        everybody = runtime.world_communicator(options.group_rank, options.group_size)
         return MPIGroup(everybody, options)
     _wait_for_ranks(options, ranks)
-    everybody = runtime.world_so_far()
+    everybody = runtime.created_world_communicator()
     members = everybody.Get_group().Incl(ranks)
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     return MPIGroup(everybody.Create_group(members, tag), options)
@@ -101,7 +101,7 @@ class MPIGroup(PythonGroup):
         self._messages = communicator.Dup()
         self._timeout_s = options.timeout.total_seconds()
         self._most_tag = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
-        calls.begin(self._name)
+        calls.reset_counters(self._name)
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many operations this rank has started here, messages included."""
@@ -119,13 +119,13 @@ class MPIGroup(PythonGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         (tensor,) = tensors
-        check("broadcast", [tensor], written=True)
-        data = buffers.plain(tensor)
+        check_tensors("broadcast", [tensor], written=True)
+        data = buffers.contiguous_copy(tensor)
         request = self._collective.Ibcast(buffers.as_mpi_buffer(data), opts.rootRank)
         return self._work("broadcast", request, [tensor], data)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
-        check("all_reduce", tensors, written=True)
+        check_tensors("all_reduce", tensors, written=True)
         works = [self._start_allreduce(tensor, opts.reduceOp) for tensor in tensors]
         requests = [request for request, _, _ in works]
         data = [part for _, part, _ in works]
@@ -139,7 +139,7 @@ class MPIGroup(PythonGroup):
     allreduce_coalesced = allreduce
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Any) -> tuple[Any, torch.Tensor, bool]:
-        data = buffers.plain(tensor)
+        data = buffers.contiguous_copy(tensor)
         spec, how = buffers.reduction_buffer("all_reduce", data, op)
         request = self._collective.Iallreduce(mpi().IN_PLACE, spec, how)
         return request, data, buffers.is_averaging_op(op)
@@ -147,8 +147,8 @@ class MPIGroup(PythonGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         (tensor,) = tensors
         root = opts.rootRank == self._rank
-        check("reduce", [tensor], written=root)
-        data = buffers.plain(tensor)
+        check_tensors("reduce", [tensor], written=root)
+        data = buffers.contiguous_copy(tensor)
         spec, how = buffers.reduction_buffer("reduce", data, opts.reduceOp)
         sent, received = (mpi().IN_PLACE, spec) if root else (spec, None)
         request = self._collective.Ireduce(sent, received, how, opts.rootRank)
@@ -163,7 +163,7 @@ class MPIGroup(PythonGroup):
         (output,), (tensor,) = outputs, inputs
         check_list("all_gather", self._size, output, tensor)
         gathered = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
-        data = buffers.plain(tensor)
+        data = buffers.contiguous_copy(tensor)
         request = self._collective.Iallgather(
             buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(gathered)
         )
@@ -173,8 +173,8 @@ class MPIGroup(PythonGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
         check_parts("all_gather_into_tensor", self._size, whole=output, part=tensor)
-        check("all_gather_into_tensor", [output], written=True)
-        data, room = buffers.plain(tensor), buffers.room_for(output)
+        check_tensors("all_gather_into_tensor", [output], written=True)
+        data, room = buffers.contiguous_copy(tensor), buffers.contiguous_result(output)
         request = self._collective.Iallgather(
             buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(room)
         )
@@ -182,9 +182,9 @@ class MPIGroup(PythonGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         (tensor,) = inputs
-        data = buffers.plain(tensor)
+        data = buffers.contiguous_copy(tensor)
         if self._rank != opts.rootRank:
-            check("gather", [tensor])
+            check_tensors("gather", [tensor])
             request = self._collective.Igather(buffers.as_mpi_buffer(data), None, opts.rootRank)
             return self._work_of("gather", [request], [], [data], None, inputs=inputs)
         (output,) = outputs
@@ -196,15 +196,15 @@ class MPIGroup(PythonGroup):
         return self._scattered_work("gather", request, gathered, output, data, inputs=inputs)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        data = buffers.plain(tensor)
+        data = buffers.contiguous_copy(tensor)
         if self._rank != opts.rootRank:
-            check("gather_single", [tensor])
+            check_tensors("gather_single", [tensor])
             request = self._collective.Igather(buffers.as_mpi_buffer(data), None, opts.rootRank)
             return self._work_of("gather_single", [request], [], [data], None, inputs=[tensor])
         assert output is not None
         check_parts("gather_single", self._size, whole=output, part=tensor)
-        check("gather_single", [output], written=True)
-        room = buffers.room_for(output)
+        check_tensors("gather_single", [output], written=True)
+        room = buffers.contiguous_result(output)
         request = self._collective.Igather(
             buffers.as_mpi_buffer(data), buffers.as_mpi_buffer(room), opts.rootRank
         )
@@ -212,8 +212,8 @@ class MPIGroup(PythonGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         (tensor,) = outputs
-        check("scatter", [tensor], written=True)
-        room, sent = buffers.room_for(tensor), None
+        check_tensors("scatter", [tensor], written=True)
+        room, sent = buffers.contiguous_result(tensor), None
         if self._rank == opts.rootRank:
             (parts,) = inputs
             check_list("scatter", self._size, parts, tensor, written=False)
@@ -240,7 +240,7 @@ class MPIGroup(PythonGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         check_parts("reduce_scatter_tensor", self._size, whole=tensor, part=output)
-        data = buffers.plain(tensor)
+        data = buffers.contiguous_copy(tensor)
         return self._reduce_scatter(
             "reduce_scatter_tensor", output, data, opts.reduceOp, inputs=[tensor]
         )
@@ -248,8 +248,8 @@ class MPIGroup(PythonGroup):
     def _reduce_scatter(
         self, what: str, output: torch.Tensor, data: torch.Tensor, op: Any, *, inputs: Tensors
     ) -> MPIWork:
-        check(what, [output], written=True)
-        room = buffers.room_for(output)
+        check_tensors(what, [output], written=True)
+        room = buffers.contiguous_result(output)
         sent, how = buffers.reduction_buffer(what, data, op)
         received, _ = buffers.reduction_buffer(what, room, op)
         request = self._collective.Ireduce_scatter_block(sent, received, how)
@@ -260,8 +260,8 @@ class MPIGroup(PythonGroup):
         return self._work_of(what, [request], [output], [data, room], finish, inputs=inputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        check("all_to_all", [*outputs, *inputs])
-        check("all_to_all", outputs, written=True)
+        check_tensors("all_to_all", [*outputs, *inputs])
+        check_tensors("all_to_all", outputs, written=True)
         check_length("all_to_all", self._size, outputs)
         check_length("all_to_all", self._size, inputs)
         sent = buffers.concatenated_elements(inputs)
@@ -281,9 +281,9 @@ class MPIGroup(PythonGroup):
         opts: Any = None,
     ) -> Any:
         what = "all_to_all_single"
-        check(what, [output, tensor])
-        check(what, [output], written=True)
-        data, room = buffers.plain(tensor), buffers.room_for(output)
+        check_tensors(what, [output, tensor])
+        check_tensors(what, [output], written=True)
+        data, room = buffers.contiguous_copy(tensor), buffers.contiguous_result(output)
         request = self._collective.Ialltoallv(
             buffers.buffer_with_counts(
                 data, elements_by_rank(what, self._size, tensor, input_splits)
@@ -301,8 +301,8 @@ class MPIGroup(PythonGroup):
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         (tensor,) = tensors
-        check("send", [tensor])
-        data = buffers.plain(tensor)
+        check_tensors("send", [tensor])
+        data = buffers.contiguous_copy(tensor)
         request = self._messages.Isend(buffers.as_mpi_buffer(data), destination, self._tag(tag))
         return self._work_of("send", [request], [tensor], [data], None)
 
@@ -314,8 +314,8 @@ class MPIGroup(PythonGroup):
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         (tensor,) = tensors
-        check("recv", [tensor], written=True)
-        room = buffers.room_for(tensor)
+        check_tensors("recv", [tensor], written=True)
+        room = buffers.contiguous_result(tensor)
         spec = buffers.as_mpi_buffer(room)
         request = self._messages.Irecv(spec, source, self._tag(tag))
 
@@ -389,7 +389,7 @@ class MPIGroup(PythonGroup):
         """Return a started operation. `inputs` are this rank's inputs, by default `results`."""
         given = results if inputs is None else inputs
         return MPIWork(
-            calls.record(what, self._name, given, results),
+            calls.record_call(what, self._name, given, results),
             requests,
             results=results,
             keep=tuple(keep),

@@ -47,7 +47,7 @@ def start() -> None:
 _world: Any = None
 
 
-def world(rank: int, size: int) -> Any:
+def world_communicator(rank: int, size: int) -> Any:
     """Return a communicator of all ranks, in the order of torch's ranks. Collective. Raises
     CannotRunError if MPI's world is not torch's.
     """
@@ -70,8 +70,8 @@ def world(rank: int, size: int) -> Any:
     return _world
 
 
-def world_so_far() -> Any:
-    """Return the communicator that `world` created."""
+def created_world_communicator() -> Any:
+    """Return the communicator that `world_communicator` created."""
     assert _world is not None, "torch makes the default group before any other"
     return _world
 
@@ -93,7 +93,7 @@ def _unlink_shared_files() -> None:
                 os.unlink(name)
 
 
-def stand_alone() -> None:
+def use_single_rank_world() -> None:
     """Import mpi4py uninitialized, and replace its world by a communicator of one rank that calls
     no library; do nothing if mpi4py, or a library for it, is not installed.
 

@@ -181,7 +181,7 @@ def _why_not_as_expected(
         unknown = [r for case in report.cases for r in case.checks if r.verdict == "unknown"]
         parts += [f"{r.check} {r.layer}: {r.reason}" for r in unknown[:1]]
     elif not as_listed:
-        parts.append(f"listed with {show_checks(planted.caught)}")
+        parts.append(f"listed with {format_checks(planted.caught)}")
     if naming == "unexplained" and _UNEXPLAINED not in planted.causes:
         parts.append(f"could be named {', '.join(planted.causes)}")
     if naming == "wrong":
@@ -190,7 +190,7 @@ def _why_not_as_expected(
     return "; ".join(parts)
 
 
-def show_checks(pairs: Sequence[tuple[str, str]]) -> str:
+def format_checks(pairs: Sequence[tuple[str, str]]) -> str:
     """Return checks with their layers, as "gradients (rounding, full batch float32), agreement"."""
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:

@@ -14,7 +14,7 @@ from distcheck.addons.selftest.records import (
     Naming,
     SelftestVerdict,
     Verdict,
-    show_checks,
+    format_checks,
 )
 from distcheck.errors.shown_text import displayable
 from distcheck.reports import json_report
@@ -71,11 +71,11 @@ def render(found: SelftestResults, console: Console, *, verbose: bool = False) -
     for row in found.rows:
         if not row.good or (row.detail and row.verdict != "left out"):
             _print_surprise(row, console)
-    for line in totals(found):
+    for line in format_totals(found):
         console.print(Text(line), soft_wrap=True)
 
 
-def totals(found: SelftestResults) -> Iterator[str]:
+def format_totals(found: SelftestResults) -> Iterator[str]:
     counts = found.counts
     if counts.planted:
         yield (
@@ -121,7 +121,7 @@ def _mutant_table(rows: Sequence[SelftestVerdict]) -> Table:
         table.add_row(Text(file, style="bold"))
         for row in group:
             naming = Text(_NAMING[row.naming], style="bold red" if row.naming == "wrong" else "")
-            checks = show_checks(row.checks) + ("" if row.as_listed else " (not as listed)")
+            checks = format_checks(row.checks) + ("" if row.as_listed else " (not as listed)")
             table.add_row(
                 f"  {row.name}", _verdict(row), Text(checks), Text(", ".join(row.causes)), naming
             )
@@ -134,7 +134,7 @@ def _correct_table(rows: Sequence[SelftestVerdict], *, verbose: bool) -> Table:
         cases = list(group)
         if verbose or not all(row.good for row in cases):
             for row in cases:
-                table.add_row(f"  {row.name}", _verdict(row), Text(show_checks(row.checks)))
+                table.add_row(f"  {row.name}", _verdict(row), Text(format_checks(row.checks)))
         else:
             passed = [row for row in cases if row.verdict == "passed"]
             rest = f", {len(cases) - len(passed)} left out" if len(passed) < len(cases) else ""

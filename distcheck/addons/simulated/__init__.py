@@ -33,7 +33,11 @@ scale.py           the cases of `distcheck scale`
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distcheck.addons.simulated.judged_schedules import found_by, judged, timelines
+from distcheck.addons.simulated.judged_schedules import (
+    check_schedules,
+    describe_search,
+    differing_calls,
+)
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -45,7 +49,7 @@ if TYPE_CHECKING:
     from distcheck.worlds.rendezvous import Rendezvous
     from distcheck.worlds.shares import Share
 
-__all__ = ["found_by", "judged", "timelines"]  # of schedules
+__all__ = ["check_schedules", "describe_search", "differing_calls"]  # of schedules
 
 # Values after the colon in `simulated:ORDER`; the first is the default.
 ORDERS = ("gloo", "ring", "tree", "recursive-halving", "rank")
@@ -63,7 +67,7 @@ def sum_in(order: str, collective: str) -> "Callable[[list[torch.Tensor]], torch
     return add_up
 
 
-def join(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -> Any:
+def join_world(rendezvous: "Rendezvous", timeout: "timedelta", usual_limit_s: float) -> Any:
     """Create a rank's default process group, and return its store, a `torch.distributed.Store`. The
     ranks rendezvous in memory, because they share a process.
     """
@@ -98,14 +102,14 @@ def search_schedules(pool: Any, ranks: Any, **named: Any) -> "ScheduleSearchResu
     return search_schedules(pool, ranks, **named)
 
 
-def has_left(error: BaseException) -> bool:
+def called_os_exit(error: BaseException) -> bool:
     """Return True if a rank, which is a thread, raised because it called `os._exit`."""
     from distcheck.addons.simulated.limits import RankLeftError
 
     return isinstance(error, RankLeftError)
 
 
-def threads() -> "ModuleType":
+def rank_threads_module() -> "ModuleType":
     """Return the module that gives each rank of a pytest world its own copy of the test's state."""
     from distcheck.addons.simulated import rank_threads
 

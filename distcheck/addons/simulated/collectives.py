@@ -94,7 +94,7 @@ _FEW = 4  # Heuristic: number of tensors that are copied one by one
 REDUCE_OPERATIONS = tuple(_COMBINE)
 
 
-def compute(calls: Sequence[SimulatedCall], order: str) -> None:
+def compute_results(calls: Sequence[SimulatedCall], order: str) -> None:
     """Fill `results` of every call of one collective; `calls` are in group order."""
     if calls[0].kind in _COMPUTE:
         with torch.no_grad():

@@ -137,7 +137,7 @@ class SimulatedHost:
         compat.isolate_groups_by_thread()
         flight.record_from(self._last_calls)
         self._reporter.tell_stacks = self.tell_stacks
-        limits.install()
+        limits.install_limits()
         threading.stack_size(_STACK_BYTES)
         self._isolation.begin(0)
         self._world.scheduler.run(self._live)

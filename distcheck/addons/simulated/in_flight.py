@@ -103,7 +103,7 @@ class InFlight(compat.TorchDispatchMode):
 
     def _check(self, use: TensorInFlight, operation: str = "") -> None:
         for held in self._held.get(use.address, ()):
-            if held.call is not use.call and (use.writes or held.writes) and overlap(use, held):
+            if held.call is not use.call and (use.writes or held.writes) and share_bytes(use, held):
                 self._accuse(self._describe_misuse(held, use, operation))
 
     def _describe_misuse(self, held: TensorInFlight, use: TensorInFlight, operation: str) -> str:
@@ -134,27 +134,27 @@ class InFlight(compat.TorchDispatchMode):
 
     def _push_mode(self) -> None:
         """Push this mode below all other modes, which are popped in their own order."""
-        modes = compat.modes()
+        modes = compat.dispatch_modes()
         if not modes:
             compat.push_mode(self)
         elif self not in modes:
             _put_modes([self, *_take_modes()])
 
     def _pop_mode(self) -> None:
-        modes = compat.modes()
+        modes = compat.dispatch_modes()
         if modes == [self]:
             compat.pop_mode()
         elif self in modes:
             _put_modes([mode for mode in _take_modes() if mode is not self])
 
 
-def unseen() -> Any:
+def unobserved() -> Any:
     """Return a context in which this thread's operations are not observed, for distcheck's own."""
     return compat.without_modes()
 
 
 def _take_modes() -> list[Any]:
-    modes = compat.modes()
+    modes = compat.dispatch_modes()
     for _ in modes:
         compat.pop_mode()
     return modes
@@ -206,7 +206,7 @@ def memory_span(tensor: torch.Tensor) -> int:
     return sum((count - 1) * stride for count, stride in pairs) + 1
 
 
-def overlap(one: TensorInFlight, other: TensorInFlight) -> bool:
+def share_bytes(one: TensorInFlight, other: TensorInFlight) -> bool:
     """Return True if two tensors of one storage share a byte."""
     begin, end = min(one.begin, other.begin), max(one.end, other.end)
     if one.begin >= other.end or other.begin >= one.end:
@@ -215,7 +215,7 @@ def overlap(one: TensorInFlight, other: TensorInFlight) -> bool:
         return True
     if end - begin > _MOST_BYTES:
         return False  # unknown, so nothing is reported
-    with unseen():
+    with unobserved():
         return bool((_bytes_of(one, begin, end) & _bytes_of(other, begin, end)).any())
 
 

@@ -38,7 +38,7 @@ import torch
 
 from distcheck.addons.simulated.patches import Patches
 from distcheck.machine import compat
-from distcheck.worlds.jobs import Owned
+from distcheck.worlds.jobs import PerRankAttributes
 
 _Words = ctypes.c_uint32 * 625
 
@@ -233,11 +233,11 @@ def _copy_for_rank(value: Any) -> Any:
 
 
 _COMPILED = (".so", ".pyd")
-_NOTHING = Owned()
+_NOTHING = PerRankAttributes()
 
 
 @dataclass
-class Own:
+class RankState:
     """State of one rank."""
 
     numbers: GeneratorStates
@@ -260,7 +260,7 @@ class Isolation:
         self,
         environments: Sequence[Mapping[str, str]],
         streams: Sequence[tuple[TextIO, TextIO]],
-        owned: Owned = _NOTHING,
+        owned: PerRankAttributes = _NOTHING,
     ) -> None:
         self._generators = Generators()
         self._owned = owned
@@ -302,10 +302,10 @@ class Isolation:
         variables: dict[str, str],
         streams: tuple[TextIO, TextIO],
         attributes: Sequence[Any],
-    ) -> Own:
+    ) -> RankState:
         environ: Any = os.environ
         data = {environ.encodekey(k): environ.encodevalue(v) for k, v in variables.items()}
-        return Own(
+        return RankState(
             numbers=self._generators.beginning(),
             settings=self._settings.beginning(),
             patches=(),
@@ -316,7 +316,7 @@ class Isolation:
             attributes=attributes,
         )
 
-    def _save_state(self, own: Own) -> None:
+    def _save_state(self, own: RankState) -> None:
         self._generators.take(own.numbers)
         own.settings = self._settings.take()
         own.patches = self._patches.take()
@@ -326,7 +326,7 @@ class Isolation:
         if _folders.differ:
             own.folder = os.getcwd()
 
-    def _restore_state(self, own: Own) -> None:
+    def _restore_state(self, own: RankState) -> None:
         self._generators.give(own.numbers)
         environ: Any = os.environ
         environ._data = own.environment

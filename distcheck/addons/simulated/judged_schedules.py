@@ -21,7 +21,7 @@ _NOTHING = Compared()
 Digests = Callable[[bytes], Sequence[str]]
 
 
-def judged(
+def check_schedules(
     found: ScheduleSearchResult, *, ranks: int, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
     """Return the check and, if it failed, its cause. `digests` reads a rank's result, one per step;
@@ -79,7 +79,7 @@ def _preemptions(count: int) -> str:
     return f"{count} preemption{'s' * (count != 1)}"
 
 
-def found_by(found: ScheduleSearchResult) -> str:
+def describe_search(found: ScheduleSearchResult) -> str:
     """Describe the search that found the other run."""
     drawn = found.drawn
     first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
@@ -119,7 +119,7 @@ def _depends(
         f"with {' and '.join(differences) or 'the same interleaving'}, the same inputs "
         f"{_effect_of(other)}{_where(found.usual, other, digests)}"
     )
-    lines = "\n".join([evidence, found_by(found), *timelines(found.usual, other)])
+    lines = "\n".join([evidence, describe_search(found), *differing_calls(found.usual, other)])
     race = _race(found.usual, other)
     cause, lines = ("message-race", f"{race}; {lines}") if race else ("depends-on-schedule", lines)
     command = f"{replay} --schedule {other.schedule}"
@@ -176,7 +176,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
     return f", first after step {first_step} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
-def timelines(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
+def differing_calls(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
     """Yield the calls of both runs around the first call that differs."""
     apart = next(
         (

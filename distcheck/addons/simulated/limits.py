@@ -52,7 +52,7 @@ class RankLeftError(BaseException):
 
 
 @cache
-def install() -> None:
+def install_limits() -> None:
     """Install the limits in this process, permanently, for every world that it runs."""
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 

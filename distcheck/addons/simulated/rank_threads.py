@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from distcheck.testing import fixtures, pytest_compat, session
-from distcheck.worlds.jobs import ABSENT, Owned
+from distcheck.worlds.jobs import ABSENT, PerRankAttributes
 
 _HOLDING = (dict, list, set, deque, defaultdict, OrderedDict, Counter, bytearray)
 # Fixtures that capture the file descriptors of a process.
@@ -27,7 +27,7 @@ _variables: list[tuple[types.ModuleType, str]] = []  # global variables that are
 _memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
 
 
-def prepare(item: pytest.Function) -> None:
+def prepare_test(item: pytest.Function) -> None:
     """Fail a test that requests unsupported fixtures, and determine the per-rank global variables,
     in the pytest process. One call covers all worlds that are forked for the test.
     """
@@ -47,7 +47,7 @@ def prepare(item: pytest.Function) -> None:
         )
 
 
-def per_rank_test_state(item: Any) -> Owned:
+def per_rank_test_state(item: Any) -> PerRankAttributes:
     definitions = pytest_compat.every_definition(item)
     known = pytest_compat.definitions_of_fixtures(item)
     asked = {one for name in item.fixturenames for one in known.get(name, ())}
@@ -68,7 +68,7 @@ def per_rank_test_state(item: Any) -> Owned:
             values += [result, list(getattr(one, pytest_compat.FINALIZERS))]
         return [*values, *own]
 
-    return Owned([*places, *variables], begin)
+    return PerRankAttributes([*places, *variables], begin)
 
 
 def copy_for_rank(value: Any, name: str) -> Any:

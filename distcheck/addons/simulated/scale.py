@@ -128,8 +128,8 @@ def _print_head(report: Report, found: list[scale.Curve], console: Console) -> N
     sentences = [
         f"{case.workload} {case.dtype}, {case.steps} steps, seed {case.seed}; the global batch "
         f"size is {case.batch} at every world size and in the single-process reference",
-        f"each row shows the element of the {scale.described(found[0].layer)} with the largest "
-        "ratio of error to bound",
+        f"each row shows the element of the {scale.describe_layer(found[0].layer)} with the "
+        "largest ratio of error to bound",
         *([f"accepted: {case.accept}"] if case.accept else []),
     ]
     for sentence in sentences:

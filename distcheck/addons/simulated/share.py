@@ -19,7 +19,7 @@ from distcheck import backends
 from distcheck.records.schedules import ScheduleSearchResult
 from distcheck.worlds import messages
 from distcheck.worlds.jobs import Asked, Descriptors, Job
-from distcheck.worlds.launch import Ranks, job_result, run_until_over, start_job, starts_of
+from distcheck.worlds.launch import Ranks, job_result, rank_starts, run_until_over, start_job
 from distcheck.worlds.local.children import Child
 from distcheck.worlds.local.forking import Forker, LocalShare
 from distcheck.worlds.pool import Pool
@@ -233,7 +233,7 @@ def search_schedules(
         target=ranks.job.target,
         order=backends.order_of(ranks.backend),
         deadline_s=ranks.deadline_s,
-        starts=starts_of(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
+        starts=rank_starts(ranks, "127.0.0.1", 1),  # a simulated world has no store on a port
     )
     asked = SearchRequest(
         host=host, schedules=schedules, deadline_s=ranks.deadline_s, preemptions=preemptions

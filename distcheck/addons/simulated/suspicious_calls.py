@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from distcheck.addons.simulated.calls import SimulatedCall, is_called_by_theirs
-from distcheck.addons.simulated.in_flight import memory_in_flight, memory_span, overlap
+from distcheck.addons.simulated.in_flight import memory_in_flight, memory_span, share_bytes
 from distcheck.records import posted_calls
 
 _MOST_SAID = 4  # Heuristic: warnings of one name
@@ -98,7 +98,9 @@ class SuspiciousCalls:
         places = [(one, number) for number, one in enumerate(held) if one is not None]
         places.sort(key=lambda place: (place[0].address, place[0].begin))
         for (one, number), (other, next_number) in pairwise(places):
-            if one.address == other.address and (one.tensor is other.tensor or overlap(one, other)):
+            if one.address == other.address and (
+                one.tensor is other.tensor or share_bytes(one, other)
+            ):
                 first, second = sorted((number, next_number))
                 self._warn(
                     "overlapping-outputs",

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 from distcheck.addons.simulated import collectives
 from distcheck.addons.simulated.calls import SimulatedCall
 from distcheck.addons.simulated.groups import CreatedGroup, CreatedGroups
-from distcheck.addons.simulated.in_flight import InFlight, unseen
+from distcheck.addons.simulated.in_flight import InFlight, unobserved
 from distcheck.addons.simulated.scheduler import Scheduler, ThreadState
 from distcheck.addons.simulated.schedules import SchedulePolicy
 from distcheck.addons.simulated.suspicious_calls import SuspiciousCalls
@@ -71,7 +71,7 @@ class GroupCalls:
             return []
         del self.meetings[call.number]
         calls = [meeting.calls[rank] for rank in self.ranks]
-        collectives.compute(calls, self.order)
+        collectives.compute_results(calls, self.order)
         return calls
 
     def post_message(self, call: SimulatedCall) -> list[SimulatedCall]:
@@ -201,7 +201,7 @@ class SimulatedWorld:
         self.latest[call.rank].append(call)
         step_calls.record_call_of_rank(call.rank, call.kind, (call.inputs, call.outputs), 0)
         self._in_flight[call.rank].begin(call)
-        with unseen():
+        with unobserved():
             self.odd.posted(call)
             done = channel.post_message(call) if call.is_message else channel.post(call)
             if done:
@@ -210,7 +210,7 @@ class SimulatedWorld:
             if self.scheduler.runners[one.rank].waits_for is one:
                 self.scheduler.wake(one.rank)
         if self._buffered and call.kind == "send" and not call.complete:
-            with unseen():
+            with unobserved():
                 call.inputs = [tensor.detach().clone() for tensor in call.inputs]
             call.complete = call.delivered = True
         if self.chooser is not None:
@@ -227,7 +227,7 @@ class SimulatedWorld:
                 self.refuse(f"the time limit of {call.limit_s:g} s passes for {call.in_words()}")
         self._in_flight[call.rank].end(call)
         if not call.delivered:
-            with unseen():
+            with unobserved():
                 collectives.write_call_results(call)
 
     def look(self, call: SimulatedCall) -> bool:

@@ -42,7 +42,7 @@ def command(what: tuple[str, ...], json_file: str | None) -> int:
     from distcheck.errors import ExitCode, UsageError, did_you_mean
     from distcheck.records import symptoms
     from distcheck.records.causes import causes
-    from distcheck.reports.causes import cause_explanation, cause_list, matched
+    from distcheck.reports.causes import cause_explanation, cause_list, search_results
     from distcheck.reports.files import write_answer
 
     words, table = " ".join(what), causes()
@@ -71,7 +71,7 @@ def command(what: tuple[str, ...], json_file: str | None) -> int:
     if words in table:
         lines = cause_explanation(table[words])
     else:
-        lines = matched(found, [table[name] for name in names]) if what else cause_list()
+        lines = search_results(found, [table[name] for name in names]) if what else cause_list()
     for line in lines:
         click.echo(line)
     return int(ExitCode.PASS)

@@ -19,7 +19,7 @@ from distcheck.reports.files import (
     write_document,
 )
 from distcheck.reports.findings import describe_origin, summary_lines
-from distcheck.reports.json_report import decoded, json_schema, render
+from distcheck.reports.json_report import decode_document, json_schema, render
 from distcheck.reports.terminal import console_for
 from distcheck.store.run_folder import KEPT_RUNS
 
@@ -69,7 +69,7 @@ def convert(run: str, *, files: Mapping[str, str]) -> None:
     check_outputs(files)
     with damaged_file_as_usage_error(path):
         if not files:
-            found = decoded(document)
+            found = decode_document(document)
             for line in (
                 describe_origin(found.made),
                 *summary_lines(found, width=console_for().width),

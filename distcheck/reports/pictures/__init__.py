@@ -114,7 +114,7 @@ def cross(x: float, y: float, width: float, height: float) -> str:
     return f"M{short(x)} {short(y)}l{arm} {arm}m-{arm} 0l{arm}-{arm}"
 
 
-def line(points: Sequence[tuple[float, float] | None]) -> str:
+def line_path(points: Sequence[tuple[float, float] | None]) -> str:
     """Return the path through points, with gaps for None; an isolated point is a short dash."""
     d, before = [], False
     for at, point in enumerate(points):
@@ -134,7 +134,7 @@ def short(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def clip(words: str, most: int) -> str:
+def shorten_middle(words: str, most: int) -> str:
     """Shorten text in the middle to `most` characters: both ends of a parameter's name matter."""
     if len(words) <= most:
         return words

@@ -9,7 +9,7 @@ from distcheck.reports.pictures import (
     RoundAxis,
     Table,
     figure,
-    line,
+    line_path,
     point,
     ticks,
 )
@@ -52,7 +52,7 @@ def draw(
         shown = f"{value:.0%}" if shares else scale.figure(value)
         drawing.text(_LEFT - 6, y + 4, shown, kind="faint", end="end")
     for number, curve in enumerate(heights):
-        d = line([point(x(i), y) for i, y in enumerate(curve)])
+        d = line_path([point(x(i), y) for i, y in enumerate(curve)])
         drawing.path(f"run{number % _KINDS}", d, title=runs[number])
     for place, text in named:
         drawing.text(right + 3, place + 4, text, kind="faint")

@@ -9,10 +9,10 @@ from distcheck.reports.pictures import (
     Picture,
     Table,
     cell,
-    clip,
     cross,
     figure,
     plural,
+    shorten_middle,
     ticks,
 )
 
@@ -52,7 +52,7 @@ def draw_bound(name: str, check: CheckResult) -> Picture:
         else "Every cell is within its bound. "
     )
     says += f"The largest ratio of error to bound is {figure(worst[0])}, at {where}."
-    title = f"Error / bound: {check.check}{layer_of(check)}"
+    title = f"Error / bound: {check.check}{layer_in_label(check)}"
     rows = [
         [label, *("" if share is None else figure(share) for share in row)]
         for label, row in zip(found.parameters, shares, strict=True)
@@ -89,7 +89,7 @@ def draw_bits(name: str, check: CheckResult) -> Picture:
     total = len(same) + len(differs)
     says = f"{len(same)} of {plural(total, 'cell')} are bit-identical."
     says += f" {len(differs)} differ{'s' * (len(differs) == 1)}." if differs else ""
-    title = f"Bits: {check.check}{layer_of(check)}"
+    title = f"Bits: {check.check}{layer_in_label(check)}"
     svg = grid.drawing.markup(y + 16, title=title, says=says)
     table = Table(["parameter", "steps that are not bit-identical"], rows)
     return Picture(title, says, svg, table, _note_on_grouping(found))
@@ -110,7 +110,7 @@ class _Grid:
         self.bottom = _TOP + self._row * len(parameters)
         for y, label in enumerate(parameters):
             at = _TOP + self._row * (y + 1) - (self._row - 6) / 2
-            self.drawing.text(self._left - 6, at, clip(label, _LABEL_LETTERS), end="end")
+            self.drawing.text(self._left - 6, at, shorten_middle(label, _LABEL_LETTERS), end="end")
         self._axis(steps)
 
     def _axis(self, steps: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class _Grid:
         return left, _TOP + self._row * y, self._width - self._gap, self._row - 1
 
 
-def layer_of(check: CheckResult) -> str:
+def layer_in_label(check: CheckResult) -> str:
     """Return the layer after a comma, if there is one."""
     name = layer_label(check.layer)
     return f", {name}" if name else ""

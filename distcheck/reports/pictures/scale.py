@@ -2,9 +2,9 @@
 
 import math
 
-from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, figure, line
+from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, figure, line_path
 from distcheck.reports.pictures import point as place_at
-from distcheck.reports.scale import Curve, described
+from distcheck.reports.scale import Curve, describe_layer
 
 _LEFT, _RIGHT, _TOP, _HEIGHT = 58, 14, 10, 170
 _SIDE = 8.0  # of a mark
@@ -40,8 +40,8 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
     drawing.text(_LEFT - 6, bottom + 16, "world", kind="faint", end="end")
     bounds = [place_at(x(p.world), y(p.bound)) for p in curve.points]
     errors = [place_at(x(p.world), y(p.error)) for p in curve.points]
-    drawing.path("required", line(bounds))
-    drawing.path("within" if curve.first_failure is None else "off", line(errors))
+    drawing.path("required", line_path(bounds))
+    drawing.path("within" if curve.first_failure is None else "off", line_path(errors))
     for point, place in zip(curve.points, errors, strict=True):
         failed = point.verdict == "fail"
         if place is None and not failed:
@@ -57,7 +57,7 @@ def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
     title = f"Error against world size: order {curve.order}"
     says = (
         f"{curve.strategy} {curve.comes_to}. Solid line: the largest error of the "
-        f"{described(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"
+        f"{describe_layer(curve.layer)}. Dashed line: its bound. A cross marks a world that fails"
         f"{'; at the upper edge, a world without an error to draw' if at_edge else ''}."
     )
     table = Table(

@@ -12,7 +12,7 @@ from distcheck.records.odd_ranks import (
     grouped,
     ranks_in_words,
 )
-from distcheck.reports.pictures import Drawing, Picture, Table, cell, clip, cross, ticks
+from distcheck.reports.pictures import Drawing, Picture, Table, cell, cross, shorten_middle, ticks
 
 _LABEL, _TOP, _ROW = 100, 32, 22
 _MOST_COLUMNS = 40
@@ -116,7 +116,7 @@ def _key(call: Collective) -> Key:
 
 
 def _name(call: Collective | None) -> str:
-    return "" if call is None else call.with_shapes(clip(call.shapes, 60))
+    return "" if call is None else call.with_shapes(shorten_middle(call.shapes, 60))
 
 
 def _state(own: Mapping[Key, Collective], key: Key, usual: str) -> str:

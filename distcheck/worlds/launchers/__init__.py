@@ -50,7 +50,7 @@ class Launch:
         return 0 in self.ranks_here
 
 
-def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
+def required_integer(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
     """Return the value of a required integer variable. Raises CannotRunError."""
     text = environ.get(name, "").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
@@ -61,12 +61,12 @@ def number(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
     return int(text)
 
 
-def local_number(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
+def optional_integer(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
     """Return the value of an optional integer variable. Raises CannotRunError."""
-    return number(environ, name, launcher=launcher) if name in environ else default
+    return required_integer(environ, name, launcher=launcher) if name in environ else default
 
 
-def tcp(environ: Mapping[str, str]) -> str | None:
+def tcp_address(environ: Mapping[str, str]) -> str | None:
     """Return the address that MASTER_ADDR and MASTER_PORT define, if both are set."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     return f"tcp://{host}:{port}" if host and port else None
@@ -204,7 +204,7 @@ def launch_here(
     )
 
 
-def is_elsewhere() -> bool:
+def is_rank_0_elsewhere() -> bool:
     """Return True if a launcher started this process and another process has rank 0: commands that
     start no world run only there, once.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, optional_integer, required_integer, tcp_address
 
 NAME = "mpirun"
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "hydra_bstrap", "mpiexec", "mpirun")
@@ -27,10 +27,10 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     for rank_name, size_name, local_rank_name, local_size_name in _VARIABLES:
         if rank_name not in environ or ("SLURM_PROCID" in environ and rank_name == "PMI_RANK"):
             continue
-        rank = number(environ, rank_name, launcher=NAME)
-        world = number(environ, size_name, launcher=NAME)
-        local_world = local_number(environ, local_size_name, 1, launcher=NAME)
-        meeting = tcp(environ)
+        rank = required_integer(environ, rank_name, launcher=NAME)
+        world = required_integer(environ, size_name, launcher=NAME)
+        local_world = optional_integer(environ, local_size_name, 1, launcher=NAME)
+        meeting = tcp_address(environ)
         if meeting is None:
             if local_world != world:
                 raise CannotRunError(
@@ -44,7 +44,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
             rank=rank,
             world=world,
             ranks_here=(rank,),
-            local_rank=local_number(environ, local_rank_name, 0, launcher=NAME),
+            local_rank=optional_integer(environ, local_rank_name, 0, launcher=NAME),
             local_world=local_world,
             meeting=meeting,
         )

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, optional_integer, required_integer, tcp_address
 
 NAME = "srun"
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
@@ -19,13 +19,13 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     step = environ.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environ or not step.isdigit():
         return None
-    rank = number(environ, "SLURM_PROCID", launcher=NAME)
-    world = number(environ, "SLURM_NTASKS", launcher=NAME)
+    rank = required_integer(environ, "SLURM_PROCID", launcher=NAME)
+    world = required_integer(environ, "SLURM_NTASKS", launcher=NAME)
     if "SLURM_STEP_NUM_TASKS" in environ:
-        world = number(environ, "SLURM_STEP_NUM_TASKS", launcher=NAME)
+        world = required_integer(environ, "SLURM_STEP_NUM_TASKS", launcher=NAME)
     if world == 1:  # a shell on a machine of the cluster
         return None
-    meeting = tcp(environ)
+    meeting = tcp_address(environ)
     if meeting is None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
         if not nodes:
@@ -42,7 +42,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         world=world,
         ranks_here=(rank,),
         meeting=meeting,
-        local_rank=local_number(environ, "SLURM_LOCALID", 0, launcher=NAME),
+        local_rank=optional_integer(environ, "SLURM_LOCALID", 0, launcher=NAME),
         local_world=_tasks_here(environ),
     )
 
@@ -50,7 +50,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 def _tasks_here(environ: Mapping[str, str]) -> int:
     """Return this machine's entry in Slurm's list of tasks: "2(x3),1" means 2, 2, 2, 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
-    place = local_number(environ, "SLURM_NODEID", 0, launcher=NAME)
+    place = optional_integer(environ, "SLURM_NODEID", 0, launcher=NAME)
     for tasks, times in re.findall(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", listed):
         place -= int(times or 1)
         if place < 0:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from distcheck.errors import CannotRunError
-from distcheck.worlds.launchers import Launch, local_number, number, tcp
+from distcheck.worlds.launchers import Launch, optional_integer, required_integer, tcp_address
 
 NAME = "torchrun"
 
@@ -12,8 +12,8 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     """Return the launch that torchrun's variables describe; None if there is none."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    rank = number(environ, "RANK", launcher=NAME)
-    meeting = tcp(environ)
+    rank = required_integer(environ, "RANK", launcher=NAME)
+    meeting = tcp_address(environ)
     if meeting is None:
         raise CannotRunError("torchrun has started this process without MASTER_ADDR, MASTER_PORT")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -21,11 +21,11 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     return Launch(
         launcher=NAME,
         rank=rank,
-        world=number(environ, "WORLD_SIZE", launcher=NAME),
+        world=required_integer(environ, "WORLD_SIZE", launcher=NAME),
         ranks_here=(rank,),
-        local_rank=local_number(environ, "LOCAL_RANK", 0, launcher=NAME),
-        local_world=local_number(environ, "LOCAL_WORLD_SIZE", 1, launcher=NAME),
+        local_rank=optional_integer(environ, "LOCAL_RANK", 0, launcher=NAME),
+        local_world=optional_integer(environ, "LOCAL_WORLD_SIZE", 1, launcher=NAME),
         meeting=meeting,
-        restarts=local_number(environ, "TORCHELASTIC_RESTART_COUNT", 0, launcher=NAME),
+        restarts=optional_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, launcher=NAME),
         run=environ["TORCHELASTIC_RUN_ID"],
     )

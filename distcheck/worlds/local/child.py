@@ -83,7 +83,9 @@ def _tell_before_exit(reporter: Reporter) -> None:
     def tell_and_leave(status: int) -> NoReturn:
         try:
             if os.getpid() == own:
-                flight.still_open(_LAST_WORDS_S)  # a call that has just returned is complete
+                flight.incomplete_collectives(
+                    _LAST_WORDS_S
+                )  # a call that has just returned is complete
                 stack = displayed_stack(sys._getframe())
                 said = messages.Stacks(stack, last_collective(), flight.latest())
                 reporter.send(said, patience_s=_LAST_WORDS_S)
@@ -107,16 +109,16 @@ def _imported_since(inherited: int) -> list[str]:
         newest = list(islice(reversed(sys.modules), count))
     except RuntimeError:  # another thread is importing; the list only saves time
         return []
-    return [name for name in reversed(newest) if is_own(name)]
+    return [name for name in reversed(newest) if is_distcheck_module(name)]
 
 
-def is_own(module: str) -> bool:
+def is_distcheck_module(module: str) -> bool:
     return module.startswith("distcheck.")
 
 
 def is_shared(module: str) -> bool:
     """Return True if a helper may import a module for all children: no code under test."""
-    return is_own(module) or module == late_compiler.NAME
+    return is_distcheck_module(module) or module == late_compiler.NAME
 
 
 def _set_up(request: messages.Spawn, fds: list[int]) -> None:
@@ -146,7 +148,7 @@ def _set_up(request: messages.Spawn, fds: list[int]) -> None:
     random.seed(0)  # the state inherited from the helper was seeded by the system
 
 
-def keep_folder() -> None:
+def require_working_directory() -> None:
     """Make Python raise if a rank removes or renames the working directory, which all ranks and the
     front end share, or a parent of it.
     """
@@ -186,7 +188,7 @@ def message_of_exception(error: BaseException) -> messages.Raised:
         exit_code, text, defect = int(error.exit_code), str(error), ""
     return messages.Raised(
         kind=kind,
-        message=messages.printable(text_to_report(messages.text_of(error))),
+        message=messages.printable(text_to_report(messages.exception_text(error))),
         traceback=messages.printable(text_to_report(text)),
         at=time.monotonic(),
         exit_code=exit_code,

@@ -85,7 +85,7 @@ class Child:
         if not self.pid:
             return False
         ran_ns = 0 if self.waits is None else self.waits.ran_ns
-        if ran_ns > 0 and linux.ran_ns(self.pid) != ran_ns:
+        if ran_ns > 0 and linux.main_thread_run_ns(self.pid) != ran_ns:
             return True
         return linux.is_awake(self.pid, main_by_the_clock=self._only_looks)
 

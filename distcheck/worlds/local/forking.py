@@ -216,7 +216,7 @@ class Forker:
         """
         self.let_go()
         if self._opened and os.getpid() == self._owner:
-            with interrupts.waiting():
+            with interrupts.defer_signals():
                 self._end()
 
     def let_go(self) -> None:
@@ -289,7 +289,7 @@ class Forker:
             except msgspec.DecodeError:
                 self._close(child, "_events_fd")
                 if child.raised is None:
-                    child.take(messages.garbled())
+                    child.take(messages.corrupted_pipe_event())
                 self.signal(child, signal.SIGKILL)
                 return
             for event in events:

@@ -44,7 +44,7 @@ class Helper:
         self._forks = forks
         self._children: dict[int, int] = {}  # pid -> key
         self._tried: set[str] = set()  # modules of distcheck
-        scratch.keep_notes()
+        scratch.prepare_registration()
         self._selector = selectors.DefaultSelector()
         self._front = os.pidfd_open(front_pid)
         self._selector.register(self._front, selectors.EVENT_READ)
@@ -69,7 +69,7 @@ class Helper:
             return
         finally:
             self._end_children()
-            scratch.remove_noted()
+            scratch.remove_registered()
 
     def say(self, notice: messages.Notice) -> None:
         self._line.send(notice)

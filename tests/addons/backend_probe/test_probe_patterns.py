@@ -13,10 +13,10 @@ from distcheck.addons.backend_probe import patterns, rank
 from distcheck.addons.backend_probe.command import _Episode, cell_of, plan_probes
 from distcheck.addons.backend_probe.operations import OPERATIONS
 from distcheck.addons.backend_probe.records import (
+    BackendResults,
     Baseline,
     Probe,
     RankResult,
-    Sweep,
     exit_code_of,
 )
 from distcheck.addons.backend_probe.scene import FORMS, Buffer, ProbeScene, buffer_layout
@@ -201,7 +201,7 @@ def test_a_cell_joins_all_ranks(statuses: tuple[str, ...], verdict: str, detail:
     assert (cell.verdict, cell.detail) == (verdict, detail)
 
 
-def swept(*verdicts: str, **about: object) -> Sweep:
+def swept(*verdicts: str, **about: object) -> BackendResults:
     cells = [
         Probe(operation="reduce", reduction="SUM", form=form, dtype="bool", salt=1).ended(
             verdict,  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def swept(*verdicts: str, **about: object) -> Sweep:
         for form, verdict in zip(FORMS, verdicts, strict=False)
     ]
     found = {"missing": "", "failure": "", "environment": {}, **about}
-    return Sweep(backend="gloo", device="cpu", world=3, cells=tuple(cells), **found)  # type: ignore[arg-type]
+    return BackendResults(backend="gloo", device="cpu", world=3, cells=tuple(cells), **found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

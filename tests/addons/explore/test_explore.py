@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 from distcheck import verify
 from distcheck.addons.explore import verify_case
-from distcheck.addons.explore.report import ExploreResult, as_json, show
+from distcheck.addons.explore.report import ExploreResult, as_json, print_search
 from distcheck.addons.explore.running import Runner
 from distcheck.addons.explore.search import Search
 from distcheck.addons.explore.space import cases
@@ -277,7 +277,7 @@ def test_a_budget_below_one_case(pool: Pool, capsys: pytest.CaptureFixture[str])
     story = ExploreResult(strategy="ddp", seed=0, spent_s=1.2, search=found, earlier=0,
                   unreadable=(), interrupted=False, kept_as=None)  # fmt: skip
     said = "no case was run, because the budget ended after 1 s; pass a longer one"
-    show(story, quiet=False)
+    print_search(story, quiet=False)
     assert said in " ".join(capsys.readouterr().out.split())
 
 

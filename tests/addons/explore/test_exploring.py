@@ -17,7 +17,7 @@ from hypothesis.errors import NoSuchExample
 from distcheck.addons.explore import command, delays, models, running
 from distcheck.addons.explore.command import parse_duration
 from distcheck.addons.explore.failure_database import FailureDatabase, reproducing_program
-from distcheck.addons.explore.report import ONE_RANK, ExploreResult, _lines, show
+from distcheck.addons.explore.report import ONE_RANK, ExploreResult, _lines, print_search
 from distcheck.addons.explore.search import Finding, Search
 from distcheck.addons.explore.space import DIMENSIONS, cases
 from distcheck.cli import root_command
@@ -473,7 +473,7 @@ def test_the_screen_of_what_was_found(
         interrupted=False, kept_as=Path(".distcheck/explore/mine/case.json"),
     )  # fmt: skip
     monkeypatch.setenv("COLUMNS", str(width))
-    show(story, quiet=False)
+    print_search(story, quiet=False)
     compare(f"explore-{width}.txt", capsys.readouterr().out)
 
 

@@ -22,7 +22,7 @@ from distcheck.plan.thorough import ThoroughSearch, thorough_extras, with_thorou
 from distcheck.records import Report
 from distcheck.records.run_facts import ExploredSearch
 from distcheck.reports import github, html_report, junit
-from distcheck.reports.json_report import decoded
+from distcheck.reports.json_report import decode_document
 from distcheck.reports.wording import describe_search
 from distcheck.verification.merging import MatrixPart, join
 from distcheck.workloads.cells import CELLS
@@ -295,7 +295,7 @@ def test_services_and_pages_say_how_far_it_went(document: dict[str, Any], kind: 
     root = ElementTree.fromstring(junit.render(document).encode())
     (case,) = (case for case in root.iter("testcase") if case.get("name") == "explore")
     assert [child.tag for child in case] == ([kind] if kind else [])
-    (line,) = map(describe_search, decoded(document).explored)
+    (line,) = map(describe_search, decode_document(document).explored)
     assert line.startswith("explore: ddp: ")
     assert line in html_report.render(document)
     assert "explore: ddp: " in github.step_summary(document)

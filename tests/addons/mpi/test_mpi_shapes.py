@@ -12,26 +12,26 @@ OPS = [("sparse", torch.ones(2).to_sparse(), "moves dense tensors, not torch.spa
 @pytest.mark.parametrize(("name", "tensor", "said"), OPS, ids=[name for name, *_ in OPS])
 def test_tensors_that_are_not_moved(name: str, tensor: torch.Tensor, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        group.check("broadcast", [tensor])
+        group.check_tensors("broadcast", [tensor])
 
 
 def test_a_tensor_elsewhere() -> None:
     with pytest.raises(ValueError, match="on meta; backend mpi moves CPU tensors"):
-        group.check("broadcast", [torch.ones(2, device="meta")])
+        group.check_tensors("broadcast", [torch.ones(2, device="meta")])
 
 
 def test_dtypes_are_not_mixed() -> None:
     with pytest.raises(ValueError, match=r"torch.float32 and torch.float64 together"):
-        group.check("all_gather", [torch.ones(2), torch.ones(2).double()])
+        group.check_tensors("all_gather", [torch.ones(2), torch.ones(2).double()])
 
 
 def test_shared_memory_is_read_and_not_written() -> None:
     tensor = torch.ones(1, 3).expand(2, 3)
-    group.check("send", [tensor])
+    group.check_tensors("send", [tensor])
     with pytest.raises(ValueError, match=r"share memory \(shape \(2, 3\), strides \(0, 1\)\)"):
-        group.check("recv", [tensor], written=True)
+        group.check_tensors("recv", [tensor], written=True)
     for fine in (torch.ones(1).expand(1), torch.ones(4, 6).t(), torch.ones(0).expand(3, 0)):
-        group.check("recv", [fine], written=True)
+        group.check_tensors("recv", [fine], written=True)
 
 
 def test_lists_and_parts() -> None:

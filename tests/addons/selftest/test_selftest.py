@@ -13,12 +13,12 @@ from distcheck.addons.selftest.records import (
     SelftestVerdict,
     Zoo,
     detection_counts,
+    format_checks,
     judge_correct,
     judge_mutant,
     judge_named_causes,
-    show_checks,
 )
-from distcheck.addons.selftest.table import SelftestResults, render, render_json, totals
+from distcheck.addons.selftest.table import SelftestResults, format_totals, render, render_json
 from distcheck.errors import CannotRunError, ExitCode, NotSimulatedError, UsageError
 from distcheck.machine import devices
 from distcheck.records import Case, CaseReport, CheckResult, Diagnosis, Report
@@ -127,7 +127,7 @@ def test_a_case_that_cannot_be_run_is_told_and_neither_passed_nor_unknown() -> N
     assert (counts.exit_code, out.good) == (ExitCode.PASS, True)
     assert detection_counts([out], planted=0, correct=1).exit_code is ExitCode.UNKNOWN
     found = SelftestResults(rows=rows, counts=counts, environment={}, seconds=1.0)
-    assert f"          ring-w3 is excluded: {why}" in list(totals(found))
+    assert f"          ring-w3 is excluded: {why}" in list(format_totals(found))
     console = Console(width=100)
     with console.capture() as screen:
         render(found, console)
@@ -208,12 +208,12 @@ def test_a_mutant_that_cannot_show_is_not_planted(monkeypatch: pytest.MonkeyPatc
     counts = detection_counts(rows, planted=3, correct=0)
     assert (counts.planted, counts.unknown, counts.exit_code) == (1, 0, ExitCode.PASS)
     assert detection_counts(rows[:2], planted=2, correct=0).exit_code is ExitCode.UNKNOWN
-    said = list(totals(SelftestResults(rows=tuple(rows), counts=counts, environment={})))
+    said = list(format_totals(SelftestResults(rows=tuple(rows), counts=counts, environment={})))
     assert "          forks is excluded: it forks" in said
 
 
 def test_layers_are_gathered_under_their_check() -> None:
-    assert show_checks([R, AGREE, S32]) == "gradients (rounding, full batch float32), agreement"
+    assert format_checks([R, AGREE, S32]) == "gradients (rounding, full batch float32), agreement"
 
 
 def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
@@ -230,7 +230,7 @@ def test_the_table_says_what_is_wrong_and_how_to_see_it_again() -> None:
     assert "MISSED" in text
     assert "distcheck v" in text
     assert "FALSE POSITIVE" in text
-    assert list(totals(found)) == [
+    assert list(format_totals(found)) == [
         "mutants   3 planted: 1 caught, 1 missed; 1 named correctly, 0 named incorrectly, "
         "0 unexplained",
         "correct   1 cases: 0 passed, 1 false positives",

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from distcheck.addons.simulated import patches as patches_module
 from distcheck.addons.simulated.isolation import Isolation
 from distcheck.addons.simulated.patches import Patches
-from distcheck.worlds.jobs import ABSENT, Owned
+from distcheck.worlds.jobs import ABSENT, PerRankAttributes
 
 NAME = "kept_by_a_rank"
 
@@ -97,7 +97,9 @@ def lives(changes: Callable[[Path], object], seen: Callable[[], object], folder:
     world's end.
     """
     before = seen()
-    owned = Owned([(OWNER, name) for name in ("value", "other", "gone")], lambda: [2, 3, ABSENT])
+    owned = PerRankAttributes(
+        [(OWNER, name) for name in ("value", "other", "gone")], lambda: [2, 3, ABSENT]
+    )
     isolation = Isolation([{}, {}], [(sys.stdout, sys.stderr)] * 2, owned)
     isolation.begin(0)
     changes(folder)

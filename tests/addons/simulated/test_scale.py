@@ -15,7 +15,7 @@ from distcheck.cli import root_command
 from distcheck.errors import UsageError
 from distcheck.records import Case, CaseReport, Difference, Report
 from distcheck.reports import html_report, scale
-from distcheck.reports.json_report import as_document, decoded, read_document, render_json
+from distcheck.reports.json_report import as_document, decode_document, read_document, render_json
 from tests import documents
 from tests.stored import compare
 from tests.unit.test_html_report import Page
@@ -89,7 +89,7 @@ def grown() -> list[CaseReport]:
 
 
 def test_a_curve_has_its_worlds_in_order_and_names_the_first_that_fails() -> None:
-    ring, tree = scale.curves(decoded(documents.document(*grown())).cases)
+    ring, tree = scale.curves(decode_document(documents.document(*grown())).cases)
     assert [(p.world, p.error, p.verdict) for p in ring.points] == [
         (2, 2e-9, "pass"), (8, 8e-9, "pass"), (16, 1.6e-8, "fail"),
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_what_is_unknown_is_no_pass_and_says_why() -> None:
     reports[1] = msgspec.structs.replace(
         reports[1], verdict="unknown", checks=(), outcomes=(), notes=("so no bound exists",)
     )
-    (curve,) = scale.curves(decoded(documents.document(*reports)).cases)
+    (curve,) = scale.curves(decode_document(documents.document(*reports)).cases)
     assert curve.comes_to == "does not fail, but is unknown at world size 8"
     assert (curve.points[1].error, curve.points[1].reason) == (None, "so no bound exists")
     text = screen(reports)

@@ -107,7 +107,7 @@ def all_of(one: Callable[[Schedule], ScheduleRun]) -> ScheduleRunner:
 
 
 def judged(found: object, **more: object) -> tuple[str, str, list[str]]:
-    result, causes = judging.judged(
+    result, causes = judging.check_schedules(
         found, ranks=2, digests=lambda bits: [bits.decode()], replay="distcheck verify"
     )
     return (

@@ -184,7 +184,7 @@ def test_what_processes_do_not_share_is_a_ranks_own(pool: Pool, tmp_path: Path) 
     about = {"folders": [str(folder) for folder in folders]}
     ranks = start(pool, f"{JOBS}:own_state", 4, backend="simulated", **about)
     run_until_over(pool, ranks)
-    assert ranks.results == [b"3"] * 4, root_cause.outcomes(ranks.children, hung=ranks.hung)
+    assert ranks.results == [b"3"] * 4, root_cause.rank_outcomes(ranks.children, hung=ranks.hung)
     assert [c.output for c in ranks.children] == [f"rank {rank} prints\n" for rank in range(4)]
     ranks.close()
 
