@@ -1,6 +1,6 @@
-"""A rank's latest calls in memory shared with the front end, readable after a library has aborted
-the process. gloo aborts if a message differs in size from the receiving call's tensor. Calls made
-by C++ code (DDP over gloo) are not recorded.
+"""Log of a rank's latest calls in memory that it shares with the front end. The log remains
+readable after a library has aborted the process: gloo aborts if a message differs in size from the
+tensor that receives it. Calls made by C++ code (DDP over gloo) are not recorded.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ _BYTES = _WITHIN + _SLOT_BYTES
 
 
 class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call that a rank was about to make, and the ranks of its group in group order. Its number
-    is its position among the collectives, or among the messages of its kind with one peer and tag.
+    """A call that a rank was about to make, and the ranks of its group in group order. `number` is
+    the position of the call among the group's collectives, or among the messages of the same kind,
+    peer and tag.
     """
 
     ranks: tuple[int, ...]
@@ -30,7 +31,7 @@ class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallLog:
-    """The writing end of the log, in the rank."""
+    """Writes the log, in the rank."""
 
     def __init__(self, fd: int) -> None:
         os.ftruncate(fd, _OFFSET + _BYTES)
@@ -47,7 +48,7 @@ class CallLog:
             self._memory[start : start + len(whole)] = whole
 
     def within_call(self, yes: bool) -> None:
-        """Record whether the rank is within a call: a library may abort the process there, or raise
+        """Record whether the rank is within a call. A library may abort the process there, or raise
         and leave corrupted memory that crashes a later line.
         """
         self._memory[_WITHIN] = yes
@@ -60,7 +61,7 @@ def is_within_call(fd: int) -> bool:
 
 
 def read_logged_calls(fd: int) -> list[LoggedCall]:
-    """Return the calls in a rank's log file, oldest first. Invalid records are skipped: any code
+    """Return the calls in a rank's log, oldest first. Invalid records are skipped, because any code
     may run in the rank, and the rank may have died while writing.
     """
     found = []

@@ -1,11 +1,11 @@
 """Records details of a rank's calls that torch's flight recorder lacks, and the call in which the
 rank is blocked.
 
-The methods of torch's process groups record reduce operation, root, splits, peer and tag of every
-call made from Python; `Work.wait` records that the main thread waits, and for which call. No tensor
-is kept. Calls by C++ code (DDP) are in the flight recorder only.
+The methods of torch's process groups are wrapped. They record the reduce operation, root, splits,
+peer and tag of every call made from Python. `Work.wait` records which call the main thread waits
+for. No tensor is kept. Calls made by C++ code (DDP) appear only in the flight recorder.
 
-torch numbers the calls of a group, messages included; the flight recorder's entry with the same
+torch numbers the calls of a group, including messages. The flight recorder's entry with the same
 `op_id` describes the same call.
 """
 
@@ -71,8 +71,8 @@ _OPERATIONS: dict[str, tuple[str, str, Callable[[Any], GivenAndGot]]] = {
 
 @dataclass(slots=True)
 class NotedCall:
-    """A call made from Python. A collective can consist of several that torch numbers in its group,
-    from `first` to `last`, messages included.
+    """A call made from Python. A collective can consist of several calls of torch's numbering,
+    `first` to `last` (which includes messages).
     """
 
     call: PostedCall
@@ -81,8 +81,8 @@ class NotedCall:
 
 
 class PostedCalls:
-    """The recorded calls of this process. `on` is a list, unique to each wait, of the calls that
-    the main thread waits for; None if it does not wait.
+    """The recorded calls of this process. `on` is the list of the calls that the main thread waits
+    for; each wait creates a new list. It is None if the main thread does not wait.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class PostedCalls:
         self._main = threading.main_thread().ident
 
     def log_no_more(self) -> None:
-        """Stop logging, in a process forked by the rank."""
+        """Stop logging. Called in a process that the rank has forked."""
         self.log = None
 
     def remember(self, work: Any, noted: NotedCall) -> None:
@@ -111,8 +111,8 @@ class PostedCalls:
         self._works[id(work)] = (weakref.ref(work), noted)
 
     def ranks_of(self, group: Any, name: str) -> tuple[tuple[int, ...], int]:
-        """Return the global ranks of a group in group order, and this process's rank. Raises
-        KeyError for a group unknown to torch.
+        """Return the global ranks of a group in group order, and the global rank of this process.
+        Raises KeyError if torch does not know the group.
         """
         known = self._ranks.get(name)
         if known is None or known[0]() is not group:
@@ -123,13 +123,13 @@ class PostedCalls:
         return known[1:]
 
     def call_of(self, work: Any) -> NotedCall | None:
-        """Return the call that a Work belongs to; None if unknown."""
+        """Return the call to which a Work belongs; None if it is unknown."""
         found = self._works.get(id(work))
         return found[1] if found is not None and found[0]() is work else None
 
     def go_on(self) -> None:
-        """Retract that the main thread waits, if it does, because it posts a call: a signal handler
-        may do so within a wait that polls, as MPI's does.
+        """Retract the report that the main thread waits, because it posts a call. A signal handler
+        can post a call during a wait that polls, such as MPI's.
         """
         on = self.on
         if on is not None and threading.get_ident() == self._main:
@@ -137,8 +137,9 @@ class PostedCalls:
             self.after_wait(on)
 
     def wait(self, original: Callable[..., Any], work: Any, given: Any, named: Any) -> Any:
-        """Wait for a Work, and record the wait meanwhile, unless the code passes its own timeout,
-        after which it may continue. A timeout of zero means none.
+        """Wait for a Work, and record that the main thread waits. A wait with a timeout chosen by
+        the code is not recorded, because the code may continue after it. A timeout of zero means
+        none.
         """
         noted = None if any(given) or any(named.values()) else self.call_of(work)
         if noted is None or self.on is not None or threading.get_ident() != self._main:
@@ -163,7 +164,8 @@ class PostedCalls:
 
 
 def raised_in(error: BaseException | None) -> NotedCall | None:
-    """Return the call whose wait raised an exception, or one in its chain; else None."""
+    """Return the call during whose wait an exception, or one in its chain, was raised; else None.
+    """
     for _ in range(_MOST_CAUSES):
         if error is None:
             break
@@ -184,8 +186,9 @@ def is_installed() -> bool:
 
 
 def install(usual_limit_s: float) -> None:
-    """Make this process record its calls from now on; once, and only if torch has the required
-    methods. A group that times out before `usual_limit_s` has a timeout that the code may rely on.
+    """Make this process record its calls from now on. Has an effect only once, and only if torch
+    has the required methods. A group with a timeout shorter than `usual_limit_s` has a timeout that
+    the code may rely on.
     """
     global _installed
     HERE.usual_limit_s = usual_limit_s
@@ -207,13 +210,13 @@ def install(usual_limit_s: float) -> None:
 
 
 def log_to(fd: int) -> None:
-    """Make this process log its calls to a file, once it records them."""
+    """Make this process log its calls to a file while it records them."""
     global _log_fd
     _log_fd = fd
 
 
 def note_calls_of(group: Any) -> None:
-    """Make the operations defined by a class of process groups record their calls."""
+    """Make the operations of a process group class record their calls."""
     for name, (kind, called, tensors) in _OPERATIONS.items():
         if name in group.__dict__:
             setattr(group, name, _collective(group.__dict__[name], kind, called, tensors))
@@ -223,8 +226,8 @@ def note_calls_of(group: Any) -> None:
 
 
 def note_waits_of(work: Any, *, limited: Callable[[Any], bool] = lambda _: False) -> None:
-    """Make `wait` of a Work class record the wait, except for `limited` ones, whose timeout is so
-    short that the code may have intended it.
+    """Make the method `wait` of a Work class record waits. Waits for which `limited` is true are
+    not recorded: their timeout is so short that the code may have intended it.
     """
     original = work.wait
 
@@ -277,7 +280,7 @@ def _posted(
     given: tuple[Any, ...],
     tensors: GivenAndGot,
 ) -> tuple[tuple[int, ...], PostedCall]:
-    """Return the ranks of a group, and the number `before` + 1 of the collective."""
+    """Return the ranks of a group, and the record of its collective number `before` + 1."""
     group_name = str(group.group_name)
     ranks, rank = HERE.ranks_of(group, group_name)
     sent, received = ([tuple(tensor.shape) for tensor in some] for some in tensors)
@@ -360,7 +363,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
 
 
 def _op_name(given: Any) -> str:
-    """Return the name of a reduce operation; empty for one with a factor, or None."""
+    """Return the name of a reduce operation; empty for None or an operation with a factor."""
     if given is None:
         return ""
     for name, op in _ops():

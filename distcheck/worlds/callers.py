@@ -40,15 +40,15 @@ def is_installed(file: str) -> bool:
 
 
 def line_of_script() -> str:
-    """Return the innermost line of the code under test as FILE:LINE; empty if that line belongs to
-    an installed package, which a script calls.
+    """Return the innermost line of the code under test as FILE:LINE. Return an empty string if that
+    line belongs to an installed package, which a script calls.
     """
     place = place_of_caller()
     return "" if is_installed(place) else place
 
 
 def place_of_caller() -> str:
-    """Return the innermost line of the code under test as FILE:LINE; empty if there is none."""
+    """Return the innermost line of the code under test as FILE:LINE, or an empty string."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if is_tested_code(frame.f_code.co_filename) and os.sep in frame.f_code.co_filename:
@@ -58,8 +58,8 @@ def place_of_caller() -> str:
 
 
 def line_of_call() -> str:
-    """Return the line of the code under test that calls a process group directly, as FILE:LINE;
-    empty if torch's own code makes the call.
+    """Return the line of the code under test that calls a process group, as FILE:LINE. Return an
+    empty string if torch's own code makes the call.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -1,8 +1,8 @@
-"""Reads torch's flight recorder: the collectives that this process has entered.
+"""Reads torch's flight recorder, which records the collectives that this process has entered.
 
-The recorder covers gloo on CPU if TORCH_FR_BUFFER_SIZE is set, and is empty if torch has none. NCCL
-has a separate recorder, which is read if the process has used a GPU. Backends written in Python are
-not recorded; such a backend may register its own `CallRecorder`.
+The recorder covers gloo on the CPU if TORCH_FR_BUFFER_SIZE is set. NCCL has a separate recorder,
+which is read if the process has used a GPU. torch does not record backends written in Python; such
+a backend may register its own `CallRecorder`. Without any recorder, there are no entries.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 0.001
 
 @dataclass(frozen=True)
 class CallRecorder:
-    """The recorder of a Python backend, in torch's format: its entries, a function that clears
-    them, and one that drives calls which progress only when polled.
+    """The recorder of a Python backend: a function that returns its entries in torch's format, one
+    that clears them, and one that drives calls which make progress only when polled.
     """
 
     entries: Callable[[], list[dict[str, Any]]]
@@ -48,7 +48,8 @@ def record_further(recorder: CallRecorder) -> None:
 
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
-    """Return the recorded entries, oldest first; `stacks` adds the Python frames, slowly."""
+    """Return the recorded entries, oldest first. `stacks` adds their Python frames, which is slow.
+    """
     if _source is not None:
         return _source()
     found = _recorded(nccl=False, stacks=stacks)
@@ -71,8 +72,8 @@ def _recorded(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
 
 
 def forget() -> None:
-    """Clear the record if torch supports it (2.15). Measured: reading ten collectives takes 0.1 ms,
-    reading a full recorder 0.5 ms.
+    """Clear the record, if torch supports this (2.15). Measured: reading ten collectives takes 0.1
+    ms; reading a full recorder takes 0.5 ms.
     """
     with contextlib.suppress(ImportError, AttributeError, RuntimeError):
         from distcheck.machine import compat  # imports torch, which the front end must not
@@ -89,18 +90,20 @@ def name_of(entry: dict[str, Any]) -> str:
 
 
 def shapes_of(entry: dict[str, Any]) -> str:
-    """Return the shapes of its inputs, such as "64x3, scalar"."""
+    """Return the shapes of the collective's inputs, such as "64x3, scalar"."""
     return ", ".join("x".join(map(str, size)) or "scalar" for size in entry["input_sizes"])
 
 
 def number_of(entry: dict[str, Any]) -> int:
-    """Return its sequence number among the collectives, or the sends and receives, of its group."""
+    """Return the sequence number of the entry among the collectives, or the sends and receives, of
+    its group.
+    """
     number: int = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
     return number
 
 
 def latest(found: list[dict[str, Any]] | None = None) -> tuple[Collective, ...]:
-    """Return the last collectives that this process entered, oldest first."""
+    """Return the latest collectives that this process entered, oldest first."""
     found = entries(stacks=False) if found is None else found
     return tuple(
         Collective(
@@ -116,13 +119,13 @@ def latest(found: list[dict[str, Any]] | None = None) -> tuple[Collective, ...]:
 
 
 def is_incomplete(entry: dict[str, Any]) -> bool:
-    """Return True if a collective is not known to have completed."""
+    """Return True unless the collective is known to have completed."""
     return not entry.get("retired") and entry.get("state") != "completed"
 
 
 def incomplete_collectives(patience_s: float = math.inf) -> list[str]:
-    """Return the names of the collectives that have not completed, after waiting at most
-    `patience_s`: a call that has returned is marked as complete a moment later.
+    """Return the names of the collectives that have not completed. Waits at most `patience_s`,
+    because a call that has returned is marked as complete a moment later.
     """
     end = time.monotonic() + patience_s
     for _ in range(_LOOKS):

@@ -1,4 +1,4 @@
-"""Message framing: length-prefixed msgpack over pipes and sockets."""
+"""Frames messages for pipes and sockets: msgpack with a length prefix."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: msgspec.Struct, sign: Callable[[bytes], bytes] = bytes) -> bytes:
-    """Return a message as it is sent; `sign` returns its body with a signature."""
+    """Return the encoded form of a message. `sign` returns the body with a signature."""
     body = sign(_encode(message))
     return _LENGTH.pack(len(body)) + body
 
@@ -29,7 +29,9 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes. Raises msgspec.DecodeError."""
+        """Append `data` and return the messages that are complete with it. Raises
+        msgspec.DecodeError.
+        """
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
@@ -51,8 +53,8 @@ class Frames:
 
 
 class Line:
-    """One end of a connection that receives messages of the union `kind`. Blocking calls wait as
-    long as the socket's own timeout.
+    """One end of a connection that receives messages of the union `kind`. Blocking calls obey the
+    timeout of the socket.
     """
 
     receive_bytes = 1 << 16  # at once
@@ -67,14 +69,16 @@ class Line:
         return self._connection.fileno()
 
     def send(self, message: msgspec.Struct, fds: Iterable[int] = ()) -> None:
-        """Send one message, descriptors with its first byte. Raises OSError without a peer."""
+        """Send one message; the descriptors travel with its first byte. Raises OSError if the peer
+        has gone.
+        """
         data, given = frame(message, self._sign), list(fds)
         sent = socket.send_fds(self._connection, [data[:1]], given) if given else 0
         self._connection.sendall(data[sent:])
 
     def receive(self) -> list[Any]:
-        """Return the messages that have arrived. Raises EOFError at the end, OSError if the
-        connection broke, and msgspec.DecodeError for invalid data.
+        """Return the messages that have arrived. Raises EOFError if the peer has closed the
+        connection, OSError if the connection broke, and msgspec.DecodeError for invalid data.
         """
         try:
             data = self._connection.recv(self.receive_bytes)
@@ -85,9 +89,10 @@ class Line:
         return self._frames.feed(data)
 
     def next(self) -> tuple[Any, list[int]]:
-        """Wait for one whole message and its descriptors. Do not combine with `receive`, which
-        keeps a buffer. Raises the same errors. Messages from a process's own front end may be
-        longer than for `receive`.
+        """Wait for one complete message and its descriptors. Raises the same errors as `receive`.
+
+        Do not call both methods on one connection, because `receive` keeps a buffer. Messages from
+        a process's own front end may be longer than for `receive`.
         """
         first, fds, _, _ = socket.recv_fds(self._connection, 1, _MOST_FDS)
         if not first:

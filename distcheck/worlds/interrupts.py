@@ -1,8 +1,8 @@
 """Signal handling: Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGQUIT all end a command in the
 same way, with a report on the results so far.
 
-The first signal interrupts. While distcheck terminates the ranks and writes the report, a second
-signal is ignored. The third exits at once; a helper process then terminates the ranks.
+The first signal interrupts the command. While distcheck terminates the ranks and writes the report,
+a second signal is ignored. A third one exits at once; a helper process then terminates the ranks.
 """
 
 import contextlib
@@ -20,21 +20,23 @@ _heard = 0
 
 
 def handle_signals() -> None:
-    """Make these signals interrupt from now on, unless the parent ignored them (nohup)."""
+    """Make these signals interrupt this process from now on, except those that the parent ignored
+    (nohup).
+    """
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _hear)
 
 
 def ignore_signals() -> None:
-    """Ignore these signals in a process that only has to exit with its exit code."""
+    """Ignore these signals in a process that only has to exit with its own exit code."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer these signals in every thread, and deliver the first one afterwards."""
+    """Defer these signals in all threads. The first one is delivered after the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

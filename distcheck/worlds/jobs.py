@@ -1,9 +1,9 @@
-"""Defines `Job`, the work that a forked process can be asked to do, and `Reporter`, the connection
-of that process to the front end.
+"""Defines `Job`, a function that a forked process can be asked to run, and `Reporter`, the
+connection of that process to the front end.
 
-Each package declares its own jobs; this module imports none of them. The front end holds the
-declaration, which imports nothing heavy; the process that runs the job imports the function that
-the declaration names.
+Each package declares its own jobs; this module imports none of them. The front end imports only the
+declaration, which is cheap. The process that runs the job imports the function that the declaration
+names.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ class Reporter:
         self.tell_stacks: Callable[[], None] | None = None
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Send one event; it is not an error if the front end has exited. With `patience_s`, give
-        up if another send takes longer. A process that this one forked, and that reaches code
-        meant for the rank only, exits here.
+        """Send one event. If the front end has exited, the event is dropped without an error. With
+        `patience_s`, give up if the send of another thread takes longer. A process that the rank
+        has forked exits here, because it must not run code that is meant for the rank only.
         """
         if os.getpid() != self._pid:
             sys.stderr.write(
@@ -61,11 +61,11 @@ class Reporter:
             self._lock.release()
 
     def progress(self, step: int, phase: str) -> None:
-        """Report the start of a phase of a step: the heartbeat that deadlines watch."""
+        """Report that a phase of a step begins. This is the heartbeat that deadlines watch."""
         self.send(messages.Progress(step, phase))
 
     def say(self, payload: bytes) -> None:
-        """Send a payload that only the starter of this job understands."""
+        """Send a payload that only the code that started this job understands."""
         self.send(messages.UserMessage(payload))
 
 
@@ -77,8 +77,9 @@ STORE = "store"  # the store in which the ranks of a world meet; every rank rece
 
 @dataclass(frozen=True)
 class Job(Generic[Asked, Answer]):
-    """A job: the function that runs it ("module:name"), the types of its request and result, and
-    the names of the descriptors that it accepts. `bytes` and None are sent without encoding.
+    """Declaration of a job: the function that runs it ("module:name"), the types of its request and
+    its result, and the names of the descriptors that it accepts. `bytes` and None are sent without
+    encoding.
     """
 
     target: str
@@ -89,7 +90,9 @@ class Job(Generic[Asked, Answer]):
     def does(
         self, function: Callable[[Asked, Descriptors, Reporter], Answer]
     ) -> Callable[[bytes, Descriptors, Reporter], bytes]:
-        """Register the function of the job, as a decorator. Raises TypeError for another name."""
+        """Register the function of the job, as a decorator. Raises TypeError if its name is not the
+        declared one.
+        """
         if (name := f"{function.__module__}:{function.__qualname__}") != self.target:
             raise TypeError(f"{name} does a job whose target is {self.target}")
         # Created at import: once in the helper for all of its forks (3 ms each).
@@ -107,8 +110,8 @@ class Job(Generic[Asked, Answer]):
         return _encoded(request)
 
     def decode(self, answer: bytes) -> Answer:
-        """Decode a received result. Raises AnswerError for invalid data: the result may depend on
-        the code under test, and one bad number must not end the run.
+        """Decode a received result. Raises AnswerError for invalid data, instead of ending the run,
+        because the code under test may influence the result.
         """
         if self.result is bytes:
             return answer  # type: ignore[return-value]
@@ -139,7 +142,7 @@ _NAME = "distcheck_of_each_rank"
 
 
 class MissingAttribute:
-    """Type of the marker for a missing attribute."""
+    """Type of the marker for an attribute that does not exist."""
 
 
 ABSENT = MissingAttribute()
@@ -147,7 +150,9 @@ ABSENT = MissingAttribute()
 
 @dataclass(frozen=True)
 class PerRankAttributes:
-    """Attributes as (object, name), and a function for one rank's initial values."""
+    """Attributes that each rank owns, as (object, name), and a function that returns their initial
+    values for one rank.
+    """
 
     places: Sequence[tuple[Any, str]] = ()
     begin: Callable[[], Sequence[Any]] = tuple
@@ -164,8 +169,8 @@ class PerRankAttributes:
 
 
 def with_rank_state(find: Callable[[], PerRankAttributes]) -> Callable[[_Function], _Function]:
-    """Declare per-rank state on the function that runs a job; `find` is called just before its
-    ranks begin.
+    """Declare the per-rank attributes of a job, as a decorator of the function that runs it. `find`
+    is called just before the ranks begin.
     """
 
     def declare(function: _Function) -> _Function:

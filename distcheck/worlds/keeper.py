@@ -1,14 +1,14 @@
-"""Process supervisor: runs an arbitrary command and kills everything it started when it exits or
-the front end dies. Imports only the standard library.
+"""Process supervisor: runs an arbitrary command, and kills everything that the command started when
+it exits or the front end dies. Imports only the standard library.
 
-Orphaned descendants, detached or not, become children of the supervisor, which ends them too. The
-supervisor exits with the command's exit status.
+Orphaned descendants, detached or not, become children of the supervisor, which kills them as well.
+The supervisor exits with the command's exit status.
 
-For an MPI launcher, it also removes leftover files: a killed launcher leaves its folder behind, and
-killed MPICH ranks their shared memory. Open MPI's prterun listens on all interfaces and has no
-option against it. The launcher therefore runs under a seccomp filter that stops it at every
-listen(2); this process binds the socket to the loopback device first and then lets the call
-continue (docs/decisions/mpi.md).
+For an MPI launcher, the supervisor also removes leftover files: a killed launcher leaves its folder
+behind, and killed MPICH ranks leave their shared memory. Open MPI's prterun listens on all network
+interfaces and has no option to prevent this. The launcher therefore runs under a seccomp filter
+that stops it at every listen(2). The supervisor binds the socket to the loopback device, and then
+lets the call continue (docs/decisions/mpi.md).
 """
 
 import contextlib
@@ -61,8 +61,8 @@ def start_kept(
     folder: str = "",
     cwd: "str | os.PathLike[str] | None" = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start the supervisor, which ends when the other end of `control` is closed or the command
-    ends. `folder` holds an MPI launcher's files; empty for any other command.
+    """Start the supervisor. It ends when the command ends, or when the other end of `control` is
+    closed. `folder` holds an MPI launcher's files; it is empty for any other command.
     """
     return subprocess.Popen(
         [*PYTHON, __file__, str(os.getpid()), str(control.fileno()), folder, *command],
@@ -77,8 +77,8 @@ def start_kept(
 
 
 def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> int:
-    """Run `command` until it ends, `control_fd` is closed or the process `front_pid` exits. Return
-    its exit code as subprocess does. `folder` holds an MPI launcher's files.
+    """Run `command` until it ends, `control_fd` is closed, or the process `front_pid` exits. Return
+    the exit code in the format of `subprocess`. `folder` holds an MPI launcher's files.
     """
     control = socket.socket(fileno=control_fd)
     begun = time.time()
@@ -104,7 +104,9 @@ def keep(front_pid: int, control_fd: int, folder: str, command: list[str]) -> in
 
 
 def _leave_it_to_the_front(number: int, frame: object) -> None:
-    """Ignore a signal that a terminal or a cluster sends to every process."""
+    """Ignore a signal that a terminal or a cluster sends to all processes. The front end reacts to
+    it.
+    """
 
 
 def _end_as(code: int) -> None:
@@ -115,11 +117,11 @@ def _end_as(code: int) -> None:
 
 
 def _start(command: list[str]) -> "tuple[subprocess.Popen[bytes], int | None]":
-    """Start the launcher; return it and the descriptor on which the kernel reports its listen(2)
-    calls.
+    """Start the launcher. Return its process, and the descriptor on which the kernel reports its
+    listen(2) calls.
 
-    The descriptor is None if this kernel, machine or container permits no such filter; the launcher
-    then listens on any interface.
+    The descriptor is None if the kernel, machine or container does not permit the filter. The
+    launcher then listens on all interfaces.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -134,8 +136,8 @@ def _start(command: list[str]) -> "tuple[subprocess.Popen[bytes], int | None]":
 
 
 def _filter_listen() -> int | None:
-    """Make the kernel report each listen(2) of this process and its descendants. Return the
-    descriptor of these reports; None if the kernel refuses the filter.
+    """Make the kernel report each listen(2) call of this process and its descendants. Return the
+    descriptor of the reports; None if the kernel refuses the filter.
     """
     machine = os.uname().machine
     if machine not in _CALLS:
@@ -173,7 +175,9 @@ def _wait(
 
 
 def _answer(listens: int) -> None:
-    """Bind the socket of a listen(2) call to the loopback device, and let the call continue."""
+    """Bind the socket of a reported listen(2) call to the loopback device, and let the call
+    continue.
+    """
     question = bytearray(_NOTIFICATION.size)
     fcntl.ioctl(listens, _NOTIF_RECV, question)
     number, thread, _, _, _, _, fd, *_ = _NOTIFICATION.unpack(question)
@@ -194,7 +198,7 @@ def _tie_to_loopback(thread: int, fd: int) -> None:
 
 
 def copy_of_socket(process: int, fd: int) -> socket.socket:
-    """Return a duplicate of a socket `fd` of another process of this user. Raises OSError."""
+    """Return a duplicate of the socket `fd` of another process of this user. Raises OSError."""
     pidfd = os.pidfd_open(process)
     try:
         copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, fd, 0)
@@ -206,7 +210,7 @@ def copy_of_socket(process: int, fd: int) -> socket.socket:
 
 
 def _end_children() -> None:
-    """Kill all children until none is left, adopted orphans included."""
+    """Kill children, including adopted orphans, until none is left."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         with open(path) as file:
@@ -221,8 +225,8 @@ def _end_children() -> None:
 
 
 def _remove_shared_files(begun: float) -> None:
-    """Remove MPICH's shared memory if it is newer than the job and not mapped by any process: ranks
-    that were killed before they could unlink it left it behind.
+    """Remove shared memory of MPICH that is newer than the job and that no process has mapped.
+    Ranks that were killed before they could unlink it have left it behind.
     """
     deadline = time.monotonic() + _USED_FOR_S
     while found := [name for name in glob.glob(_SHARED_FILES) if _is_ours(name, begun)]:

@@ -41,8 +41,8 @@ class Ranks(Generic[Asked]):
     """`size` ranks that form a world. Each runs `job`, with the request that `request` builds from
     its rendezvous.
 
-    This module applies the interpreters, machines and environment order of `surroundings`; the job
-    applies the rest.
+    This module applies the interpreters, the machines and the order of environment variables from
+    `surroundings`; the job applies the rest.
     """
 
     job: Job[Asked, Any]
@@ -61,7 +61,9 @@ def start_world(
     own_fds: Sequence[Descriptors] = (),
     on_progress: OnProgress | None = None,
 ) -> World:
-    """Start a world of ranks; each rank receives the store, `fds`, and its entry of `own_fds`."""
+    """Start a world of ranks. Each rank receives the descriptors of the store, `fds`, and its entry
+    of `own_fds`.
+    """
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size
     mpi: LauncherJob | None = registry.load("mpi").start_job(size) if backend == "mpi" else None
@@ -113,7 +115,7 @@ def rank_starts(
     in_memory: bool = False,
     variables: Mapping[str, str] = NO_VARIABLES,
 ) -> list[RankStart]:
-    """Build the start of each rank, for a rendezvous at an address or in memory."""
+    """Return the start of each rank, for a rendezvous at an address or in memory."""
     size, surroundings = ranks.size, ranks.surroundings
     starts = []
     for rank in range(size):
@@ -147,7 +149,8 @@ def start_job(
     deadline_s: float,
     stopped_s: float | None = None,
 ) -> World:
-    """Start one process here outside any world. `stopped_s` as for a world."""
+    """Start a single-process job on this machine. `stopped_s` has the same meaning as for a world.
+    """
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
@@ -155,7 +158,7 @@ def start_job(
 
 
 def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambda: None) -> None:
-    """Block until the world is over; end the world if this process is interrupted."""
+    """Block until the world is over. If this process is interrupted, end the world."""
     try:
         while not world.over:
             look()
@@ -167,7 +170,7 @@ def run_until_over(pool: Pool, world: World, *, look: Callable[[], None] = lambd
 
 
 def kill_worlds(pool: Pool, *worlds: World) -> None:
-    """Kill worlds, wait until their processes are gone, and close the worlds."""
+    """Kill worlds, wait until their processes have exited, and close the worlds."""
     for world in worlds:
         world.kill()
     deadline = time.monotonic() + _END_DEADLINE_S
@@ -185,7 +188,8 @@ def kill_worlds(pool: Pool, *worlds: World) -> None:
 def run_job(
     pool: Pool, job: Job[Asked, Answer], request: Asked, fds: Descriptors | None = None
 ) -> Answer:
-    """Run a single-process job to its end; return its result, or raise as `job_result`."""
+    """Run a single-process job to its end and return its result. Raises the errors of `job_result`.
+    """
     world = start_job(pool, job, request, fds, deadline_s=_JOB_DEADLINE_S)
     run_until_over(pool, world)
     try:
@@ -197,7 +201,7 @@ def run_job(
 def job_result(world: World) -> bytes:
     """Return the encoded result of a finished single-process job.
 
-    Raises the error that the job reported for the user (`DistcheckError`), and CannotRunError if
+    Raises the error that the job reported for the user (`DistcheckError`). Raises CannotRunError if
     the job ended in any other way.
     """
     child = world.children[0]
@@ -226,14 +230,14 @@ def reported_error(child: Child) -> DistcheckError:
 
 
 def internal_error(raised: messages.Raised) -> InternalError:
-    """Return the error that reports a defect of distcheck itself."""
+    """Return the exception that reports a defect of distcheck itself."""
     where = innermost_own_place(raised.defect)
     return InternalError(f"{raised.kind}: {raised.message} (at {where})", raised.defect)
 
 
 def refusal_of(world: World) -> DistcheckError | None:
-    """Return the reason why the request cannot be run, if ranks of a finished world reported one.
-    Code that only some ranks failed to load is not such a reason: those ranks failed.
+    """Return the error for the user, if ranks of a finished world reported that the request cannot
+    be run. If only some ranks failed to load the code, return None: then these ranks failed.
     """
     if (refused := not_simulated(world)) is not None:
         return refused
@@ -248,7 +252,8 @@ def refusal_of(world: World) -> DistcheckError | None:
 
 
 def not_simulated(world: World) -> NotSimulatedError | None:
-    """Return the error of code that cannot run in a simulated world, if a rank reported one."""
+    """Return the error of a rank whose code cannot run in a simulated world; None if there is none.
+    """
     for child in world.children:
         if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
             return NotSimulatedError(child.raised.message)

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not wrap: prctl, host name lookup, and reading /proc."""
+"""Linux calls that Python does not wrap: prctl, host name lookup, and reading /proc."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends; exit at once if it already has.
+    """Make the kernel kill this process when its parent ends. Exit at once if the parent has
+    already ended.
 
     The kernel tracks the parent *thread* (prctl(2)), so the parent must be single-threaded.
     """
@@ -41,14 +42,15 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def without_name_servers() -> Iterator[None]:
-    """Make the C library resolve host names from /etc/hosts only, then restore its configuration.
+    """Make the C library resolve host names from /etc/hosts only; restore its configuration after
+    the block.
 
-    torch looks up the name of each address that it connects to. It sees loopback as
-    ::ffff:127.0.0.1, which is in no /etc/hosts, so a name server is queried; if none answers or it
-    drops the query, the rank blocks for five seconds or more. Measured: one such lookup takes 20 ms
-    with a name server that answers at once, and 0.05 ms without.
+    torch looks up the name of each address that it connects to. The loopback address appears as
+    ::ffff:127.0.0.1, which is not in /etc/hosts, so the C library queries a name server. If the
+    server does not answer, the rank blocks for five seconds or more. Measured: one lookup takes 20
+    ms with a name server that answers at once, and 0.05 ms without.
 
-    The function is an internal one of glibc; without it, names are resolved as configured.
+    This uses an internal function of glibc. If that is missing, names are resolved as configured.
     """
     look_up = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc only
     if look_up is None:
@@ -80,7 +82,9 @@ def children_of_self() -> list[int]:
 
 
 def process_name(pid: int) -> str:
-    """Return a process's command line, or its short name while starting; empty if it ended."""
+    """Return the command line of a process, or its short name while it is starting; empty if it has
+    ended.
+    """
     with contextlib.suppress(OSError):
         short, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
         if rest.split()[:1] == [b"Z"]:
@@ -98,19 +102,19 @@ def name_thread(name: str) -> None:
 
 
 def main_thread_run_ns(pid: int) -> int:
-    """Return the run time of a process's main thread in nanoseconds; 0 if it is gone."""
+    """Return the run time of a process's main thread in nanoseconds; 0 if the process has gone."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
     return 0
 
 
 def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
-    """Return True if a thread of a process runs or is runnable (state R) or in uninterruptible
-    sleep (state D: page or file I/O). Periodic threads are ignored; `main_by_the_clock` includes
-    the main thread among them.
+    """Return True if a thread of the process runs or is runnable (state R), or is in
+    uninterruptible sleep (state D: page or file I/O). Threads that only wake up periodically are
+    ignored; with `main_by_the_clock`, the main thread is one of them.
 
     While a thread waits for a core, `busy_seconds` does not advance: the kernel adds the waiting
-    time when it ends.
+    time when the wait ends.
     """
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:  # it is gone
         for task in tasks:
@@ -126,20 +130,22 @@ def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped by a signal (state T), not by a debugger (t)."""
+    """Return True if a signal has stopped the process (state T). A debugger's stop (state t) does
+    not count.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"T"]
     return False
 
 
 def busy_seconds(pid: int, *, main_by_the_clock: bool = False) -> float:
-    """Return the seconds for which the threads of a process ran or waited for a core; 0.0 if it is
-    gone.
+    """Return for how many seconds the threads of a process ran or waited for a core; 0.0 if the
+    process has gone.
 
-    Computing threads accumulate time here even on an overloaded machine; a rank blocked on a peer
-    does not (/proc/PID/task/TID/schedstat: time on a core, time on a run queue, in nanoseconds).
-    The queue time of periodic threads is excluded, because it only measures the load of the
-    machine.
+    Computing threads accumulate this time even on an overloaded machine; a rank that is blocked on
+    a peer does not (/proc/PID/task/TID/schedstat: time on a core and time in a run queue, in
+    nanoseconds). The queue time of periodic threads is excluded, because it only measures the load
+    of the machine.
     """
     total = 0
     with contextlib.suppress(OSError, ValueError), os.scandir(f"/proc/{pid}/task") as tasks:

@@ -24,10 +24,10 @@ LOADING = "load"  # the phase in which a rank imports strategy and workload
 class Spawn(msgspec.Struct, tag=True):
     """Fork a child that calls `target` ("module:function") with `payload`.
 
-    The message carries file descriptors: events, output, stacks, release, dump, then those of the
-    job, named `given`, then those whose numbers go into the variables `fd_names`. `path`, `cwd` and
-    `env` are the front end's. `imports` are distcheck's own modules that other children needed, and
-    torch's compiler: the helper imports them first, once for all.
+    File descriptors travel with the message: events, output, stacks, release, dump; then those of
+    the job, named `given`; then those whose numbers go into the variables `fd_names`. `path`, `cwd`
+    and `env` are the front end's. The helper imports `imports` first, once for all children:
+    modules of distcheck that other children needed, and torch's compiler.
     """
 
     key: int
@@ -49,22 +49,22 @@ class Signal(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The helper has imported the modules that its children need, or failed with `error`."""
+    """The helper has imported the modules that its children need, or has failed with `error`."""
 
     torch_version: str
     error: str = ""
 
 
 class Spawned(msgspec.Struct, tag=True):
-    """A child was forked, or could not be, because of `error`."""
+    """A child was forked, or forking failed with `error`."""
 
     pid: int
     error: str = ""
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A child is gone: its exit code, or the signal that killed it. A child on another machine also
-    sends faulthandler's output and its logged calls.
+    """A child has exited: its exit code, or the signal that killed it. For a child on another
+    machine, also faulthandler's output and the logged calls.
     """
 
     code: int | None
@@ -81,14 +81,14 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class UserMessage(msgspec.Struct, tag=True):
-    """Payload for the front end in a format that only the child's job defines."""
+    """A payload for the front end, in a format that only the child's job defines."""
 
     payload: bytes
 
 
 class Done(msgspec.Struct, tag=True):
-    """A child's job returned. `imported` lists the modules of distcheck that it had to import, and
-    torch's compiler if it uses that.
+    """The job of a child returned. `imported` lists the modules of distcheck that the child had to
+    import, and torch's compiler if it uses that.
     """
 
     payload: bytes
@@ -96,10 +96,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Raised(msgspec.Struct, tag=True):
-    """A child's job raised. `at` is a time of the monotonic clock, which all processes share.
-    `exit_code` is set for errors addressed to the user (`DistcheckError`); `defect` is the full
-    traceback if it contains only code of distcheck and its libraries. `within_call` is True if the
-    awaited call of torch.distributed raised it.
+    """The job of a child raised. `at` is a time of the monotonic clock, which all processes of a
+    machine share. `exit_code` is set for errors addressed to the user (`DistcheckError`). `defect`
+    is the full traceback if it contains only code of distcheck and its libraries. `within_call` is
+    True if the exception came from the call of torch.distributed that the rank waited for.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class Raised(msgspec.Struct, tag=True):
 
 
 class Stacks(msgspec.Struct, tag=True):
-    """A child's position when it was asked: Python stacks, and its last collective."""
+    """Position of a child when it was asked: its Python stacks, and its last collective."""
 
     text: str
     collective: Collective | None
@@ -123,7 +123,7 @@ class Stacks(msgspec.Struct, tag=True):
 
     @property
     def waits_in_call(self) -> bool:
-        """True if its last collective had not completed."""
+        """True if the last collective had not completed."""
         return self.collective is not None and not self.collective.finished
 
 
@@ -134,14 +134,15 @@ class Printed(msgspec.Struct, tag=True):
 
 
 class Blocked(msgspec.Struct, tag=True, kw_only=True):
-    """A rank is blocked: it waits for its calls `on` (indices into `calls`; certain if there is
-    only one), or its job is `over`.
+    """A rank reports that it is blocked: it waits for its calls `on` (indices into `calls`; certain
+    if there is only one), or its job is `over`.
 
-    `calls` are its latest calls. `posted` is the number of its latest collective in each group,
+    `calls` are its latest calls. `posted` is the number of its latest collective in each group, and
     `ranks` the ranks of its groups. `messages` are the numbers of its sends and receives by (group,
-    kind, peer, tag), a peer of -1 meaning any rank, and `received` those of its completed receives,
-    by (group, tag). `alone` is True if no other Python thread could post a call. `ran_ns` is the
-    run time of its main thread, if that thread does not retract the report before it continues.
+    kind, peer, tag); a peer of -1 means any rank. `received` are the numbers of its completed
+    receives by (group, tag). `alone` is True if no other Python thread could post a call. `ran_ns`
+    is the run time of its main thread; it is set if that thread does not retract the report before
+    it continues.
     """
 
     on: tuple[int, ...] = ()
@@ -160,15 +161,15 @@ class Unblocked(msgspec.Struct, tag=True):
 
 
 class Remarked(msgspec.Struct, tag=True):
-    """A finding in a simulated world that fails nothing: its `name`, and a sentence."""
+    """A warning about a simulated world: its `name`, and its message."""
 
     name: str
     text: str
 
 
 class Proven(msgspec.Struct, tag=True):
-    """A world cannot proceed: because of a "mismatch" of calls, a "deadlock", or an operation that
-    cannot be simulated ("refused"); `what` explains it in one sentence.
+    """A world cannot proceed, because of a "mismatch" of calls, a "deadlock", or an operation that
+    cannot be simulated ("refused"). `what` explains the reason in one sentence.
     """
 
     how: str
@@ -190,9 +191,9 @@ ChildEvent = (
 
 
 class RoutedEvent(msgspec.Struct, tag=True):
-    """An event of a child or rank. `key` is a child's key or a rank's number. For a rank on another
-    machine, `world` numbers its world, and the event is `age_s` old, because the clocks of two
-    machines cannot be compared.
+    """An event of a child or rank. `key` is the key of the child or the number of the rank. For a
+    rank on another machine, `world` is the number of its world, and the event is `age_s` seconds
+    old (clocks of two machines cannot be compared).
     """
 
     key: int
@@ -220,7 +221,7 @@ AnyEvent = Event | ChildEvent
 
 
 def corrupted_pipe_event() -> Raised:
-    """Return the event that replaces the messages of a child whose pipe was corrupted."""
+    """Return the event that replaces the messages of a child whose pipe contained invalid data."""
     text = (
         "distcheck's internal pipe has data that distcheck did not write: the code wrote to a "
         "descriptor that it had not opened"

@@ -1,5 +1,5 @@
-"""Removes Open MPI's files in shared memory. A process that mpirun did not start leaves them behind
-unless Python exits normally, which ranks and recorded processes never do.
+"""Removes files that Open MPI leaves in shared memory. If mpirun did not start a process, Open MPI
+removes its files only when Python exits normally. Ranks and recorded processes never exit normally.
 """
 
 import contextlib
@@ -12,7 +12,9 @@ _SEGMENT = "/dev/shm/sm_segment."
 
 
 def own_segments() -> list[str]:
-    """Return the segments created by this process: those it has mapped, in a world of 1."""
+    """Return the segments that this process created: those that it has mapped, in a world of size
+    1.
+    """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return []
@@ -20,7 +22,7 @@ def own_segments() -> list[str]:
 
 
 def remove(segments: list[str]) -> None:
-    """Unlink segments; processes that have them mapped can continue to use them."""
+    """Unlink segments. Processes that have mapped them can continue to use them."""
     for path in segments:
         with contextlib.suppress(OSError):
             os.unlink(path)

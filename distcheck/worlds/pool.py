@@ -1,9 +1,9 @@
-"""Processes from which ranks and single-process jobs are forked: the helper, and additional
-interpreters for a rerun.
+"""Processes that fork ranks and single-process jobs: the helper, and further interpreters for a
+rerun.
 
-There are two additional interpreters for any world size, each with its own torch, whose import
-takes about two seconds of CPU time. They start one after another, so that they do not slow down the
-helper on two cores, and live as long as the pool.
+There are two further interpreters, for any world size. Each imports torch, which takes about two
+seconds of CPU time. They start one after another, so that they do not slow down the helper on two
+cores, and live as long as the pool.
 """
 
 import selectors
@@ -27,7 +27,7 @@ _NEEDED_BYTES = 1 << 30  # per interpreter: 0.4 GiB for torch, the rest for its 
 
 
 class Interpreter(Forker):
-    """A further interpreter. If it does not start, a rerun is possible without it."""
+    """A further interpreter. If it fails to start, a rerun is possible without it."""
 
     def _helper_died(self) -> None:
         self.let_go()
@@ -37,7 +37,7 @@ class Interpreter(Forker):
 
 
 class Interpreters:
-    """Starts further interpreters in turn; `advance` must be called regularly."""
+    """Starts further interpreters one after another. `advance` must be called regularly."""
 
     def __init__(self, selector: selectors.BaseSelector, imports: dict[str, None]) -> None:
         self._made = [
@@ -63,7 +63,9 @@ class Interpreters:
         return started and not self.error and not any(one.importing for one in self._made)
 
     def advance(self, *, others_importing: int) -> None:
-        """Start as many as there are free cores; record the error of one that fails to start."""
+        """Start as many interpreters as there are free cores. If one fails to start, record its
+        error.
+        """
         if self.error or self.ready:
             return
         importing = others_importing + sum(one.importing for one in self._made)
@@ -101,20 +103,23 @@ class Interpreters:
 
 
 class Pool(Forker):
-    """A helper process, with `open_interpreters` further ones, and all their children."""
+    """A helper process, further interpreters (after `open_interpreters`), and all their children.
+    """
 
     def __init__(self, helper: HelperProcess | None = None) -> None:
         super().__init__(helper or CleanHelper())
         self._interpreters: Interpreters | None = None
 
     def why_no_interpreters(self) -> str:
-        """Return why ranks cannot be forked from further interpreters; empty if they can."""
+        """Return the reason why ranks cannot be forked from further interpreters; empty if they
+        can.
+        """
         if self._interpreters is None or not self._interpreters.error:
             return ""
         return f"a further interpreter could not be started: {self._interpreters.error}"
 
     def open_interpreters(self) -> None:
-        """Start further interpreters for `start_ranks` without waiting for their imports."""
+        """Start the further interpreters for `start_ranks`, without waiting for their imports."""
         if self._interpreters is not None:
             if self._interpreters.usable:
                 return
@@ -129,7 +134,7 @@ class Pool(Forker):
         return self._interpreters is not None and self._interpreters.ready
 
     def place_of(self, interpreter: int | None) -> Forker:
-        """Return the forker of a further interpreter; this one for None."""
+        """Return the forker of a further interpreter; for None, that of the helper."""
         if interpreter is None:
             return self
         assert self._interpreters is not None, "open_interpreters comes first"
@@ -137,23 +142,25 @@ class Pool(Forker):
 
     @property
     def forks_all(self) -> bool:
-        """True if all ranks of a world are forked here, and so can share one file descriptor."""
+        """True if all ranks of a world are forked on this machine, so that they can share a file
+        descriptor.
+        """
         return True
 
     @property
     def address(self) -> str:
-        """An address of this machine at which every rank can reach it."""
+        """Address of this machine at which every rank can reach it."""
         return "127.0.0.1"
 
     def share_data(self, name: str, data_dir: str, *, download: bool) -> dict[str, bytes]:
-        """Make processes on other machines read the data set; return their results by name."""
+        """Make the processes on other machines read the data set. Return their results by name."""
         return {}
 
     def ranks_here(self, world: int) -> int:
         return world
 
     def describe(self) -> dict[str, Any]:
-        """Return how ranks are launched, for a report; empty if they are simply forked here."""
+        """Describe for a report how ranks are launched; empty if they are simply forked here."""
         return {}
 
     def start_ranks(
@@ -164,8 +171,8 @@ class Pool(Forker):
         *,
         together: bool = False,
     ) -> list[Share]:
-        """Start the ranks of a world, one share for each place that runs some; all in one share if
-        `together`, because they belong to an MPI job started here.
+        """Start the ranks of a world, in one share for each place that runs some of them. With
+        `together`, all ranks are in one share, because they belong to an MPI job started here.
         """
         starts_here = dict(enumerate(starts))
         return [LocalShare(self, target=target, starts=starts_here, fds=descriptors_of(fds))]
@@ -176,7 +183,7 @@ class Pool(Forker):
             self._interpreters.advance(others_importing=int(self.importing))
 
     def look_at_helper(self) -> None:
-        """Raise HelperError if the helper, or that of a further interpreter, is stopped."""
+        """Raise HelperError if the helper, or a further interpreter, is stopped."""
         super().look_at_helper()
         if self._interpreters is not None and not self._closed:
             self._interpreters.look()

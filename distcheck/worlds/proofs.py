@@ -23,7 +23,7 @@ WaitsByRank = Mapping[int, Blocked]  # by rank
 
 
 class ProofWatch:
-    """Searches for a proof a few times a second."""
+    """Looks for a proof several times a second."""
 
     def __init__(self) -> None:
         self._counts: tuple[int, ...] = ()
@@ -31,8 +31,8 @@ class ProofWatch:
         self._found: Proven | None = None
 
     def look(self, children: Sequence[Child], now: float) -> Proven | None:
-        """Return the proof that the world of `children` cannot proceed by `now` (monotonic
-        seconds); None if there is none yet.
+        """Return the proof that the world of `children` cannot proceed; None if there is none at
+        `now` (monotonic seconds).
         """
         said = {rank: c.waits for rank, c in enumerate(children) if c.waits is not None}
         if len(said) < len(children):
@@ -48,7 +48,7 @@ class ProofWatch:
 
 
 def prove_no_progress(said: WaitsByRank) -> Proven | None:
-    """Return the proof that follows from the reports of all ranks; None if there is none."""
+    """Return the proof that follows from the reports of all ranks; None if nothing follows."""
     if all(own.over for own in said.values()) or not all(_is_valid_report(r, said) for r in said):
         return None
     if what := _mismatch(said):
@@ -58,8 +58,8 @@ def prove_no_progress(said: WaitsByRank) -> Proven | None:
 
 
 def _is_valid_report(rank: int, said: WaitsByRank) -> bool:
-    """Return True if a rank's report names only itself, ranks of this world and calls that it
-    lists. Reports come from processes in which any code may run.
+    """Return True if the report of a rank names only this rank, ranks of this world, and calls that
+    it lists. A report may be invalid, because it comes from a process in which any code may run.
     """
     own = said[rank]
     named = {other for call in own.calls for other in (call.peer, call.root) if other is not None}
@@ -94,9 +94,9 @@ def _mismatch(said: WaitsByRank) -> str:
 
 
 def _misfit(call: PostedCall, said: WaitsByRank) -> str:
-    """Return a description of a send and a receive that match but differ in size or dtype. They
-    match by number, which counts the messages between two ranks with one tag as long as no receive
-    accepts any rank.
+    """Describe a matching send and receive that differ in size or dtype; empty if none does. They
+    match by number, which counts the messages between two ranks with the same tag; this is valid
+    only while no receive accepts any rank.
     """
     peer = said.get(-1 if call.peer is None else call.peer)
     receiver = call.rank if call.kind == "recv" else call.peer
@@ -112,8 +112,8 @@ def _misfit(call: PostedCall, said: WaitsByRank) -> str:
 
 
 def _deadlock(said: WaitsByRank) -> tuple[str, str]:
-    """Return the kind of deadlock and its explanation if no blocked rank can resume before another
-    one of them; two empty strings otherwise.
+    """Return the kind of deadlock and an explanation, if no blocked rank can resume before another
+    blocked rank does; else two empty strings.
     """
     stuck = {rank for rank, own in said.items() if own.on and not own.over}
     over = [rank for rank, own in said.items() if own.over]
@@ -146,7 +146,7 @@ def _may_complete(call: PostedCall, said: WaitsByRank, stuck: set[int]) -> bool:
 
 
 def _waited_for(call: PostedCall, said: WaitsByRank) -> Iterator[int]:
-    """Yield the ranks that a call waits for, which have not posted their part of it."""
+    """Yield the ranks that a call waits for: those that have not posted their part of it."""
     if not call.is_message:
         ranks = _ranks_of(call, said)
         yield from (rank for rank in ranks if not _has_posted(said[rank], call))
@@ -168,7 +168,7 @@ def _waited_for(call: PostedCall, said: WaitsByRank) -> Iterator[int]:
 
 
 def _messages(own: Blocked, call: PostedCall, kind: str, peers: Sequence[int]) -> int:
-    """Return how many sends or receives a rank has posted that may match a call."""
+    """Return how many sends or receives that may match `call` a rank has posted."""
     return sum(
         count
         for group, what, peer, tag, count in own.messages
@@ -181,7 +181,7 @@ def _takes_from_any(own: Blocked, call: PostedCall) -> bool:
 
 
 def _ranks_of(call: PostedCall, said: WaitsByRank) -> tuple[int, ...]:
-    """Return the ranks of a collective's group; empty if ranks disagree about it."""
+    """Return the ranks of a collective's group; empty if the reports disagree about it."""
     ranks = said[call.rank].ranks.get(call.group, ())
     if not all(rank in said for rank in ranks):
         return ()
@@ -194,7 +194,9 @@ def _has_posted(own: Blocked, call: PostedCall) -> bool:
 
 
 def _call_of(own: Blocked, call: PostedCall) -> PostedCall | None:
-    """Return a rank's collective of the same group and number; None if it is no longer kept."""
+    """Return a rank's collective with the same group and number; None if the rank no longer keeps
+    it.
+    """
     for other in own.calls:
         if not other.is_message and (other.group, other.number) == (call.group, call.number):
             return other

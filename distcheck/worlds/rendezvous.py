@@ -1,9 +1,9 @@
 """Connects the ranks of a world through a store.
 
-If all ranks are forked by one front end, the store is a file in memory, whose descriptor they
-inherit. Ranks of several processes meet at a TCPStore: the front end binds port 0, on loopback
-unless ranks are on other machines, and passes the listening socket to rank 0, which serves the
-store on it. The kernel queues early connections, so there is no race for a port.
+If one front end forks all ranks, the store is a file in memory, whose descriptor the ranks inherit.
+Ranks of several processes meet at a TCPStore. The front end binds port 0, on loopback unless ranks
+are on other machines, and passes the listening socket to rank 0, which serves the store on it. The
+kernel queues early connections, so there is no race for a port.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _LOOK_EVERY_S = 0.0005
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Rendezvous of one rank. `deadline_s` is the world's deadline; collectives have a longer
-    timeout, so that a hang is observed from outside, with every rank's stack, before it becomes a
-    timeout.
+    """Rendezvous of one rank. `deadline_s` is the deadline of the world. Collectives have a longer
+    timeout, so that the front end observes a hang, with the stack of every rank, before it becomes
+    a timeout.
     """
 
     backend: str
@@ -41,12 +41,11 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def rendezvous_endpoint(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield an address of this machine and a descriptor for the ranks' store: of a file in memory
-    (`in_memory`), or of a socket that listens at the address, on which rank 0 serves the store.
+    """Yield the address of the ranks' store, and a descriptor: with `in_memory` that of a file in
+    memory, else that of a socket that listens at the address, on which rank 0 serves the store.
 
-    Only processes that inherit the file can open it. The socket is open to every user of this
-    machine, because torch's store has no authentication; it is meant for ranks of several
-    processes.
+    Only processes that inherit the file can open it. Every user of this machine can connect to the
+    socket, because torch's store has no authentication.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
@@ -64,8 +63,8 @@ def rendezvous_endpoint(host: str, *, in_memory: bool) -> Iterator[tuple[str, in
 
 
 def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
-    """Return the variables that launchers set and that code under test may read, as for `nodes`
-    machines with equally many ranks.
+    """Return the environment variables that launchers set and that code under test may read, as if
+    the ranks were on `nodes` machines with equally many ranks each.
     """
     local_world = rendezvous.world // nodes
     return {
@@ -81,7 +80,8 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
 
 
 def enter_world_of_one() -> None:
-    """Set up a process group of world size 1 and a launcher's variables, for code under test."""
+    """Create a process group of world size 1, and set a launcher's variables, for code under test.
+    """
     import torch.distributed as dist
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -91,9 +91,9 @@ def enter_world_of_one() -> None:
 
 
 def join(rendezvous: Rendezvous, store_fd: int, *, registered: str = "") -> Any:
-    """Create the default process group; return the `torch.distributed.Store` of the rendezvous.
-    `store_fd` comes from `rendezvous_endpoint`. `registered` is torch's name of the backend if it
-    is registered already.
+    """Create the default process group. Return the `torch.distributed.Store` of the rendezvous.
+    `store_fd` comes from `rendezvous_endpoint`. `registered` is torch's name of the backend, if the
+    backend is already registered.
     """
     import torch.distributed as dist
 
@@ -139,7 +139,9 @@ def _store(rendezvous: Rendezvous, store_fd: int, timeout: timedelta) -> Any:
 
 
 def wait_for(store: Any, keys: Sequence[str]) -> None:
-    """Wait until keys are in a store. A FileStore is polled here: torch sleeps 10 ms."""
+    """Wait until the store contains all keys. A FileStore is polled here, because torch sleeps 10
+    ms per poll.
+    """
     while _is_file(store) and not store.check(keys):
         time.sleep(_LOOK_EVERY_S)
     store.wait(keys)
@@ -158,8 +160,8 @@ def _torchs_timeout() -> timedelta:
 
 
 def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
-    """Wait until every rank has its group: gloo returns on one rank while others are still
-    connecting, and if that rank died at once, they would report a failed start instead of a lost
+    """Wait until every rank has created its group. gloo returns on one rank while others are still
+    connecting; if that rank died at once, the others would report a failed start instead of a lost
     peer. Rank 0 leaves last if it serves the store.
     """
     others = rendezvous.world - 1

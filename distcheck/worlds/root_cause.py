@@ -1,4 +1,4 @@
-"""Returns the exit status of each rank, with root causes before secondary failures."""
+"""Determines the exit status of each rank, and orders root causes before secondary failures."""
 
 import os
 import re
@@ -40,32 +40,33 @@ _FORKED = os.path.join("distcheck", "worlds", "local", "child.py") + '", line'
 
 
 def has_finished(child: Child, *, hung: bool) -> bool:
-    """Return True if a rank completed its job and exited with status 0 after its release; if the
-    world `hung`, only if it did so without being asked for its stacks first.
+    """Return True if a rank completed its job and, after it was released, exited with status 0. If
+    the world `hung`, a rank that was asked for its stacks first does not count.
     """
     left = child.done is not None and child.gone and child.released and child.exit_code == 0
     return left and not (hung and child.late)
 
 
 def rank_outcomes(children: Sequence[Child], *, hung: bool) -> list[Outcome]:
-    """Return how each rank ended, the root cause first and finished ranks last.
+    """Return how each rank ended; the root cause comes first and finished ranks last.
 
-    A rank that died silently outranks ranks that raised because they lost a peer. Ranks that raised
-    for any other reason are ordered by time, and among hung ranks those outside a collective come
-    first.
+    A rank that died without a message comes before ranks that raised because they lost a peer.
+    Ranks that raised for other reasons are ordered by time. Among hung ranks, those outside a
+    collective come first.
     """
     return [outcome for outcome, _ in _in_order(children, hung=hung)]
 
 
 def first_cause(children: Sequence[Child], *, hung: bool) -> Child:
-    """Return the unfinished rank whose end is the root cause."""
+    """Return the unfinished rank that is the root cause."""
     return _in_order(children, hung=hung)[0][1]
 
 
 def own_defect(children: Sequence[Child], *, hung: bool) -> messages.Raised | None:
-    """Return the exception that ended a world if its traceback contains only code of distcheck and
-    its libraries, and it is neither a lost peer nor a machine problem. It is a defect of distcheck
-    unless third-party code had already run in that rank and may have corrupted its state.
+    """Return the exception that ended a world, if it is a defect of distcheck: its traceback
+    contains only code of distcheck and its libraries, and it is neither a lost peer nor a problem
+    of the machine. If third-party code had already run in that rank, that code may have corrupted
+    the rank's state instead.
     """
     child = first_cause(children, hung=hung)
     ended = _outcome(child, 0, hung=hung).outcome
@@ -85,7 +86,9 @@ def _in_order(children: Sequence[Child], *, hung: bool) -> list[tuple[Outcome, C
 
 
 def is_lost_peer(error: str) -> bool:
-    """Return True if an error, "KIND: MESSAGE", is gloo's or NCCL's that a peer has exited."""
+    """Return True if `error` ("KIND: MESSAGE") is the message of gloo or NCCL that a peer has
+    exited.
+    """
     kind, _, message = error.partition(": ")
     of_backend = kind in _COLLECTIVES_ERRORS and re.search("gloo|nccl", message, re.IGNORECASE)
     return bool(of_backend and _LOST_PEER.search(message))
@@ -102,9 +105,11 @@ def is_secondary(child: Child) -> bool:
 
 
 def _outlived_its_peers(child: Child) -> bool:
-    """Return True if a rank ended only because distcheck ended its world. Ranks are killed one
-    after another; on a busy machine a remaining rank notices its lost peers first and raises, or
-    the blocked library aborts it. Its position is then the one that it had reported before.
+    """Return True if a rank ended only because distcheck ended its world.
+
+    Ranks are killed one after another. On a busy machine, a remaining rank notices that it has lost
+    its peers and raises, or its library aborts it. The position that it had reported before is then
+    the relevant one.
     """
     asked = child.stacks is not None or child.ended
     lost = is_secondary(child) if child.raised is not None else child.exit_signal is not None
@@ -142,7 +147,8 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _of_any_end(child: Child) -> Known:
-    """Return a rank's position, its output, and True if gloo reports different sizes."""
+    """Return the position of a rank, its output, and True if gloo reports different message sizes.
+    """
     step, phase = None, "before the first step"
     if child.spawn_error:
         phase = ""
@@ -159,7 +165,7 @@ def _of_any_end(child: Child) -> Known:
 
 def _of_proven(child: Child, *, hung: bool) -> Known | None:
     """Return the outcome of a rank whose world is proven to be deadlocked, or of a simulated rank
-    whose process ended while another rank was scheduled; None otherwise.
+    whose process ended while another rank was running; None in other cases.
     """
     if child.raised is not None or child.done is not None or child.stacks is None:
         return None
@@ -173,7 +179,7 @@ def _of_proven(child: Child, *, hung: bool) -> Known | None:
 
 
 def _why(child: Child) -> Known:
-    """Return why the world failed or could not proceed, as far as proven."""
+    """Return the reason why the world failed or could not proceed, as far as it is proven."""
     return {} if child.proven is None else {"proven": child.proven.how, "why": child.proven.what}
 
 
@@ -252,8 +258,8 @@ def _describe_resumed(child: Child) -> str:
 
 
 def _lost_at(raised: messages.Raised) -> str:
-    """Return the position of a rank when it lost its peer. gloo marks failed collectives as
-    completed, so the state of its last collective is unknown and not included.
+    """Return the position of a rank when it lost its peer. The state of its last collective is not
+    included: gloo marks failed collectives as completed, so the state is unknown.
     """
     own = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "distcheck", "")
     frames = _FRAME.findall(raised.traceback)

@@ -1,7 +1,7 @@
 """Temporary folders that are removed even if the process that created them is killed.
 
-A process forked from a helper registers a folder before creating it, as a symlink in a place that
-the helper knows; the helper outlives all of its forks, and removes all registered folders.
+A process that a helper has forked registers a folder before it creates the folder, by a symlink in
+a place that the helper knows. The helper outlives its forks, and removes all registered folders.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ _noted: Path | None = None  # set in a helper, and inherited by its forks
 
 
 def prepare_registration() -> None:
-    """Prepare the registration of folders in a helper, before it forks."""
+    """Prepare the registration of folders. Called in a helper before it forks."""
     global _noted
     _noted = Path(tempfile.gettempdir(), private.unique(f"distcheck-noted-{os.getpid()}-"))
 
 
 def remove_registered() -> None:
-    """Remove every registered folder that still exists, and the registration."""
+    """Remove every registered folder that still exists, and the registration itself."""
     if _noted is None or not _noted.is_dir():
         return
     for note in _noted.iterdir():

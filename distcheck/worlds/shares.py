@@ -1,6 +1,6 @@
-"""The ranks of a world that run in one place, and the interface between a world and that place.
+"""Interface between a world and a place that runs some of its ranks (a share of the world).
 
-A world on one machine has one share; under a launcher that spans processes or machines, it has one
+A world on one machine has one share. Under a launcher that spans processes or machines, it has one
 share for each of them (`coordinator.py`).
 """
 
@@ -42,11 +42,11 @@ def descriptors_of(fds: Mapping[str, Shared]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """Start of one rank: `fds` are the descriptors of this rank only, by the job's names; each
-    variable in `named_fds` will hold the number of its descriptor.
+    """Start of one rank. `fds` are descriptors for this rank only, by the job's names. Each
+    variable in `named_fds` is set to the number of its descriptor.
 
-    `interpreter` is the number of the further interpreter to fork from (None: the helper),
-    `order_seed` the seed of the order of its environment variables (None: unchanged).
+    `interpreter` is the number of the further interpreter that forks the rank (None: the helper).
+    `order_seed` determines the order of its environment variables (None: unchanged).
     """
 
     payload: bytes
@@ -58,10 +58,11 @@ class RankStart:
 
 
 class LauncherJob(Protocol):
-    """A started job of another launcher, of which the ranks of a world become part."""
+    """A job that another launcher has started, and that the ranks of a world become part of."""
 
     def enlist(self, rank: int, start: RankStart) -> RankStart:
-        """Return a rank's start, with the environment and descriptors of its place in the job."""
+        """Return the start of a rank, with the environment and descriptors of its place in the job.
+        """
         ...
 
     def let_go_of_connections(self) -> None:
@@ -69,21 +70,22 @@ class LauncherJob(Protocol):
         ...
 
     def close(self) -> None:
-        """End the launcher and everything that it has started, and wait for that."""
+        """End the launcher and all processes that it has started, and wait until they have exited.
+        """
         ...
 
 
 class Share(Protocol):
-    """Some ranks of a world, and the place where they run."""
+    """Ranks of a world that run in the same place."""
 
     children: dict[int, Child]  # by rank
 
     def look(self) -> None:
-        """Update state that its children cannot report, before a world examines them."""
+        """Update state that the children cannot report. Called before a world examines them."""
         return
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to a rank, if it is still running."""
+        """Send a signal to a rank, if the rank is still running."""
         ...
 
     def ask(self) -> None:
@@ -95,5 +97,6 @@ class Share(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the share's resources; its ranks are gone, or were ended as far as possible."""
+        """Free the resources of the share. Its ranks have exited, or were ended as far as possible.
+        """
         ...

@@ -1,11 +1,11 @@
 """Distinguishes a hung world from a slow machine.
 
-A fixed deadline is either too long to wait for or too short on an overloaded machine (Measured: the
-same passing world took 35 ms on an idle one and 310 ms at load 20). The deadline therefore applies
-to time without progress in which the ranks neither ran nor waited for a core or a disk: a world
-blocked in a collective that never completes accumulates it in real time, a world that computes
-accumulates none. A rank that spins forever has a separate deadline, ten times as long. A rank that
-sets up an engine may compile extensions, so its deadline is longer.
+A fixed deadline is either too long to wait for, or too short on an overloaded machine (Measured:
+the same passing world took 35 ms on an idle machine and 310 ms at load 20). The deadline therefore
+limits time without progress in which no rank ran or waited for a core or a disk. A world that is
+blocked in a collective accumulates this time in real time; a world that computes accumulates none.
+For a rank that spins forever there is a separate deadline, ten times as long. A rank that sets up
+an engine may compile extensions, so its deadline is longer.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,23 @@ _MOST_UNSEEN_S = 0.5  # looks are 0.1 s apart, reports of other machines 0.25 s
 
 
 class TimeBetweenLooks:
-    """The time between looks at an object, as far as this process was running."""
+    """Measures the time between consecutive looks at an object, excluding time in which this
+    process did not run.
+    """
 
     def __init__(self, now: float) -> None:
         self.last = now
 
     def since_last(self, now: float) -> float:
-        """Return the seconds since the last look, at most half a second, and restart the clock."""
+        """Return the seconds since the last look, at most half a second, and restart the
+        measurement.
+        """
         gap_s, self.last = now - self.last, now
         return min(gap_s, _MOST_UNSEEN_S)
 
 
 class StallWatch:
-    """Decides when a world has hung. Call `look` a few times a second."""
+    """Decides when a world has hung. Call `look` several times a second."""
 
     def __init__(self, deadline_s: float, now: float) -> None:
         self._deadline_s = deadline_s
@@ -46,10 +50,10 @@ class StallWatch:
         self._last_busy: dict[Child, float] = {}
 
     def look(self, children: Sequence[Child], now: float) -> bool:
-        """Return True if the unfinished `children` have hung by `now` (monotonic seconds).
+        """Return True if the unfinished `children` have hung at `now` (monotonic seconds).
 
-        Undecided while there is a child without news since the last look: a rank on another machine
-        would seem to have done nothing.
+        No decision is possible while a child has sent no news since the last look: a rank on
+        another machine would seem to have done nothing.
         """
         if any(child.known_at <= self._looks.last for child in children):
             return False

@@ -1,9 +1,9 @@
-"""Maps tensors to the lines of code under test that communicate them during a recorded step.
+"""Maps tensors to the lines of code under test that communicated them during a recorded step.
 
-Recorded collectives and messages (`call_recorder`, `simulated/world`) are also reported here. This
-module keeps only weak references to the tensors' storages. They hold no memory, and a storage is
-not confused with a later storage at the same address. Only calls made directly by the code under
-test have a line; calls by torch's own code or by C++ code have none.
+`call_recorder` and `simulated/world` report collectives and messages to this module, which keeps
+only weak references to the storages of the tensors. A weak reference keeps no memory alive, and
+distinguishes a storage from a later one at the same address. Only calls made directly by the code
+under test have a line; calls by torch's own code or by C++ code have none.
 """
 
 import math
@@ -32,10 +32,10 @@ class _Heard:
 
 @dataclass(frozen=True)
 class CallLines:
-    """Communication of tensors by name: `given`, the lines of calls that received any of their
-    memory, and `perhaps`, those that may have received copies. If no call received their memory,
-    the only line that received copies of all of them counts as `given`. `reducing` are the lines
-    that only reduce.
+    """The lines that communicated certain tensors. `given` are the lines of calls that received any
+    of the tensors' memory, and `perhaps` those of calls that may have received copies. If no call
+    received their memory, and one line received copies of all of them, that line counts as `given`.
+    `reducing` are the lines that only reduce.
     """
 
     given: Mapping[str, frozenset[str]]
@@ -45,7 +45,7 @@ class CallLines:
 
 class StepCalls:
     """The calls of one rank since the start of a step. `counted` returns the number of calls that
-    torch has counted, if some may bypass Python.
+    torch has counted; it is set if some calls may bypass Python.
     """
 
     def __init__(self, counted: Callable[[], float] | None = None) -> None:
@@ -59,7 +59,7 @@ class StepCalls:
         self._before, self._noted = self._counted(), 0
 
     def hear(self, kind: str, arguments: Iterable[Any], counts: int) -> None:
-        """Record a call, which torch counts `counts` times."""
+        """Record a call. torch counts it as `counts` calls."""
         with self._lock:
             self._noted += counts
             if len(self._heard) > _MOST_CALLS or kind == "barrier":
@@ -77,8 +77,9 @@ class StepCalls:
         sizes: Mapping[str, int],
         others: Callable[[], Iterable[Memory | None]],
     ) -> CallLines | None:
-        """Return how tensors were communicated, each of which may have had several memories; None
-        if there were too many calls. `others` returns memories known to hold other tensors.
+        """Return the lines that communicated the tensors, each of which may have had several
+        storages; None if there were too many calls. `others` returns the storages that are known to
+        hold other tensors.
         """
         heard, unheard = list(self._heard), self._counted() - self._before - self._noted
         if len(heard) > _MOST_CALLS:
@@ -123,8 +124,9 @@ def _of_all(
     sizes: Mapping[str, int],
     tensors: Mapping[str, Sequence[Memory | None]],
 ) -> str:
-    """Return the line of all calls that may have carried copies, if these only reduce and together
-    received exactly as many elements as all tensors have.
+    """Return the line whose calls may have carried copies of all tensors: its calls only reduce,
+    and together received exactly as many elements as the tensors have. Return an empty string if
+    there is no such line.
     """
     lines = {call.line for call in copies}
     total = sum(sizes[name] for name, memories in tensors.items() if any(memories))
@@ -138,8 +140,8 @@ HEARING: dict[int, StepCalls] = {}
 
 
 def start_recording_calls(rank: int, *, past_python: bool) -> StepCalls:
-    """Start recording the calls of a rank; `past_python` is True if some may bypass the recorder,
-    so that only torch knows their number.
+    """Start recording the calls of a rank. `past_python` is True if some calls may bypass the
+    recorder, so that only torch knows their number.
     """
     calls = HEARING[rank] = StepCalls(_calls_counted if past_python else None)
     return calls
@@ -155,14 +157,16 @@ def _calls_counted() -> float:
 
 
 def record_call_of_rank(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
-    """Record a call of a rank if its calls are being recorded; torch counts it `counts` times."""
+    """Record a call of a rank if its calls are being recorded. torch counts it as `counts` calls.
+    """
     calls = HEARING.get(rank)
     if calls is not None:
         calls.hear(kind, arguments, counts)
 
 
 def storage_range(tensor: Any) -> Memory | None:
-    """Return the storage of a tensor and its range of bytes; None without own memory."""
+    """Return the storage of a tensor and the range of its bytes; None if the tensor has no memory.
+    """
     from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:
@@ -176,12 +180,12 @@ def storage_range(tensor: Any) -> Memory | None:
 
 
 def storage_id(memory: Memory) -> int:
-    """Return the hash of a memory's storage, equal for all memories of one storage."""
+    """Return a hash that is equal for all ranges of the same storage."""
     return hash(memory[0])
 
 
 def share_bytes(one: Memory, other: Memory) -> bool:
-    """Return True if two memories share a byte."""
+    """Return True if two storage ranges have a byte in common."""
     return bool(one[0] == other[0]) and one[1] < other[2] and other[1] < one[2]
 
 

@@ -1,11 +1,11 @@
 """Makes ranks differ in more than their rank, as ranks on several machines do.
 
 `together`  every rank is forked from one interpreter, has the same environment, and is not delayed
-`separate`  ranks differ in every one of FACTORS
+`separate`  ranks differ in all FACTORS
 
  delays        each rank sleeps for some milliseconds, before backward and before a collective
  memory        each rank first allocates and frees memory, so that objects have other addresses
- nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK as on several machines
+ nodes         LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK have values as on several machines
  environment   each rank has its environment variables in another order
  interpreters  ranks are forked from interpreters with different hash seeds and addresses
 """
@@ -41,38 +41,39 @@ _allocated: list[bytes] = []
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """Factors that differ between ranks, and the seed of each rank's values."""
+    """The factors that differ between ranks, and a seed from which the values of each rank follow.
+    """
 
     factors: tuple[str, ...] = ()
     seed: int = 0
     schedule: str = ""  # of a simulated world, in the format of `records/schedules.py`
 
     def nodes_of(self, world: int) -> int:
-        """Return the number of machines that `world` ranks claim to be on: the smallest above one
-        with equally many ranks each, as launchers start them.
+        """Return the number of machines on which `world` ranks claim to run: the smallest number
+        above one that divides the world size.
         """
         if "nodes" not in self.factors:
             return 1
         return next((n for n in range(2, world + 1) if world % n == 0), 1)
 
     def interpreter_of(self, rank: int) -> int | None:
-        """Return the further interpreter that a rank is forked from; None: the helper.
+        """Return the number of the further interpreter that forks a rank; None for the helper.
 
-        It is the parity of the ones in the rank's binary digits: neighbors differ, and so do the
-        two ranks of a group with any power of two as its stride.
+        It is the parity of the number of ones in the binary representation of the rank. Neighbors
+        differ, and so do the two ranks of a group whose stride is a power of two.
         """
         return rank.bit_count() % len(HASH_SEEDS) if "interpreters" in self.factors else None
 
     def order_seed(self, rank: int) -> int | None:
-        """Return the seed of the order of a rank's environment variables; None: unchanged."""
+        """Return the seed for the order of a rank's environment variables; None keeps the order."""
         return derive(self.seed, "environment", rank) if "environment" in self.factors else None
 
     def memory_seed(self, rank: int) -> int | None:
-        """Return the seed of a rank's early allocations; None: no allocations."""
+        """Return the seed for a rank's early allocations; None makes no allocations."""
         return derive(self.seed, "memory", rank) if "memory" in self.factors else None
 
     def delays(self, world: int) -> tuple[Delay, ...]:
-        """Return one delay per rank before backward, and one before an early collective."""
+        """Return one delay for each rank before backward, and one before an early collective."""
         if "delays" not in self.factors:
             return ()
         found = []
@@ -109,8 +110,8 @@ TOGETHER = Surroundings()
 
 
 def separate(seed: int, *, delayed: bool, in_one_process: bool = False) -> Surroundings:
-    """Return surroundings with all factors; the delays only if `delayed`. Ranks `in_one_process`
-    share an interpreter and its memory.
+    """Return surroundings in which ranks differ in all factors; in delays only if `delayed`. With
+    `in_one_process`, ranks share an interpreter and its memory.
     """
     left_out = [] if delayed else ["delays"]
     left_out += ["memory", "interpreters"] if in_one_process else []
@@ -118,13 +119,13 @@ def separate(seed: int, *, delayed: bool, in_one_process: bool = False) -> Surro
 
 
 def allocate(seed: int) -> None:
-    """Allocate about 1 MB, at most 3, and free half of it; the rest is kept until the end.
+    """Allocate about 1 MB, at most 3, and free half of it. The rest is kept until the process ends.
 
-    Ranks forked from one process allocate identically, so their objects have the same `id()`. Ranks
+    Ranks forked from one process allocate identically, so their objects have the same `id()`; ranks
     on different machines do not. CPython takes small objects from pools of one size class each (16
-    to 512 bytes, by 16), and reuses the block freed last; larger ones come from malloc. A random
-    number of blocks of every class is therefore allocated, and half of them are freed in a random
-    order.
+    to 512 bytes, in steps of 16), and reuses the block that was freed last; larger objects come
+    from malloc. This function therefore allocates a random number of blocks of every class, and
+    frees half of them in a random order.
     """
     drawn = random.Random(seed)
     taken: list[bytes | None] = []

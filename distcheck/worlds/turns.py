@@ -1,11 +1,11 @@
-"""Limits the number of concurrent worlds when pytest-xdist runs many processes.
+"""Limits the number of concurrent worlds when pytest-xdist runs several test processes.
 
-A world occupies as many cores as it has ranks, so more concurrent worlds than cores only make each
-of them slower. A process that wants to start a world binds one of a few names in the abstract
-socket namespace. The kernel gives a name to one process, and releases it however that process ends.
+A world occupies as many cores as it has ranks, so more concurrent worlds than cores only slow each
+other down. A process that wants to start a world binds one of a few names in the abstract socket
+namespace. The kernel gives a name to only one process, and releases it however that process ends.
 
-A lock file (filelock) would need a folder that other users cannot write to, and a rank forked
-during a turn would hold the lock as well.
+A lock file (filelock) would need a folder that other users cannot write to, and a rank that was
+forked during a turn would hold the lock as well.
 """
 
 import errno
@@ -28,7 +28,7 @@ _of_thread = threading.local()  # `inside` a turn
 
 
 def take_turns(run: str, *, processes: int) -> None:
-    """Make this process take turns with the others of a test run from now on."""
+    """Make this process take turns with the other processes of a test run from now on."""
     global _shared
     _shared = (run, processes)
 
@@ -54,9 +54,9 @@ def wait_for_turn() -> Iterator[None]:
 
 
 def _let_go_in_fork() -> None:
-    """Release the turn in a forked process: the name stays bound while any process has the socket
-    open, and the helper of a persistent world, forked during a turn, outlives it. A rank's own
-    worlds belong to the turn of its test.
+    """Release the turn in a forked process. The name stays bound while any process has the socket
+    open, and the helper of a persistent world, if forked during a turn, outlives that turn. Worlds
+    that a rank starts belong to the turn of its test.
     """
     global _shared
     _shared = None
@@ -69,8 +69,8 @@ if hasattr(os, "register_at_fork"):  # without forks there are no worlds
 
 
 def _take() -> socket.socket | None:
-    """Acquire a turn by binding its name; None if that is unnecessary or impossible, or if none is
-    released: from then on, this process takes no turns.
+    """Acquire a turn by binding its name. Return None if a turn is not needed or not possible, or
+    if no turn is released in time; this process then takes no more turns.
     """
     global _shared
     turns = max(_LEAST_TURNS, cores())

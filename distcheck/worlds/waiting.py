@@ -1,10 +1,10 @@
 """Detects, within a rank, that the rank is blocked in a call that only other ranks can complete.
 
-A thread polls ten times a second. The main thread is blocked if it is within `Work.wait` at two
-consecutive polls; or if it is within C++ code of torch that waits for collectives (such as backward
-with DDP), has not run since the last poll, and has open collectives. In the latter case the awaited
-call is unknown. The thread reports the awaited calls once, and retracts the report when the rank
-resumes.
+A thread polls ten times a second. The main thread is blocked in either of two cases: it is within
+`Work.wait` at two consecutive polls; or it is within C++ code of torch that waits for collectives
+(such as backward with DDP), has not run since the last poll, and has incomplete collectives. In the
+second case it is unknown which call it waits for. The thread reports the awaited calls once, and
+retracts the report when the rank resumes.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"
 
 
 class RankInspector:
-    """Polls the state of this rank, and reports to the front end."""
+    """Polls the state of this rank, and sends reports to the front end."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter, self._postings = reporter, HERE
@@ -47,9 +47,9 @@ class RankInspector:
         HERE.after_wait = self._take_back
 
     def again(self) -> None:
-        """Poll once; a state seen twice is reported. In another release of torch the polled
-        structures may differ, or change concurrently: then nothing is reported, and the deadline
-        applies.
+        """Poll once. A state that is seen twice is reported. In another release of torch, the
+        polled structures may differ or change concurrently; then nothing is reported, and the
+        deadline applies.
         """
         with contextlib.suppress(Exception):
             self._poll()
@@ -76,7 +76,7 @@ class RankInspector:
             self._reporter.send(said)
 
     def _take_back(self, on: Any) -> None:
-        """Retract the report of a wait that has ended, if it was reported."""
+        """Retract the report of a wait that has ended, if the wait was reported."""
         if self._reported is on or self._telling.locked():
             with self._telling:
                 if self._reported is on:
@@ -88,8 +88,8 @@ class RankInspector:
             self._reporter.send(messages.Unblocked())
 
     def _in_torch(self) -> Any:
-        """Return the main thread's position in C++ code that may wait, and its run time; else
-        None.
+        """Return the position of the main thread in C++ code that may wait, and the thread's run
+        time; else None.
         """
         from distcheck.machine import compat  # imports torch, which the front end must not
 
@@ -103,7 +103,7 @@ class RankInspector:
         return (id(frame), frame.f_lasti, ran_ns) if ran_ns else None
 
     def _said(self, on: list[NotedCall] | None) -> messages.Blocked | None:
-        """Return the report; None if too little is known for a proof."""
+        """Return the report; None if too little is known to be used in a proof."""
         groups = _groups()
         if groups is None or self._postings.misses_messages:
             return None
@@ -168,7 +168,9 @@ def _limits_s() -> dict[str, float]:
 
 
 def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
-    """Return a collective of the flight recorder, with the details that were recorded of it."""
+    """Return a collective of the flight recorder, with the details that `call_recorder` has
+    recorded.
+    """
     import torch.distributed as dist
 
     group = str((entry.get("process_group") or ("",))[0])
@@ -196,14 +198,16 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
 
 
 def _is_noted_message(entry: dict[str, Any]) -> bool:
-    """Return True for a message of a Python backend, which is recorded elsewhere."""
+    """Return True for a message of a Python backend, which `call_recorder` records."""
     return bool(entry["is_p2p"]) and entry["profiling_name"].startswith("mpi:")
 
 
 def _places_of(
     noted: NotedCall, entries: list[dict[str, Any]], calls: list[PostedCall]
 ) -> list[int]:
-    """Return the index of the awaited call in `calls`, to which an awaited message is appended."""
+    """Return the index of the awaited call in `calls`. An awaited message is first appended to
+    `calls`.
+    """
     if noted.call.is_message:
         calls.append(noted.call)
         return [len(calls) - 1]
@@ -224,7 +228,7 @@ def _place_of(entry: dict[str, Any]) -> str:
 
 
 def _is_alone(main: int) -> bool:
-    """Return True if all Python threads other than the main one belong to distcheck."""
+    """Return True if all Python threads except the main thread belong to distcheck."""
     return all(
         thread.ident == main or thread.name.startswith(OWN_THREADS)
         for thread in threading.enumerate()

@@ -1,7 +1,7 @@
-"""Persistent processes that serve one request after another, each through its own channel.
+"""Persistent processes that serve one request after another, each over its own channel.
 
-A request costs one message to each process and one message back. After a failure the processes are
-in an unknown state: the caller ends them and starts new ones.
+A request costs one message to each process and one message back. After a failure, the state of the
+processes is unknown, so the caller ends them and starts new ones.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CHANNEL = "channel"  # the descriptor on which a persistent process receives its
 
 
 class WorkerPool:
-    """Persistent processes, as the front end sees them. `start` starts a world of `size`, with the
+    """Front-end handle of persistent processes. `start` starts a world of `size` ranks, with the
     given descriptors for each rank.
     """
 
@@ -63,7 +63,7 @@ class WorkerPool:
         )
 
     def ask(self, request: msgspec.Struct) -> None:
-        """Send a request to all; `wait` notices a process that has exited."""
+        """Send a request to all processes. If one has exited, `wait` notices it."""
         for line in self._lines:
             try:
                 line.send(request)
@@ -72,7 +72,8 @@ class WorkerPool:
 
     def wait(self, deadline_s: float) -> bytes | None:
         """Return the first rank's answer once every rank has answered; None if the world ended
-        before that. Not for a caller that handles the children's messages itself.
+        before that. A caller that handles the messages of the children itself must not use this
+        method.
         """
         self.world.begin_again(deadline_s)
         while not all(self._said):
@@ -93,7 +94,7 @@ class WorkerPool:
 
 
 def requests(fds: Descriptors, kind: Any) -> Iterator[Any]:
-    """Yield the front end's requests in a persistent process, until the channel closes."""
+    """Yield the front end's requests in a persistent process, until the channel is closed."""
     line = Line(socket.socket(fileno=fds[CHANNEL]), kind)
     with contextlib.suppress(EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""One world of ranks, which are started together, supervised, and ended together.
+"""One world of ranks, which are started, supervised and ended together.
 
 running     until every rank has reported, one has failed, or all have stalled
 asking      the remaining ranks are asked for their stacks
@@ -31,7 +31,8 @@ Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the group'
 
 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
-    """Return the mismatch among the logged calls, if the first failed rank failed in a call."""
+    """Return the mismatch among the logged calls, if the rank that failed first failed in a call.
+    """
     within = cause.raised is not None and cause.raised.within_call
     died = cause.exit_signal in _FATAL and (cause.was_within_call or SIZES_DIFFER in cause.output)
     if not (within or died):
@@ -42,8 +43,8 @@ def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
 
 
 def or_earlier(proven: Proven, children: Sequence[Child]) -> Proven:
-    """Return the given proof; or, for a deadlock, an earlier mismatch of calls that completed
-    nevertheless, as some libraries permit, because later errors follow from it.
+    """Return the given proof. For a deadlock, return an earlier mismatch instead, if there is one:
+    some libraries complete mismatched calls, and later errors follow from it.
     """
     if proven.how == "mismatch":
         return proven
@@ -60,7 +61,7 @@ def _logs(children: Sequence[Child]) -> dict[int, list[LoggedCall]]:
 
 
 def _is_valid_call(logged: LoggedCall, rank: int, world: int) -> bool:
-    """Return True if a call names existing ranks only: any code may have written the log."""
+    """Return True if a call names only existing ranks. Any code may have written the log."""
     call, ranks = logged.call, {*logged.ranks}
     named = {other for other in (call.root, call.peer) if other is not None}
     alone = len(ranks) == len(logged.ranks)
@@ -85,7 +86,7 @@ def _collectives_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
 
 
 def _messages_apart(logs: Mapping[int, Sequence[LoggedCall]]) -> str:
-    """Describe a send and its receive that do not match; ranks that receive from any are
+    """Describe a send and a receive that do not match. Ranks that receive from any rank are
     skipped.
     """
     sent = {
@@ -129,7 +130,8 @@ class Phase(Enum):
 
 
 class World:
-    """The children that run one job together: the ranks of a world, or one single-process job."""
+    """Child processes that run one job together: the ranks of a world, or one single-process job.
+    """
 
     def __init__(
         self,
@@ -171,11 +173,11 @@ class World:
 
     @property
     def results(self) -> list[bytes]:
-        """The result of each rank's job; complete only if all succeeded."""
+        """Result of each rank's job; complete only if all ranks succeeded."""
         return [child.done.payload for child in self.children if child.done is not None]
 
     def tick(self) -> None:
-        """Advance to the next phase if due; call it after every pump."""
+        """Advance to the next phase if that is due. Call it after every `pump`."""
         before = self._now
         self._now = now = before + self._ticks.since_last(time.monotonic())
         for share in self._shares:
@@ -203,13 +205,13 @@ class World:
         self._watch = StallWatch(deadline_s, time.monotonic())
 
     def interrupt(self) -> None:
-        """End the world as if it had hung now: ranks are asked for their stacks first."""
+        """End the world as if it had hung now; ranks are first asked for their stacks."""
         if self._phase is Phase.RUNNING:
             self.hung = True
             self._ask(self._now)
 
     def close(self) -> None:
-        """Close descriptors; the world is over, or was ended as far as possible."""
+        """Close descriptors. The world is over, or was ended as far as possible."""
         for share in self._shares:
             share.close()
         if self._job is not None:
@@ -242,8 +244,9 @@ class World:
                 self._ask(now)
 
     def _has_hung(self, elapsed: float) -> bool:
-        """Return True if the ranks cannot proceed: stopped for too long, proven blocked, or past
-        the deadline. While one is stopped, the others' state shows nothing about the code.
+        """Return True if the ranks cannot proceed: they were stopped for too long, are proven to be
+        blocked, or have exceeded the deadline. While one rank is stopped, the state of the others
+        shows nothing about the code.
         """
         waited_for = [c for c in self.children if c.done is None]
         if any(child.is_stopped for child in waited_for):
@@ -265,9 +268,9 @@ class World:
         self._enter_phase(Phase.ASKING, now)
 
     def _tick_asking(self, now: float) -> None:
-        """Send SIGUSR1 to the ranks that did not answer. The signal comes second, because
-        faulthandler may crash while it reads a thread that is running Python, as an answering one
-        is.
+        """Send SIGUSR1 to the ranks that did not answer. The signal is the second attempt, because
+        faulthandler may crash when it reads a thread that is running Python, as in a rank that is
+        about to answer.
         """
         silent = self._silent()
         if not silent:
@@ -279,8 +282,8 @@ class World:
             self._enter_phase(Phase.SHAKING, now)
 
     def _heard_enough(self, waited_s: float) -> bool:
-        """Return True if every rank has answered or will not (only faulthandler, if C holds the
-        GIL).
+        """Return True if every rank has answered, or will not answer: a rank that holds the GIL in
+        C code answers only through faulthandler.
         """
         silent = self._silent()
         if not silent or waited_s >= _MOST_SHAKE_S:

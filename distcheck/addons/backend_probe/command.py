@@ -1,4 +1,6 @@
-"""`distcheck backends`: probes backends and prints a table. Imports no torch."""
+"""Runs `distcheck backends`: probes communication backends and prints a table of verdicts. This
+module does not import torch.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,7 +49,9 @@ OnCell = Callable[[int], None]
 
 
 def check_availability(pool: Pool, *, backend: str, device: str, world: int) -> Availability:
-    """Return the availability of a backend here. Raises UsageError for an unknown one."""
+    """Return whether a backend is available on this machine. Raises UsageError for an unknown
+    backend.
+    """
     return run_job(pool, LOOK, AvailabilityRequest(backend=backend, device=device, world=world))
 
 
@@ -61,8 +65,9 @@ def run_probes(
     deadline_s: float,
     on_cell: OnCell,
 ) -> tuple[list[ProbedCell], str]:
-    """Return a cell per probe, and the backend's failure before any probe, empty if there is none.
-    `on_cell` is called with the number of finished cells.
+    """Run probes and return one cell per probe. The second value is an error message if the backend
+    failed before any probe, and empty otherwise. `on_cell` is called with the number of finished
+    cells.
     """
     cells: list[ProbedCell] = []
     ends: Counter[str] = Counter()
@@ -86,7 +91,9 @@ def run_probes(
 
 
 class _Episode:
-    """One world: from a probe to the probe that ends it, or to the final probe."""
+    """One world of ranks. It runs probes in order until a probe makes the world unusable, or to the
+    last probe.
+    """
 
     def __init__(self, probes: Sequence[Probe], first: int, world: int, on_cell: OnCell) -> None:
         self._probes, self._first, self._size, self._on_cell = probes, first, world, on_cell
@@ -96,7 +103,7 @@ class _Episode:
     def run(
         self, pool: Pool, *, backend: str, device: str, refused: dict[str, str], deadline_s: float
     ) -> str:
-        """Fill `cells`; return the error if nothing was probed."""
+        """Run the world and fill `cells`. Return an error message if no probe was run."""
         probes = tuple(self._probes[self._first :])
 
         def request(rendezvous: Rendezvous) -> ProbeRequest:
@@ -137,7 +144,9 @@ class _Episode:
             self._on_cell(self._first + len(self.cells))
 
     def _end(self, begun: int, outcomes: Sequence[Outcome], *, hung: bool) -> str:
-        """Record the probe that ended the world; return an error if there was none."""
+        """Record the probe during which the world ended. Return an error message if the world ended
+        before any probe.
+        """
         verdict: VerdictName = "hangs" if hung else "crashes"
         if begun < 0:
             return f"{verdict} before any probe: {_one_line(outcomes[0])}"
@@ -160,8 +169,8 @@ class _Episode:
 def cell_of(probe: Probe, results: dict[int, RankResult]) -> ProbedCell:
     """Return the verdict on a probe that every rank completed.
 
-    A probe is refused only if every rank of the group refused it: if some return normally, the
-    ranks continue with inconsistent states.
+    A probe counts as refused only if every rank of the group refused it. If some ranks return
+    normally, the ranks continue with inconsistent states.
     """
     present = {rank: r for rank, r in sorted(results.items()) if r.status != "absent"}
     elements = sum(result.elements for result in present.values())
@@ -197,7 +206,7 @@ def _how_it_failed(outcomes: Sequence[Outcome], said: dict[int, RankResult], *, 
 
 
 def _one_line(outcome: Outcome) -> str:
-    """Return an outcome in one line: the end of a rank, or its exception."""
+    """Return in one line how a rank ended, or the exception that it raised."""
     lines = [line.strip() for line in outcome.detail.splitlines() if line.strip()]
     if outcome.outcome == RankEnd.RAISED:
         lines = [line for line in lines if not line.startswith("last collective")]
@@ -214,10 +223,11 @@ _SUB_GROUP_LEAST_RANKS = 3  # a group without the first rank needs at least two 
 def plan_probes(
     *, world: int, operations: Sequence[str], dtypes: Sequence[str], forms: Sequence[str]
 ) -> list[Probe]:
-    """Return the cells in table order; an empty selection means all.
+    """Return the probes in table order; an empty selection means all. Raises UsageError.
 
-    A cell's salt does not depend on the selection. The result of `mixed` depends on whether
-    `transposed` is refused, so that is probed with it. Raises UsageError.
+    The salt of a probe does not depend on the selection. The form `transposed` is added to a
+    selection with `mixed`, because the expected result of `mixed` depends on whether `transposed`
+    is refused.
     """
     if not _LEAST_RANKS <= world <= patterns.MOST_RANKS:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""The probed operations: their inputs, their calls, and their expected results.
+"""Defines the probed operations: their inputs, their calls and their expected results.
 
-If an operation has a form with a list and one with a single tensor, the tensor contains the list's
-parts in order.
+Some operations have a form with a list of tensors and a form with a single tensor. The single
+tensor contains the tensors of the list in order.
 """
 
 import time
@@ -22,7 +22,7 @@ _LATE_S = 0.1  # time for an incorrect barrier to be detected; a correct one alw
 
 
 def _input_of(scene: ProbeScene, part: int = 0) -> Buffer:
-    """Return a rank's input, which must be unchanged afterwards."""
+    """Return the input buffer of a rank. The operation must not change it."""
     values = scene.part(scene.rank, part)
     return Buffer(scene.rows, values, list(values))
 
@@ -45,13 +45,17 @@ def _messages(scene: ProbeScene, count: int) -> Buffers:
 
 
 def _neighbors(call: ProbedCall) -> tuple[int, int]:
-    """Return the global ranks of this rank's sender and receiver."""
+    """Return the global ranks of the ring neighbors: the rank that sends to this rank, and the rank
+    that receives from it.
+    """
     place, members = call.scene.rank, call.members
     return members[place - 1], members[(place + 1) % len(members)]
 
 
 def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
-    """Send and receive; odd ranks receive first, so that no rank relies on buffered sends."""
+    """Send to one ring neighbor and receive from the other. Odd ranks receive first, so the probe
+    does not depend on buffered sends.
+    """
     previous, following = _neighbors(call)
     if call.scene.rank % 2 == 0:
         dist.send(t["input"][0], dst=following, group=call.group)
@@ -63,7 +67,7 @@ def _send_recv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
 
 
 def _isend_irecv(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> None:
-    """Send two messages at a time, which must arrive in order."""
+    """Send two messages to the same rank with `isend`; they must arrive in order."""
     previous, following = _neighbors(call)
     works = [dist.irecv(output, src=previous, group=call.group) for output in t["output"]]
     works += [dist.isend(sent, dst=following, group=call.group) for sent in t["input"]]
@@ -123,7 +127,9 @@ def _reduce_scatter_tensor(scene: ProbeScene) -> Buffers:
 
 
 def _rows(scene: ProbeScene, sender: int, receiver: int) -> int:
-    """Return the number of rows sent from one rank to another if parts are unequal: 1 to `rows`."""
+    """Return the number of rows that `sender` sends to `receiver` in the forms with unequal parts:
+    1 to `rows`.
+    """
     return 1 + (sender + 2 * receiver) % scene.rows
 
 
@@ -166,10 +172,12 @@ def _call_uneven(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
 
 
 def _barrier(dist: Any, t: dict[str, list[Any]], call: ProbedCall) -> Any:
-    """Enter a barrier, the root last: after all others are at the barrier, according to the store.
+    """Enter a barrier. The root enters last, after the store shows that all other ranks have
+    reached it.
 
-    The root sets a key in the store before it enters. A rank that returns and does not find the key
-    was not blocked; with a correct barrier the key is always there, however slow the machine is.
+    The root sets a key in the store before it enters. A rank that returns from the barrier without
+    finding the key was not blocked. With a correct barrier the key is always set, however slow the
+    machine is.
     """
     store, turn, scene = call.store, call.turn, call.scene
     if call.is_root:

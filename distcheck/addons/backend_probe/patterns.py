@@ -1,10 +1,10 @@
-"""Test values that expose an incorrect backend, and their exact reductions; integers only.
+"""Input values that expose an incorrect backend, and their exact reductions.
 
-After nccl-tests' `verifiable`: every input is exact in its dtype, and so is every partial result in
-any order, so the expected result is known exactly and without a backend. At each position the
-ranks' values differ, and neighboring positions differ, which exposes a dropped, duplicated or
-swapped rank and a shifted chunk; a salt changes all values from call to call, which exposes an old
-result.
+The values follow nccl-tests' `verifiable`: each input and each partial sum, in any order, is exact
+in its dtype. The expected result is therefore known exactly, without running a backend. Values
+differ between ranks and between neighboring positions, which exposes a dropped, duplicated or
+swapped rank and a shifted chunk. A salt changes all values from call to call, which exposes the
+result of an earlier call.
 
 This module does not import torch.
 """
@@ -26,10 +26,10 @@ _FACTORS = 6  # ranks that multiply by more than 1; 9 * 2**4 = 144 also fits uin
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype:
-    """Range of a dtype's exact integers.
+    """Range of the integers that a dtype represents exactly.
 
-    Sums and products below 2**8 are multiplied by `scale`, so that a path through a lower-precision
-    dtype loses bits. `roundoff` is the unit roundoff, 0.0 for exact arithmetic.
+    Sums and products below 2**8 are multiplied by `scale`, so that they lose bits if a backend
+    reduces them in lower precision. `roundoff` is the unit roundoff, 0.0 for exact arithmetic.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Dtype:
 
     @property
     def floating(self) -> bool:
-        """True if a mean is defined in this dtype."""
+        """True if means are defined for this dtype."""
         return self.roundoff > 0
 
 
@@ -64,17 +64,21 @@ REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 
 def is_meaningful(reduction: str, dtype: str) -> bool:
-    """True unless the reduction is undefined: MIN and MAX of complex, AVG of integers."""
+    """Return False for a reduction that is undefined for the dtype: MIN and MAX of complex numbers,
+    AVG of integers.
+    """
     if reduction in ("MIN", "MAX"):
         return dtype != "complex64"
     return reduction != "AVG" or DTYPES[dtype].floating
 
 
 def contribution_of_rank(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
-    """Return the contribution of `rank` at `position`.
+    """Return the value that `rank` contributes at `position` to a sum, a minimum, a maximum or a
+    mean.
 
-    Neighboring magnitudes at one position differ by `step`; their order rotates with the position:
-    every rank is the minimum and the maximum somewhere. The sign is common to all ranks.
+    At each position, consecutive magnitudes differ by `step`. The ranks' order rotates with the
+    position, so every rank has the minimum and the maximum somewhere. The sign is the same on all
+    ranks.
     """
     if dtype == "bool":
         return _bit(rank, position, salt, world)
@@ -90,7 +94,7 @@ def contribution_of_rank(dtype: str, *, rank: int, position: int, salt: int, wor
 
 
 def product_contribution(dtype: str, *, rank: int, position: int, salt: int, world: int) -> Value:
-    """Return the contribution of `rank` at `position` to a product: 3, 2 or 1 in turn."""
+    """Return the value that `rank` contributes at `position` to a product: 3, 2 or 1 in turn."""
     if dtype == "bool":
         return _bit(rank, position, salt, world)
     about = DTYPES[dtype]
@@ -106,9 +110,9 @@ def product_contribution(dtype: str, *, rank: int, position: int, salt: int, wor
 
 
 def reduce_values(reduction: str, values: Sequence[Value]) -> Value:
-    """Return the exact reduction of the ranks' values; a mean is rounded to float64.
+    """Return the exact reduction of the ranks' values. A mean is rounded to float64.
 
-    For bool, a sum or maximum is "any", a product or minimum "all", as torch maps them.
+    For bool, torch computes "any" for a sum or a maximum, and "all" for a product or a minimum.
     """
     if isinstance(values[0], bool):
         return any(values) if reduction in ("SUM", "MAX") else all(values)
@@ -125,23 +129,27 @@ def reduce_values(reduction: str, values: Sequence[Value]) -> Value:
 def mean_bound(dtype: str, expected: Value, world: int) -> float:
     """Return the error bound of a correct AVG.
 
-    Derived: all terms have one sign. Dividing first rounds each of them (u for the divisor's
-    reciprocal, u for the product), adding rounds W - 1 times; dividing last rounds less. `expected`
-    itself was rounded to float64, at most another u. To first order that is (W + 2) u of the mean;
-    1.01 covers the products of roundoffs. For a complex mean the bound applies to the magnitude,
-    because the terms of each part have one sign as well.
+    Derived: all terms have the same sign. If the backend divides first, each term is rounded twice
+    (u for the reciprocal of the divisor, u for the product), and the additions round W - 1 times.
+    Dividing last rounds less. `expected` itself was rounded to float64, which adds at most one u.
+    To first order, the sum is (W + 2) u times the mean; the factor 1.01 covers products of
+    roundoffs. For a complex mean the bound applies to the magnitude, because the terms of each part
+    have the same sign as well.
     """
     return 1.01 * (world + 2) * DTYPES[dtype].roundoff * abs(expected)
 
 
 def _sign(dtype: Dtype, position: int, salt: int, world: int) -> int:
-    """Return a sign for each of `world` positions, in which every rank is the minimum once."""
+    """Return the sign at a position. Within `world` consecutive positions, every rank has the
+    minimum once.
+    """
     return -1 if dtype.signed and (position // world + salt) % 3 == 1 else 1
 
 
 def _bit(rank: int, position: int, salt: int, world: int) -> bool:
-    """Return a bit: of four positions one is True on one rank only, one False on one rank only, one
-    equal on all ranks, and one pseudorandom, so every rank decides "any" and "all" both ways.
+    """Return the bool that a rank contributes at a position. The positions form groups of four: the
+    value is True on one rank only, False on one rank only, equal on all ranks, or pseudorandom. So
+    every rank decides "any" and "all" both ways.
     """
     turn, kind = divmod(position + salt, 4)
     if kind < 2:

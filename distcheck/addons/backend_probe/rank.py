@@ -1,8 +1,8 @@
-"""The jobs of probing processes: one checks whether a backend is available; the other is a rank
-that performs probes in sequence and reports each result.
+"""Jobs that run in probing processes: one checks whether a backend is available, the other is a
+rank that performs probes in order and reports each result.
 
-After every call the ranks exchange its status through the store: no rank runs ahead, and every rank
-knows whether the group may be out of sync. If it may be, they continue with a new group, which has
+After each call, the ranks exchange its status through the store. No rank runs ahead, and every rank
+knows whether the process group may be out of sync. If so, the ranks create a new group, which has
 new connections and counters.
 """
 
@@ -49,7 +49,9 @@ from distcheck.worlds.rendezvous import join, wait_for
 
 
 def storage_before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Value]:
-    """Return the storage before the call; an output holds values that are wrong afterwards."""
+    """Return the contents of a storage before the call. Outputs are filled with values that are
+    wrong after the call.
+    """
     values = buffer.before
     if values is None:
         values = initial_output_values(buffer.after or (), dtype)
@@ -59,7 +61,9 @@ def storage_before_call(buffer: Buffer, layout: Layout, dtype: str) -> list[Valu
 def find_difference(
     *, actual: list[Any], buffer: Buffer, layout: Layout, scene: ProbeScene, before: list[Value]
 ) -> str:
-    """Describe the first error in a storage after the call; empty if there is none."""
+    """Compare a storage with its expected contents after the call. Return a description of the
+    first error, or an empty string.
+    """
     around = unchangeable_values(scene.dtype, layout.size)
     required: list[Any] = (
         buffer.after if buffer.after is not None else _values_in_layout(actual, layout)
@@ -84,8 +88,8 @@ def _values_in_layout(storage: list[Any], layout: Layout) -> list[Any]:
 
 
 def _is_mean(actual: Any, expected: Any, scene: ProbeScene) -> bool:
-    """Return True if a value is within the bound of a mean. The surroundings are integers and must
-    be exact; NaN is never accepted.
+    """Return True if a value is within the bound of a mean. Elements around the buffer are integers
+    and must be exact. NaN is never accepted.
     """
     if isinstance(expected, int):
         return False
@@ -157,7 +161,7 @@ def probe(job: ProbeRequest, fds: Descriptors, reporter: Reporter) -> None:
 
 
 class _Prober:
-    """State of a rank between probes."""
+    """Runs the probes of one rank, and keeps its process group between them."""
 
     def __init__(
         self, job: ProbeRequest, device: torch.device, store: Any, reporter: Reporter
@@ -202,7 +206,7 @@ class _Prober:
         return told <= {"right", "absent"}
 
     def renew_groups(self) -> bool:
-        """Create new groups; return False if a fresh world must continue."""
+        """Create new process groups. Return False if that fails and a new world must continue."""
         self._groups += 1
         if self._groups >= _MOST_GROUPS:
             return False
@@ -216,8 +220,7 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """Perform one call; return its status, a description, and the number of elements
-        compared.
+        """Perform one call. Return its status, a description, and how many elements were compared.
         """
         try:
             group = self._group_for(probe.form)
@@ -281,7 +284,7 @@ class _Prober:
         self._reporter.say(msgspec.msgpack.encode(result))
 
     def _exchange(self, turn: str, status: Status) -> set[str]:
-        """Exchange the status with the other ranks; return all statuses."""
+        """Exchange the status of a call with the other ranks. Return the set of all statuses."""
         self._store.set(f"{turn}/ended/{self._rank}", status)
         keys = [f"{turn}/ended/{rank}" for rank in range(self._world)]
         wait_for(self._store, keys)
@@ -290,7 +293,7 @@ class _Prober:
 
 
 class _Memory:
-    """The storages of one call, before and after it."""
+    """The storages of one call, before and after the call."""
 
     def __init__(
         self, buffers: Buffers, form: str, scene: ProbeScene, device: torch.device
@@ -311,11 +314,11 @@ class _Memory:
 
     @property
     def elements(self) -> int:
-        """Number of elements, including those around the buffers."""
+        """Number of elements in the storages, including those around the buffers."""
         return sum(layout.size for _, _, layout, _, _ in self._entries)
 
     def find_difference(self) -> str:
-        """Describe the first error; empty if there is none."""
+        """Return a description of the first error, or an empty string."""
         for label, buffer, layout, before, storage in self._entries:
             found = find_difference(
                 actual=storage.tolist(),
@@ -342,7 +345,7 @@ _OF_DEVICES = {"nccl": "cuda"}  # torch's backends that support one device type 
 def report_availability(
     job: AvailabilityRequest, fds: Descriptors, reporter: Reporter
 ) -> Availability:
-    """Return the availability of a backend, in a separate process. Raises UsageError."""
+    """Return whether a backend is available. Runs in a separate process. Raises UsageError."""
     device = job.device or _OF_DEVICES.get(job.backend, "cpu")
     missing = _missing(job, device)
     seen = inspection.environment(job.backend, "cpu" if missing else device)

@@ -1,5 +1,5 @@
-"""Results of a sweep (a verdict per cell, and the exit code), and the front end's requests to
-probing processes. Does not import torch.
+"""Results of probing a backend (a verdict per cell, and the exit code), and the requests that the
+front end sends to probing processes. This module does not import torch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ NOT_CALLED = "not called, transposed is refused: "  # prefix of such a cell's de
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell of the table. `dtype` and `reduction` are empty if the operation has none."""
+    """One cell of the table: an operation, a reduction, a form and a dtype. `dtype` and `reduction`
+    are empty if the operation has none.
+    """
 
     operation: str
     reduction: str
@@ -28,12 +30,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row(self) -> str:
-        """The operation with its reduction, such as "all_reduce SUM"."""
+        """Name of the table row: the operation and its reduction, such as "all_reduce SUM"."""
         return f"{self.operation} {self.reduction}".strip()
 
     @property
     def name(self) -> str:
-        """The full name of the cell, such as "all_reduce SUM, strided, float32"."""
+        """Full name of the cell, such as "all_reduce SUM, strided, float32"."""
         form = "" if self.form == "plain" else self.form
         return ", ".join(filter(None, [self.row, form, self.dtype]))
 
@@ -42,12 +44,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return self.key_in(self.form)
 
     def key_in(self, form: str) -> str:
-        """Return the key of the cell with the same operation and dtype in another form."""
+        """Return the key of the cell that has the same operation and dtype in another form."""
         return f"{self.row}/{form}/{self.dtype}"
 
 
 class ProbedCell(Cell, frozen=True, kw_only=True):
-    """Result of one cell. `elements` were compared over all ranks."""
+    """A cell and its verdict. `elements` is the number of elements compared on all ranks."""
 
     verdict: VerdictName
     detail: str
@@ -55,12 +57,12 @@ class ProbedCell(Cell, frozen=True, kw_only=True):
 
 
 class Probe(Cell, frozen=True, kw_only=True):
-    """One cell to probe; `salt` changes all values from cell to cell."""
+    """A cell to probe. `salt` changes all values from cell to cell."""
 
     salt: int
 
     def ended(self, verdict: VerdictName, detail: str, elements: int = 0) -> ProbedCell:
-        """Return the result of this cell."""
+        """Return this probe's cell with its verdict."""
         return ProbedCell(
             operation=self.operation,
             reduction=self.reduction,
@@ -73,8 +75,8 @@ class Probe(Cell, frozen=True, kw_only=True):
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one rank in one probe; "absent" if it is not in the probed group. `elements` is the
-    number of compared ones, including those around the buffers.
+    """Result of one probe on one rank. The status is "absent" if the rank is not in the probed
+    group. `elements` is the number of compared elements, including those around the buffers.
     """
 
     index: int
@@ -84,8 +86,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendResults(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend on one device. `missing` is the reason why it cannot be probed here; empty if it
-    can. `failure` is its failure before any probe.
+    """Results of one backend on one device. `missing` is the reason why the backend is not
+    available here, or empty. `failure` is an error that occurred before any probe, or empty.
     """
 
     backend: str
@@ -98,7 +100,7 @@ class BackendResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell with another verdict than in an earlier sweep."""
+    """A cell whose verdict differs from that in the baseline."""
 
     backend: str
     device: str
@@ -107,7 +109,9 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excused(self) -> bool:
-        """True if it is better now. Wrong instead of crashed is not better: no error shows it."""
+        """True if the verdict is better than in the baseline. A wrong result is not better than a
+        crash, because no error reveals it.
+        """
         verdict = self.cell.verdict
         return verdict == "right" or (verdict == "refused" and self.before != "right")
 
@@ -115,8 +119,8 @@ class ProbeChange(msgspec.Struct, frozen=True, kw_only=True):
 def exit_code_of(
     sweeps: Sequence[BackendResults], baseline: "Baseline | None" = None, *, asked: bool
 ) -> ExitCode:
-    """Return the exit code. Cells with the verdict of the baseline are ignored; a missing backend
-    counts if the user `asked` for it by name.
+    """Return the exit code. Cells with the same verdict as in the baseline do not affect it. A
+    missing backend affects it only if the user `asked` for that backend by name.
 
     A wrong result takes precedence over a failed rank, as in `distcheck verify`.
     """
@@ -142,7 +146,7 @@ def exit_code_of(
 
 
 class Baseline:
-    """The verdicts of an earlier sweep."""
+    """Verdicts of an earlier run, to which a new run is compared."""
 
     def __init__(self, sweeps: Sequence[BackendResults]) -> None:
         self._verdicts = {
@@ -155,7 +159,9 @@ class Baseline:
         return self._verdicts.get((sweep.backend, sweep.device, sweep.world, cell.key))
 
     def overlap(self, sweeps: Sequence[BackendResults]) -> tuple[int, int]:
-        """Return how many of its cells were probed now, and how many it has."""
+        """Return the number of baseline cells that were probed now, and the number of all baseline
+        cells.
+        """
         probed = sum(
             self.verdict(sweep, cell) is not None for sweep in sweeps for cell in sweep.cells
         )
@@ -176,7 +182,9 @@ class Baseline:
 
 
 class AvailabilityRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for the availability of a backend, by name or place, with `world` ranks here."""
+    """Asks whether a backend (a name, or the place of its code) can run `world` ranks on this
+    machine.
+    """
 
     backend: str
     device: str
@@ -192,11 +200,11 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Probes of one rank.
+    """The probes that a rank runs.
 
-    `first` is the number of `probes[0]` in the whole sweep. Every rank sends a `RankResult` per
-    probe. The job returns early if a fresh world must continue. `refused` are the keys of probes
-    that earlier worlds found refused, each with the reason.
+    `first` is the index of `probes[0]` among all probes. Every rank sends a `RankResult` per probe,
+    and stops early if a new world must continue. `refused` maps the keys of probes that earlier
+    worlds found refused to the reasons.
     """
 
     rendezvous: Rendezvous

@@ -1,7 +1,8 @@
-"""One rank's buffers before a call and their expected contents after it, in plain Python.
+"""The buffers of a call on one rank, and their expected contents after the call, in plain Python.
 
-A buffer is a matrix of `rows` x `cols` numbers in row-major order. A form of the tensor
-(contiguous, strided, ...) places them in memory among elements that must stay unchanged.
+A buffer is a matrix of `rows` x `cols` numbers in row-major order. The form of the tensor
+(contiguous, strided, ...) determines where they lie in memory. The elements between and around them
+must stay unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeScene:
-    """One call as one rank sees it: `rank` and `root` are group ranks, of `world` ranks."""
+    """One call from the view of one rank. `rank` and `root` are group ranks; `world` is the size of
+    the group.
+    """
 
     rank: int
     world: int
@@ -61,11 +64,11 @@ class ProbeScene:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One tensor: its contents before the call (None: different everywhere from those after it),
-    and after.
+    """Contents of one tensor before and after the call.
 
-    `after` is None if the operation leaves the contents undefined; the surroundings are still
-    checked.
+    If `before` is None, the call does not use the old contents; the buffer is then filled with
+    values that differ from `after` everywhere. `after` is None if the operation leaves the contents
+    undefined; the elements around the buffer are checked in any case.
     """
 
     rows: int
@@ -78,8 +81,9 @@ Buffers = dict[str, list[Buffer]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedCall:
-    """Context of a call: the group and its ranks' global numbers, and its parameters. `store` does
-    not use the backend, and `turn` is a unique key prefix of this call in it.
+    """Arguments of a call: the process group, the global ranks of its members, and the parameters
+    of the operation. `store` does not use the probed backend. `turn` is a key prefix that is unique
+    to this call.
     """
 
     group: Any
@@ -92,7 +96,7 @@ class ProbedCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """`group` and `async_op`, for a collective."""
+        """Keyword arguments of a collective: `group` and `async_op`."""
         return {"group": self.group, "async_op": self.asynchronous}
 
     @property
@@ -112,8 +116,9 @@ Perform = Callable[[Any, dict[str, list[Any]], ProbedCall], Any]
 class Operation:
     """One operation of a backend: its buffers, and its call in `torch.distributed`.
 
-    A rooted one is called with every rank as the root in turn. A dtype of "" means none. `witness`
-    checks effects outside buffers after the call; it raises WrongAnswerError.
+    An operation with a root is called once with each rank as the root. A dtype of "" means that the
+    operation has none. `witness` checks effects other than buffer contents after the call, and
+    raises WrongAnswerError.
     """
 
     name: str
@@ -128,7 +133,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a buffer in its storage of `size` elements."""
+    """Positions of a buffer's elements in a storage of `size` elements."""
 
     size: int
     offset: int
@@ -136,7 +141,9 @@ class Layout:
     strides: tuple[int, int]
 
     def place(self, values: Sequence[Any], around: list[Any]) -> list[Any]:
-        """Return a whole storage: `values` in their places, `around` [size] everywhere else."""
+        """Return the contents of a storage: `values` at their positions, and `around` [size]
+        everywhere else.
+        """
         rows, cols = self.shape
         down, right = self.strides
         for row in range(rows if cols else 0):
@@ -157,14 +164,14 @@ def buffer_layout(form: str, rows: int, cols: int) -> Layout:
 
 
 def unchangeable_values(dtype: str, size: int) -> list[Value]:
-    """Return a storage [size] of values that no call may change."""
+    """Return the values [size] that fill a storage around the buffer. No call may change them."""
     if dtype == "bool":
         return [index % 2 == 0 for index in range(size)]
     return [patterns.AROUND] * size
 
 
 def initial_output_values(expected: Sequence[Value], dtype: str) -> list[Value]:
-    """Return the contents of an output before the call: different from `expected` everywhere."""
+    """Return the contents of an output before the call. They differ from `expected` everywhere."""
     if dtype == "bool":
         return [not value for value in expected]
     return [patterns.UNTOUCHED] * len(expected)

@@ -1,6 +1,6 @@
-"""Results of a probe: a table for the terminal (operations as rows, dtypes as columns, then
-findings), and JSON of the schema `distcheck.backends/1`, written and read (docs/capabilities.md
-explains every key).
+"""Prints the results of probing as a table (operations as rows, dtypes as columns, then the
+findings), and reads and writes JSON of the schema `distcheck.backends/1`. docs/capabilities.md
+explains every key.
 """
 
 import io
@@ -51,7 +51,7 @@ def render_text(sweep: BackendResults, *, width: int) -> str:
 
 
 def render(sweep: BackendResults, console: Console, *, verbose: bool = False) -> None:
-    """Print one backend's cells; if `verbose`, every form, and every finding separately."""
+    """Print the cells of one backend; with `verbose`, every form and each finding separately."""
     sweep = displayable(sweep)
     console.print(Text(_headline(sweep), style="bold"))
     if sweep.missing or sweep.failure:
@@ -75,7 +75,7 @@ def render(sweep: BackendResults, console: Console, *, verbose: bool = False) ->
 
 
 def render_changes(sweeps: Sequence[BackendResults], baseline: Baseline, console: Console) -> None:
-    """Print changes since the baseline, the worse ones first."""
+    """Print the changes since the baseline; regressions come first."""
     changes = sorted(baseline.changes(sweeps), key=lambda change: change.excused)
     console.print()
     compared, known = baseline.overlap(sweeps)
@@ -120,7 +120,9 @@ def _table(cells: Sequence[ProbedCell], *, verbose: bool) -> Table:
 def _lines_of(
     cells: Sequence[ProbedCell], dtypes: Sequence[str], *, verbose: bool
 ) -> list[tuple[list[str], list[Text]]]:
-    """Return a row's lines: the plain call, then forms with other verdicts; equal ones once."""
+    """Return the table lines of an operation: the plain call first, then the forms whose verdicts
+    differ from it. Forms with equal verdicts share a line.
+    """
     found: list[tuple[list[str], list[Text]]] = []
     for form, of_form in groupby(cells, key=lambda cell: cell.form):
         verdicts = {cell.dtype: cell.verdict for cell in of_form}
@@ -136,7 +138,7 @@ def _lines_of(
 
 
 def _matches_line(words: Sequence[Text], others: Sequence[Text]) -> bool:
-    """Return True if a form has the verdicts of another line, in the dtypes that were tried."""
+    """Return True if a form has the same verdicts as another line in all probed dtypes."""
     pairs = zip(words, others, strict=True)
     return all(word.plain in ("", other.plain) for word, other in pairs)
 
@@ -156,7 +158,9 @@ def _remarks(cells: Sequence[ProbedCell], *, verbose: bool) -> Iterator[str]:
 def _findings(
     cells: Sequence[ProbedCell], all_cells: Sequence[ProbedCell], *, verbose: bool
 ) -> Iterator[str]:
-    """Yield a line for each operation and form, or each refusal, with its first cell's details."""
+    """Yield one line for each operation and form that failed, or each refusal, with the details of
+    its first cell.
+    """
     if verbose:
         yield from (f"{cell.name}: {cell.detail}" for cell in cells)
         return
@@ -175,12 +179,16 @@ def _findings(
 
 
 def _without_numbers(detail: str) -> str:
-    """Return a refusal's message without numbers, equal for every form and dtype."""
+    """Return the message of a refusal without its numbers, so that messages of different forms and
+    dtypes are equal.
+    """
     return re.sub(r"\([^()]*\)|\d+", "", detail.removeprefix(NOT_CALLED))
 
 
 def _extent(alike: Sequence[ProbedCell], others: Sequence[ProbedCell]) -> Iterator[str]:
-    """Yield the reductions, forms and dtypes of an operation; "all dtypes" if all are affected."""
+    """Yield the affected reductions, forms and dtypes of an operation; "all dtypes" if all of them
+    are affected.
+    """
     for name in ("reduction", "form", "dtype"):
         here = list(dict.fromkeys(getattr(cell, name) for cell in alike))
         everywhere = dict.fromkeys(getattr(cell, name) for cell in others)
@@ -217,7 +225,9 @@ def render_json(
 
 
 def read_sweeps(path: Path) -> list[BackendResults]:
-    """Return the sweeps of an earlier document. Raises UsageError for anything else."""
+    """Read the results of an earlier run from its JSON. Raises UsageError if the file is anything
+    else.
+    """
     document = read_distcheck_document(
         path, _Document, schema=SCHEMA, name=f"--baseline {path}",
         why="was not written by distcheck backends --json: {error}",

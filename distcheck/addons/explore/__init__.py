@@ -1,14 +1,14 @@
 """Searches for the smallest case in which a strategy fails.
 
-    space             the space of cases, as hypothesis strategies
-    search            draws cases, runs them, shrinks failing ones
-    running           runs cases on ranks and a judge that are reused across cases
-    worker            the processes of these ranks and of the judge
+    space             the space of cases, as Hypothesis strategies
+    search            draws cases, runs them, and shrinks those that fail
+    running           runs cases in processes that serve many cases
+    worker            the jobs of these processes: ranks, and a judge
     messages          the requests that they receive
-    failure_database  saves failing cases, and prints them as Python code
+    failure_database  stores failing cases, and prints them as Python code
     thorough_search   the search of `--thorough`
 
-For user-written property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
+For users' own property tests, `cases`, `models`, `layers` and `delays` are Hypothesis strategies,
 and `verify_case` runs one case. They are imported on first use.
 """
 
@@ -24,11 +24,11 @@ __all__ = ["cases", "delays", "layers", "models", "verify_case"]
 
 
 def verify_case(case: Case) -> Report:
-    """Run and judge one case in fresh ranks, as `distcheck replay` does.
+    """Run one case in new ranks, as `distcheck replay` does, and return its report.
 
-    Within a Hypothesis test, a case that the strategy does not support (several backward passes per
-    step, if it runs backward itself or declines them) is rejected, as by `hypothesis.assume`;
-    elsewhere LeftOutError is raised.
+    Some strategies do not support every case: for example several backward passes per step, if the
+    strategy runs backward itself. Within a Hypothesis test, this function rejects a case that is
+    not supported, like `hypothesis.assume`. Elsewhere it raises LeftOutError.
     """
     from distcheck.errors import LeftOutError
     from distcheck.verification.run import verify_cases
@@ -45,7 +45,7 @@ def verify_case(case: Case) -> Report:
 
 
 def search_thoroughly(*positional: Any, **named: Any) -> None:
-    """Run the searches of `--thorough`; see `thorough_search`."""
+    """Run the searches of `--thorough`; see `thorough_search.search_thoroughly`."""
     from distcheck.addons.explore import thorough_search
 
     thorough_search.search_thoroughly(*positional, **named)

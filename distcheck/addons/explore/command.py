@@ -44,8 +44,8 @@ _WORST_FIRST = (
 
 
 def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str, Any]]:
-    """Return the options of each search: one search for `--strategy`, else one for each strategy in
-    the matrix. A typed option overrides the matrix's key. Raises UsageError.
+    """Return the options of each search: one search for `--strategy`, or one for each strategy in
+    the matrix. An option on the command line overrides the matrix. Raises UsageError.
     """
     matrix = read_configuration(asked.pop("config"))
     strategies = (asked["strategy"],) if asked["strategy"] else matrix.strategies
@@ -69,8 +69,8 @@ def explorations(asked: dict[str, Any], given: frozenset[str]) -> list[dict[str,
 
 
 def explore_command(searches: Sequence[dict[str, Any]]) -> int:
-    """Run searches, which share the budget equally, in sequence, and print their findings; return
-    the most significant exit code. Raises DistcheckError.
+    """Run the searches one after another, with an equal share of the budget each, and print their
+    findings. Return the most severe exit code. Raises DistcheckError.
     """
     checked = [_check_options(asked) for asked in searches]
     check_writable(searches[0]["json_file"])
@@ -153,7 +153,9 @@ def _explore(
 
 
 def prepare_hypothesis() -> None:
-    """Raise CannotRunError if Hypothesis is missing; otherwise redirect its storage folder."""
+    """Redirect the folder in which Hypothesis stores data. Raises CannotRunError if Hypothesis is
+    not installed.
+    """
     if importlib.util.find_spec("hypothesis") is None:
         raise CannotRunError(
             "distcheck explore draws its cases with hypothesis, which is not installed; run pip "
@@ -163,7 +165,7 @@ def prepare_hypothesis() -> None:
 
 
 def parse_duration(text: str) -> float:
-    """Return `90s`, `5m` or `1h` in seconds. Raises UsageError."""
+    """Parse a duration such as `90s`, `5m` or `1h`, and return seconds. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
     if not 0 < seconds <= _MOST_S:
@@ -175,7 +177,9 @@ def parse_duration(text: str) -> float:
 
 
 def _check_options(asked: dict[str, Any]) -> tuple[str, float, dict[str, list[str]]]:
-    """Return strategy, budget in seconds, and values to vary. Raises DistcheckError."""
+    """Validate the options. Return the strategy, the budget in seconds, and the argument values to
+    vary. Raises DistcheckError.
+    """
     if is_launched():
         raise UsageError("explore starts its own ranks; run it without a launcher")
     budget_s = parse_duration(asked["budget"])

@@ -1,4 +1,4 @@
-"""Stores failing cases, so that the next run tries them first, and prints them as Python code."""
+"""Stores failing cases, which the next search runs first, and prints them as Python code."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ _DEFAULT_DEADLINE_S = 30.0
 
 
 class FailureDatabase:
-    """The cases in which a strategy failed, in one folder per strategy."""
+    """Stores the failing cases of strategies, in one folder per strategy."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
@@ -32,8 +32,8 @@ class FailureDatabase:
         self.unreadable: list[str] = []
 
     def read(self) -> list[Case]:
-        """Return every stored case, the latest first; none if other users can write to the folder,
-        because the cases are run without confirmation.
+        """Return all stored cases, newest first. Return none if other users can write to the
+        folder, because the search runs these cases without confirmation.
         """
         if not all(map(is_private_folder, (DEFAULT_FOLDER, _FOLDER, self.folder))):
             return []
@@ -42,7 +42,7 @@ class FailureDatabase:
         return [case for case in found if case.strategy == self._strategy]
 
     def keep(self, case: Case) -> Path | None:
-        """Store a case and return its path; None if it cannot be written."""
+        """Store a case and return the path of its file; None if the file cannot be written."""
         path = self.folder / f"{case.id}.json"
         try:
             private_folder(_FOLDER.name)
@@ -52,8 +52,9 @@ class FailureDatabase:
         return path
 
     def _read_case(self, file: Path) -> Case | None:
-        """Return a case that this user has run, if its other code is as trusted as in `replay`. The
-        user has named the strategy, and this method asks for no confirmation.
+        """Return the case in a file; None if this user has not run it, or if `replay` would ask
+        before it runs the case's code. The user has named the strategy, so no confirmation is
+        needed for its code.
         """
         try:
             case, made = read_case(file), read_provenance(file)
@@ -70,7 +71,7 @@ class FailureDatabase:
 
 
 def reproducing_program(case: Case) -> str:
-    """Return a short Python program that fails like the case."""
+    """Return a short Python program that runs the case and fails in the same way."""
     said = case.adaptation
     words: dict[str, object] = {
         "world": case.world,
@@ -104,11 +105,13 @@ def reproducing_program(case: Case) -> str:
 
 
 class _Written(str):
-    """Text that is Python code already."""
+    """Text that `_quote` leaves unchanged, because it is already Python code."""
 
 
 def _literal(text: str) -> str:
-    """Return the Python code of an argument: a literal, or `@name` as a string."""
+    """Return an argument as Python code: a literal, or a string for a special value such as
+    `@rank`.
+    """
     return _quote(text) if text.startswith("@") else text
 
 

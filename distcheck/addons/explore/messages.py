@@ -1,8 +1,8 @@
-"""Requests from the search to persistent ranks and their judge, in frames over one socket each.
+"""Requests that the search sends to persistent ranks and to their judge, over one socket each.
 
-ranks   receive a TrainCase, and answer b"" when the case is trained and recorded
-judge   receives a JudgeCase, and answers with a `CaseReport`; meanwhile the ranks may receive the
-        next case
+    ranks   receive a TrainCase, and answer b"" once the case is trained and recorded
+    judge   receives a JudgeCase, and answers with a `CaseReport`; meanwhile the ranks may train the
+            next case
 """
 
 import msgspec
@@ -20,8 +20,8 @@ TRACES = tuple(f"{name} {pair}" for pair in range(PAIRS) for name in ("trace", "
 
 
 class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to train. It is recorded into a pair's first trace, into the second if `again`, and
-    not at all if `bare`.
+    """A case to train. Ranks record it into the first trace of a pair of traces; into the second if
+    `again` is set (the rerun); and not at all if `bare` is set.
     """
 
     case: Case
@@ -31,7 +31,9 @@ class TrainCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case to judge: the pair's first trace holds the run, and the second its rerun, if any."""
+    """A case to judge. The first trace of the pair holds the run, and the second holds the rerun,
+    if any.
+    """
 
     case: Case
     contract: Contract

@@ -1,4 +1,4 @@
-"""Report of a search, for the terminal and as JSON."""
+"""Prints the result of a search on the terminal and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ ONE_RANK = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreResult:
-    """A finished search, its finding, and the place where the finding is stored."""
+    """A finished search, and the file in which its finding is stored."""
 
     strategy: str
     seed: int
@@ -47,7 +47,7 @@ class ExploreResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Exit code of the search; unknown if nothing was run or something could not be judged."""
+        """Exit code of the search: unknown if no case was run, or if a case could not be judged."""
         search = self.search
         if self.interrupted:
             return ExitCode.INTERRUPTED
@@ -60,12 +60,14 @@ class ExploreResult:
 
     @property
     def replay(self) -> str:
-        """The command that runs the found case again; empty if nothing was found or stored."""
+        """Command that replays the failing case; empty if there is none or it was not stored."""
         return f"distcheck replay {quote(str(self.kept_as))}" if self.kept_as else ""
 
 
 def cases_by_value(cases: list[Case]) -> dict[str, dict[str, int]]:
-    """Return how many cases had each value, by dimension; layers and marks once per case."""
+    """Return, for each dimension of the search, how many cases had each value. A case with several
+    layers counts once for each kind of layer and each mark.
+    """
     counts: dict[str, Counter[str]] = {}
 
     def count(dimension: str, values: set[str]) -> None:
@@ -238,7 +240,9 @@ def _lines_of(finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def _about_insensitive(search: Search) -> str:
-    """Return a note on cases that are not counted as passed, with the first reason."""
+    """Return a note on the cases that could not have shown a mistake, with the reason of the first;
+    they do not count as passed.
+    """
     first = search.insensitive[0]
     count, of = len(search.insensitive), len(search.cases)
     return (

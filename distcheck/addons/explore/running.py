@@ -1,4 +1,6 @@
-"""Runs explored cases in persistent ranks if these are reliable; fresh ranks confirm failures."""
+"""Runs cases in processes that serve many cases, as long as these processes are reliable. Failures
+are confirmed in new ranks.
+"""
 
 import os
 from collections import deque
@@ -43,9 +45,9 @@ class WorkerRanks:
         self._traces = [os.memfd_create("distcheck-explored") for _ in range(2 * PAIRS)]
 
     def run(self, judge_cases: Iterable[JudgeCase]) -> Iterator[CaseReport]:
-        """Yield the cases' reports, in order. While one case is judged, the ranks train the next.
-        They have therefore continued when a failure is known, and are ended then. Raises errors of
-        code under test that address the user.
+        """Yield the reports of the cases, in order. While the judge examines one case, the ranks
+        train the next. When a case fails, the ranks are therefore already training another one, and
+        are ended. Raises errors of the code under test that are addressed to the user.
         """
         while self._waiting:  # of a caller that abandoned the rest
             self._verdict()
@@ -66,7 +68,7 @@ class WorkerRanks:
             yield self._verdict()
 
     def _verdict(self) -> CaseReport:
-        """Return the judge's report on the case that has waited longest."""
+        """Return the judge's report on the oldest case that is not judged yet."""
         assert self._judge is not None
         case = self._waiting.popleft()
         answer = self._judge.wait(_JUDGE_DEADLINE_S)
@@ -82,7 +84,7 @@ class WorkerRanks:
         return report
 
     def _record(self, case: Case, pair: int) -> list[Outcome]:
-        """Record a case. Return how the ranks ended, if they did; empty on success."""
+        """Train and record a case. Return an empty list on success, or how each rank ended."""
         for fd in self._traces[2 * pair : 2 * pair + 2]:
             os.ftruncate(fd, 0)
             os.ftruncate(fd, TRACE_BYTES)
@@ -92,11 +94,11 @@ class WorkerRanks:
         return failed
 
     def train(self, case: Case) -> None:
-        """Train a case without recording: the base cost of a persistent world."""
+        """Train a case without recording it, to measure the base cost."""
         self._train(TrainCase(case=case, bare=True))
 
     def forget(self, world: int) -> None:
-        """End the ranks of a world; the next case starts new ones."""
+        """End the ranks of this world size. The next case starts new ones."""
         if world in self._worlds:
             self._worlds.pop(world).close()
 
@@ -110,7 +112,7 @@ class WorkerRanks:
             os.close(self._traces.pop())
 
     def _train(self, turn: TrainCase) -> list[Outcome]:
-        """Train one request. Return how the ranks ended, if they did; empty on success."""
+        """Send one request to the ranks. Return [] on success, or how each rank ended."""
         case = turn.case
         if case.world not in self._worlds:
             self._worlds[case.world] = self._start_world(case)
@@ -145,7 +147,9 @@ class WorkerRanks:
 
 
 class Runner:
-    """Runs cases and returns reports. Facts about the strategy are determined once."""
+    """Runs cases and returns their reports. Properties of the strategy are determined once per
+    search.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -157,7 +161,9 @@ class Runner:
         self.distrusts_kept = ""  # why ranks are no longer reused
 
     def look_at(self, samples: Sequence[Case]) -> None:
-        """Load the strategy, with each adaptation in `samples`. Raises DistcheckError."""
+        """Load the strategy with each adaptation that `samples` contains, and determine its
+        properties. Raises DistcheckError.
+        """
         facts = preparation.inspect(self._pool, samples, SharedDataset())
         for case, about in zip(samples, facts.cases, strict=True):
             contract = about.contract
@@ -180,14 +186,16 @@ class Runner:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Words that no case may contain; each has the first reason among all adaptations."""
+        """Features that no case may have, each with the reason; the first reason if adaptations
+        differ.
+        """
         found: dict[str, str] = {}
         for declined in self._declined.values():
             found = declined | found
         return found
 
     def why_left_out(self, case: Case) -> str:
-        """Return why a case must not be run with the current strategy; empty if it may be."""
+        """Return the reason why the strategy does not support a case; empty if it does."""
         words = declinable_words(case.workload)
         if words and case.adaptation not in self._declined:
             self.look_at([case])
@@ -199,7 +207,7 @@ class Runner:
         return next(self.run_many([case]))
 
     def run_many(self, cases: Iterable[Case]) -> Iterator[CaseReport]:
-        """Yield the reports of cases, in order; the caller may abandon the rest."""
+        """Yield the reports of cases, in order. The caller may stop early."""
         if self.distrusts_kept:
             yield from map(self.run_fresh, cases)
             return
@@ -215,12 +223,12 @@ class Runner:
         return JudgeCase(case=case, contract=contract, calibration_failure=failure)
 
     def run_fresh(self, case: Case) -> CaseReport:
-        """Run a case like `distcheck replay`."""
+        """Run a case in new ranks, as `distcheck replay` does."""
         return self.replay(case, 1)[0]
 
     def replay(self, case: Case, times: int) -> list[CaseReport]:
-        """Run a case several times in fresh ranks, as separate runs, because cases that follow a
-        hang in one run are left out.
+        """Run a case several times in new ranks. Each repetition is a separate run, because a run
+        leaves out all cases after a hang.
         """
         alike = [msgspec.structs.replace(case, id=f"{case.id}-{n}") for n in range(times)]
         reports = [report for one in alike for report in run_cases([one], self._pool).cases]

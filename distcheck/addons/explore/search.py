@@ -1,9 +1,9 @@
 """Draws cases in rounds and runs them; Hypothesis shrinks failures.
 
-A round is drawn twice from the same seed: first only to collect its cases, so that one case can
-be judged while the next is trained; then with their verdicts, so that Hypothesis encounters the
-failure where it was drawn, and shrinks it. Verdicts are cached for the whole search: Hypothesis
-requires a failure to be reproducible, which a race condition is not.
+Each round is drawn twice from the same seed. The first pass only collects the cases, so that one
+case can be judged while the next is trained. The second pass has their verdicts, so that Hypothesis
+meets the failure where the case was drawn, and shrinks it. Verdicts are cached for the whole
+search, because Hypothesis expects a failure to be reproducible, and a race condition is not.
 """
 
 import time
@@ -35,17 +35,21 @@ class _WrongError(Exception):
 
 
 class _RankFailedError(Exception):
-    """Raised for a case in which a rank crashed or hung; such a bug is shrunk separately."""
+    """Raised for a case in which a rank crashed or hung. Hypothesis shrinks this failure separately
+    from wrong results.
+    """
 
 
 class _TimeIsUpError(BaseException):
-    """Passes through Hypothesis, which treats every Exception as a failure of the case."""
+    """Ends a search whose time is up. It is not an Exception, because Hypothesis would treat that
+    as a failure of the case.
+    """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The smallest failing case, its report, and how often it failed when replayed in fresh ranks.
-    `unshrunk` is the reason why it may not be the smallest.
+    """The smallest failing case, its report, and how often the case failed when it was replayed in
+    new ranks. `unshrunk` is the reason why a smaller case may exist; empty if there is none.
     """
 
     report: CaseReport
@@ -56,9 +60,10 @@ class Finding:
 
 @dataclass
 class Search:
-    """One search, whose results so far can be read at any time, even after Ctrl-C.
+    """Runs one search. Its results so far can be read at any time, even after Ctrl-C.
 
-    `until` is a time of the monotonic clock, in seconds; at most `most_cases` cases are drawn.
+    The search ends at `until`, a time of the monotonic clock in seconds, or after `most_cases`
+    cases.
     """
 
     runner: Runner
@@ -85,11 +90,13 @@ class Search:
 
     @property
     def has_shown(self) -> bool:
-        """True if a case with two or more ranks passed; a single rank communicates nothing."""
+        """True if a case with two or more ranks passed. A single rank does not communicate, so it
+        shows nothing.
+        """
         return any(case.world > 1 for case in self.passed)
 
     def again(self, kept: Sequence[Case]) -> None:
-        """Run cases found earlier; stop at the first case that still fails."""
+        """Run cases that an earlier search stored, and stop at the first one that still fails."""
         for case in kept:
             if self.runner.why_left_out(case):  # the strategy has changed since
                 continue
@@ -114,7 +121,9 @@ class Search:
             self._conclude(min(self._failed.values(), key=_weight), "the time limit was reached")
 
     def give_up(self) -> None:
-        """Use the smallest failure so far as the finding after Ctrl-C, without replays."""
+        """Keep the smallest failure found so far as the finding, without replays. Called after
+        Ctrl-C.
+        """
         if self.finding is None and self._failed:
             best = min(self._failed.values(), key=_weight)
             self.finding = Finding(best, 0, 0, "interrupted")
@@ -174,7 +183,7 @@ class Search:
             self.show(f"hypothesis stopped a round: {error}")
 
     def _fails_among(self, cases: list[Case]) -> bool:
-        """Return True if one of the cases fails within the budget; run as few as necessary."""
+        """Return True if one of the cases fails within the budget. Stops at the first failure."""
         while cases and not self._used_up():
             for report in self.runner.run_many(cases):
                 cases = cases[1:]
@@ -212,9 +221,10 @@ class Search:
         return report
 
     def _confirm_failure(self, report: CaseReport) -> CaseReport:
-        """Return the first failure if fresh ranks, or new persistent ones, fail as well; otherwise
-        the report of fresh ranks. If persistent ranks affect each other, only fresh ranks are used
-        from now on.
+        """Confirm the first failure in new ranks or, if the case passes there, in new persistent
+        ranks. Return the report of the confirmed failure, else the report of the new ranks. If the
+        case fails only when it runs twice in one process, the search uses only new ranks from now
+        on.
         """
         case = report.case
         fresh = self.runner.run_fresh(case)
@@ -238,7 +248,7 @@ class Search:
         return fresh
 
     def _conclude(self, report: CaseReport, unshrunk: str, *, replays: int = _REPLAYS) -> None:
-        """Replay a finding in fresh ranks, as `distcheck replay` does."""
+        """Replay the finding in new ranks, as `distcheck replay` does."""
         self.show("replaying the failure")
         self.finding = self._replay_finding(report, unshrunk, replays)
         if self.finding.failed == replays and report.case.world == 1:
@@ -252,8 +262,8 @@ class Search:
                 return
 
     def _with_distinct_cause(self, alone: Finding) -> Finding:
-        """Return the finding, or the same case in the smallest world of several ranks in which it
-        has another cause: one rank cannot show which rank is wrong, nor the effect of
+        """Return the finding, or the same case in the smallest world of several ranks that shows a
+        different cause. A single rank can show neither the rank that is wrong nor an effect of
         communication.
         """
         case, named = alone.report.case, _causes(alone.report)
@@ -281,8 +291,8 @@ class Search:
 
 
 def _steadier(case: Case) -> Iterator[Case]:
-    """Yield the case with longer delays of ranks, for a race that does not always occur: shrinking
-    has kept a delay that just suffices, or none.
+    """Yield the case with longer delays. Shrinking keeps the shortest delay that exposes a race
+    condition, or none, so that the failure may occur only sometimes.
     """
     if case.world == 1:
         return
@@ -304,7 +314,9 @@ def _causes(report: CaseReport) -> set[str]:
 
 
 def _weight(report: CaseReport) -> tuple[int, ...]:
-    """Return a sort key by complexity, for use when Hypothesis had no time to shrink."""
+    """Return a sort key that orders reports by the complexity of their cases. It is used if
+    Hypothesis had no time to shrink.
+    """
     case = report.case
     layers = case.workload.count("-")
     return (layers, case.world, case.steps, len(case.delays), len(case.workload), case.batch)

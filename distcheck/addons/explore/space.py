@@ -1,7 +1,7 @@
 """Defines the search space as Hypothesis strategies, which users' property tests can use as well.
 
-Hypothesis shrinks towards the first of several choices, which is therefore the simplest: fewer
-ranks, one step, float32, one sample per rank, one layer without marks, no delays.
+Hypothesis shrinks towards the first of several choices. The simplest choice is therefore first:
+fewer ranks, one step, float32, one sample per rank, one layer without marks, no delays.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -65,9 +65,9 @@ _RARE = (False,) * 7 + (True,)
 def layers(draw: st.DrawFn, *, without: Collection[str] = ()) -> GeneratedLayer:
     """Draw one layer of a generated model, without the kinds and marks in `without`.
 
-    Every kind draws equally many, and few, choices: one kind therefore shrinks to another with
-    everything else unchanged, and a layer disappears when five consecutive choices are deleted, as
-    Hypothesis tries to.
+    All kinds of layers draw the same small number of choices. Hypothesis can therefore replace one
+    kind by another and leave everything else unchanged, and can remove a layer by deleting five
+    consecutive choices.
     """
     kind = draw(st.sampled_from([kind for kind in KINDS if kind not in without]))
     place = draw(st.integers(0, len(_TABLES) - 1))
@@ -88,9 +88,9 @@ def models(
     accumulate: int = 1,
     without: Collection[str] = (),
 ) -> GeneratedModelSpec:
-    """Draw a model that a workload's name can describe, for training on `samples` samples with
-    `accumulate` backward passes per step; `.workload` is the name, from which
-    `distcheck.workloads.generated` builds a module.
+    """Draw a model for training on `samples` samples with `accumulate` backward passes per step.
+    Its attribute `workload` is the name from which `distcheck.workloads.generated` builds the
+    module.
     """
     drawn = [draw(layers(without=without))]
     while draw(st.sampled_from(_MORE)) and len(drawn) < most_layers:  # drawn after the last, too
@@ -119,8 +119,8 @@ def models(
 
 
 def _make_one_layer_absent(ordered: Sequence[GeneratedLayer]) -> list[GeneratedLayer]:
-    """Return the layers with at least one trained layer absent, if another layer trains for all
-    samples, because a loss without parameters has no backward pass.
+    """Return the layers with at least one trained layer marked as absent, if another layer is
+    trained by all samples. (Without any trained parameter, the loss has no backward pass.)
     """
     found = list(ordered)
     trained = [n for n, layer in enumerate(found) if is_trainable_layer(layer)]
@@ -171,13 +171,14 @@ def cases(
     deadline_s: float = 3.0,
     backend: str = "gloo",
 ) -> Case:
-    """Draw a case for `strategy`: world, steps, dtype, shards, backward passes per step, model,
-    arguments and delays; with a simulated `backend` also the number of schedules to compare.
+    """Draw a case for `strategy`: world size, steps, dtype, shards, backward passes per step,
+    model, arguments and delays. With a simulated `backend`, draw also the number of schedules to
+    compare.
 
-    `vary` maps names of the strategy's arguments to possible values as Python literals, the
-    simplest first; `arguments` are the same in every case. `without` lists exclusions from
-    `DIMENSIONS`; "accumulate" saves time with a strategy that runs backward itself or declines the
-    cell `accumulation`. `distcheck.addons.explore.verify_case` runs a case.
+    `vary` maps names of strategy arguments to possible values as Python literals, the simplest
+    value first. `arguments` are the same in every case. `without` lists dimensions to exclude (see
+    `DIMENSIONS`). Excluding "accumulate" saves time if the strategy runs backward itself or
+    declines the cell `accumulation`. `distcheck.addons.explore.verify_case` runs a case.
     """
     adaptation = adaptation or adaptation_of(arguments=arguments or {})
     several = tuple(range(2, most_world + 1))
@@ -229,7 +230,9 @@ _templates: dict[Any, Case] = {}
 def _template(
     strategy: str, dtype: str, adaptation: Adaptation, loss: str, deadline_s: float, backend: str
 ) -> Case:
-    """Return the case that `verify` would plan, cached: querying entry points is slow."""
+    """Return the case that `verify` would plan. The result is cached, because querying entry points
+    is slow.
+    """
     key = (strategy, dtype, adaptation, loss, deadline_s, backend)
     if key not in _templates:
         request = Request(
@@ -247,7 +250,7 @@ def _template(
 
 
 def case_name(case: Case) -> str:
-    """Return a name for a case that depends only on its contents."""
+    """Return a name for a case that depends only on the contents of the case."""
     blank = msgspec.structs.replace(case, id="", deadline_s=0.0)
     name = as_file_name(case.strategy.rpartition("/")[2].replace(".py:", "-"))
     return f"{name}-w{case.world}-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(blank))}"

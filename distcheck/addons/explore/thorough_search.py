@@ -41,11 +41,12 @@ def search_thoroughly(
     show: Callable[[str], None],
     enter: Enter,
 ) -> None:
-    """Run one search after another; pass each to `enter` with the cases that it adds.
+    """Run the searches one after another, and pass each result to `enter` with the cases that it
+    adds.
 
-    `reports` are those of the cases that ran, and `left_out` the ids of those to ignore. With
-    `keep`, findings are stored on disk, and run first the next time. On Ctrl-C, the results so far
-    are entered, and KeyboardInterrupt is raised again.
+    `reports` are the reports of the strategy's cases, and `left_out` the ids of cases to ignore.
+    With `keep`, findings are stored and run first the next time. On Ctrl-C, the results so far are
+    passed on, and KeyboardInterrupt is raised again.
     """
     for asked in searches:
         own = [report for report in reports if report.case.strategy == asked.strategy]
@@ -67,8 +68,8 @@ def search_thoroughly(
 def _excluded_words(
     asked: Asked, reports: Sequence[CaseReport], left_out: Collection[str]
 ) -> dict[str, str]:
-    """Return the words that are not drawn, with reasons: requested exclusions, and features
-    excluded from the cases.
+    """Return the features that are not drawn, each with the reason: the user excluded them, or the
+    strategy's cases do not support them.
     """
     found = {word: f"you passed --without {cell}" for word, cell in words_of_cells(asked.without)}
     if asked.dtypes:
@@ -154,7 +155,7 @@ def _explore(
 
 
 def _is_of(case: Case, asked: Asked, without: Collection[str]) -> bool:
-    """Return True if a case found earlier belongs to the current search space."""
+    """Return True if a stored case belongs to the current search space."""
     words = {*re.findall("[a-z]+", case.workload), case.dtype}
     alike = case.adaptation == asked.adaptation and case.backend == _BACKEND
     return alike and not words & {*without}

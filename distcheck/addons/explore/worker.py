@@ -1,8 +1,8 @@
-"""Defines the jobs of persistent processes: the job of a rank, and the job of the judge.
+"""Jobs of the persistent processes: one trains cases as a rank, the other judges them.
 
-These processes run the same code as the ranks and the judge of `distcheck verify`, but are not
-forked for each case and keep their process group. State left by one case may therefore affect
-another; the caller confirms a failure in fresh ranks.
+The processes run the same code as the ranks and the judge of `distcheck verify`, but serve many
+cases and keep their process group. State that one case leaves behind may therefore affect the next,
+so the caller confirms a failure in new ranks.
 """
 
 import msgspec
@@ -42,7 +42,7 @@ from distcheck.worlds.worker_pool import requests
 
 @SERVE.does
 def serve_rank(meeting: Rendezvous, fds: Descriptors, reporter: Reporter) -> None:
-    """Train cases in a persistent rank until the front end closes the channel."""
+    """Train cases as a persistent rank until the front end closes the channel."""
     traces = [fds[name] for name in TRACES]
     seeds.pin_determinism()
     device = devices.enter("cpu", 0)
@@ -80,15 +80,15 @@ def _train(
 
 
 class _Recorder(TraceRecorder):
-    """Derives its layout from the trained model; the judge determines the layout like `distcheck
-    verify`, with a separate model and optimizer step.
+    """Records a case with a layout that is derived from the trained model. The judge determines the
+    layout as `distcheck verify` does, from a separate model and optimizer step.
     """
 
     def __init__(self, ingredients: Ingredients, rank: int, fds: tuple[int, int | None]) -> None:
         self._ingredients, self._rank, self._fds = ingredients, rank, fds
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Create the writer, before anything is recorded."""
+        """Create the trace writer. Called before the first step is recorded."""
         ingredients = self._ingredients
         layout = _layout(ingredients, describe(ingredients.case.workload, model))
         writer = TraceWriter(self._fds[0], layout, self._rank, self._fds[1])

@@ -1,21 +1,23 @@
-"""MPI on CPU, through mpi4py: collectives, point-to-point and sub-groups on any MPI library.
+"""Communication backend for MPI on the CPU, through mpi4py: collectives, point-to-point messages
+and subgroups, with any MPI library.
 
 torch has its own MPI backend only if it was built with one, and reserves the name "mpi" for it;
-this one is registered as `distcheck_mpi`. The summation order of an MPI library is unspecified (it
-depends on the library, its version, the size and the number of ranks), so there is no
-`all_reduce_sum` here: an all_reduce is judged by error bounds, and is not compared bitwise.
+this backend is registered as `distcheck_mpi`. The reduction order of an MPI library is unspecified:
+it depends on the library, its version, the message size and the number of ranks. This backend
+therefore defines no `all_reduce_sum`, and results are judged by error bounds instead of bitwise.
 
-library.py   finds the launcher and the MPI library, without loading either
-runtime.py   MPI in this process: start, end, communicators; a stand-in outside any MPI job
-buffers.py   converts tensors to the buffers that MPI sends and reduces
-calls.py     started operations: their record, in the format of torch's flight recorder, and their
-             Work
-group.py     the process group, and the operations that it refuses
+    library.py   finds the launcher and the MPI library, without loading either
+    runtime.py   MPI in this process: start, end, communicators; a replacement outside an MPI job
+    buffers.py   converts tensors to the buffers that MPI sends and reduces
+    calls.py     started operations: their `Work`, and their record in the format of torch's flight
+                 recorder
+    group.py     the process group, and the operations that it refuses
 
-Ranks are part of an MPI job: a launcher starts a stand-in for each, and the helper forks the rank.
+Ranks are part of an MPI job: a launcher starts a stand-in process for each rank, and the helper
+forks the rank itself.
 
-started.py   such a job, from its start to its end
-stand_in.py  the program that the launcher starts in place of a rank
+    started.py   a started MPI job
+    stand_in.py  the program that the launcher starts in place of a rank
 """
 
 import functools
@@ -40,7 +42,7 @@ def missing() -> str:
 
 
 def register() -> str:
-    """Register this backend with torch; return its name, or that of torch's own MPI."""
+    """Register this backend with torch. Return its name, or "mpi" if torch was built with MPI."""
     import torch.distributed as dist
 
     if dist.is_mpi_available():
@@ -54,10 +56,11 @@ def register() -> str:
 
 
 def finalize() -> None:
-    """End MPI in this process once all of its ranks call this; no communication may be in progress.
+    """End MPI in this process. All ranks must call this function, and no communication may be in
+    progress.
 
-    To its launcher, a rank that ends without it has aborted; if a launcher's process forks one rank
-    after another, the next cannot start before this call.
+    The launcher treats a rank that exits without this call as aborted. If one process of the
+    launcher forks several ranks in turn, the next rank cannot start before this call.
     """
     from distcheck.addons.mpi import runtime
 
@@ -65,29 +68,33 @@ def finalize() -> None:
 
 
 def start_job(size: int) -> LauncherJob:
-    """Start a job of an MPI launcher, which `size` ranks forked here will be part of."""
+    """Start an MPI job with a launcher. `size` ranks that are forked here become part of it."""
     from distcheck.addons.mpi.started import MPIJob
 
     return MPIJob(size)
 
 
 def use_single_rank_world() -> None:
-    """Make mpi4py usable in a process that no launcher has started."""
+    """Make mpi4py usable in a process that no launcher has started; see
+    `runtime.use_single_rank_world`.
+    """
     from distcheck.addons.mpi import runtime
 
     runtime.use_single_rank_world()
 
 
 def note_calls(registered: str) -> None:
-    """Record this process's calls of this backend from now on, which torch does not."""
+    """Record the calls of this backend in this process from now on, because torch does not record
+    them.
+    """
     if registered == TORCH_NAME:
         _note_calls()
 
 
 @functools.cache
 def _note_calls() -> None:
-    """Groups whose calls time out sooner than usual have a limit of their own, which the code may
-    rely on.
+    """Record the calls of `MPIGroup`. A group whose timeout is shorter than usual is treated as
+    having a timeout that the code may rely on.
     """
     from distcheck.addons.mpi import calls
     from distcheck.addons.mpi.group import MPIGroup
@@ -102,8 +109,8 @@ def _note_calls() -> None:
 
 
 def _move_on() -> None:
-    """Let MPI complete pending operations. It does not promise that two threads may enter it at
-    once, so only the main thread does.
+    """Let MPI complete pending operations. Only the main thread does this, because MPI may not
+    support calls from two threads at once.
     """
     from distcheck.addons.mpi.calls import drive_mpi_progress
     from distcheck.addons.mpi.runtime import mpi

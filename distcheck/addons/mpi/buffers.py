@@ -1,7 +1,7 @@
 """Converts tensors to the buffers that MPI sends and reduces.
 
-MPI receives the address of contiguous memory. A tensor with another layout (a transpose, a slice,
-channels last) is copied to such memory before, and back after.
+MPI takes the address of contiguous memory. A tensor with another layout (a transpose, a slice,
+channels last) is copied to contiguous memory before the call, and copied back afterwards.
 """
 
 import functools
@@ -45,7 +45,7 @@ _REDUCE_SHORT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor's memory contains its elements in order."""
+    """Return True if the memory of a tensor contains exactly its elements, in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -57,7 +57,9 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous_result(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or contiguous memory of its shape for a result."""
+    """Return memory for a result: the tensor itself if it is contiguous, else a contiguous tensor
+    of its shape.
+    """
     return (
         tensor.detach() if is_contiguous(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
     )
@@ -68,33 +70,33 @@ def concatenated_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def copy_result_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Copy a result to its tensor, unless it is there already."""
+    """Copy a result to its tensor, unless the result was written there directly."""
     if tensor.data_ptr() != result.data_ptr() or not is_contiguous(tensor):
         tensor.detach().copy_(result.view(tensor.shape))
 
 
 def split_into_tensors(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Split a result into tensors, the inverse of `flat`."""
+    """Split a result into tensors: the inverse of `concatenated_elements`."""
     parts = result.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
 
 
 def as_mpi_buffer(tensor: torch.Tensor) -> list[Any]:
-    """Return a contiguous tensor as a buffer for communication: memory and a datatype."""
+    """Return the MPI buffer of a contiguous tensor: its memory and its datatype."""
     return [_memory(tensor), getattr(mpi(), _BY_SIZE[tensor.element_size()])]
 
 
 def buffer_with_counts(tensor: torch.Tensor, counts: Sequence[int]) -> list[Any]:
-    """Return a contiguous tensor as a buffer with `counts[rank]` elements for each rank."""
+    """Return the MPI buffer of a contiguous tensor with `counts[rank]` elements for each rank."""
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     memory, datatype = as_mpi_buffer(tensor)
     return [memory, list(counts), starts, datatype]
 
 
 def reduction_buffer(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any], Any]:
-    """Return a contiguous tensor as a buffer for a reduction, and the operation. Raises ValueError
-    if it is not defined on its dtype.
+    """Return the MPI buffer of a contiguous tensor and the MPI operation for a reduction. Raises
+    ValueError if the operation is not defined for the dtype.
     """
     name = _name_of(op)
     dtype, module = tensor.dtype, mpi()
@@ -110,7 +112,7 @@ def reduction_buffer(what: str, tensor: torch.Tensor, op: Any) -> tuple[list[Any
 
 
 def is_averaging_op(op: Any) -> bool:
-    """Return True if a sum must be divided by the number of ranks."""
+    """Return True for AVG: the sum must be divided by the world size."""
     return bool(op == ReduceOp.AVG)
 
 
@@ -127,7 +129,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def _short_op(dtype: torch.dtype, name: str) -> Any:
-    """Return an operation on 16-bit floats, rounded after every addition as in gloo."""
+    """Return an MPI operation for 16-bit floats. It rounds after every addition, as gloo does."""
     reduce = _REDUCE_SHORT[name]
 
     def both(incoming: Any, inout: Any, _: Any) -> None:

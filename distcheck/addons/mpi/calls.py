@@ -36,8 +36,8 @@ _MESSAGES = ("send", "recv")
 
 @dataclass(slots=True, eq=False)
 class MPICall:
-    """One operation: its number among all of its group, and among the group's messages or
-    collectives. Shapes are recorded, tensors are not kept.
+    """One operation. It has two numbers: its position among all operations of its group, and its
+    position among the group's collectives or messages. The record holds shapes and no tensors.
     """
 
     what: str
@@ -96,17 +96,17 @@ def record_call(
 
 
 def recorded_entries() -> list[dict[str, Any]]:
-    """Return the latest operations, oldest first."""
+    """Return the latest operations in the flight recorder's format, oldest first."""
     return [call.as_entry() for call in list(_latest)]
 
 
 def count_of(group: str) -> int:
-    """Return how many operations of a group this process has started, messages included."""
+    """Return how many operations of a group this process has started, including messages."""
     return _counts[group, "all"]
 
 
 def reset_counters(group: str) -> None:
-    """Reset the counters for a new group: a destroyed one may have had its name."""
+    """Reset the counters of a new group. A destroyed group may have had the same name."""
     for what in ("all", "messages", "collectives"):
         _counts.pop((group, what), None)
 
@@ -116,8 +116,8 @@ def clear_record() -> None:
 
 
 def _frames() -> list[tuple[str, int, str]]:
-    """Return the callers, up to the first one outside torch and distcheck: walking the whole stack
-    would take as long as the call itself.
+    """Return the stack frames of the caller, up to the first frame outside torch and distcheck.
+    Walking the whole stack would take as long as the call itself.
     """
     frame: Any = sys._getframe(3)
     found: list[tuple[str, int, str]] = []
@@ -153,10 +153,10 @@ _one_at_a_time = threading.RLock()  # two threads must not test the same request
 class MPIWork(PythonWork):
     """A started operation, recorded as `call`.
 
-    It completes when all of `requests` have; then `finish` copies results to their tensors. Data
-    moves only while some call is within MPI (`wait`, `is_completed`, or another operation).
-    `get_future` therefore waits first, because nothing else would complete the future: results of
-    chained callbacks are correct, without any overlap.
+    The work completes when all of its MPI `requests` have completed; `finish` then copies the
+    results to their tensors. MPI makes progress only within an MPI call: `wait`, `is_completed`, or
+    another operation. `get_future` therefore waits first, because nothing else would complete the
+    future. Chained callbacks get correct results, but nothing overlaps.
     """
 
     def __init__(
@@ -182,7 +182,9 @@ class MPIWork(PythonWork):
                 _under_way[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until complete. Raises RuntimeError after `timeout`, or the group's timeout."""
+        """Block until the operation is complete. Raises RuntimeError after `timeout`, or after the
+        group's timeout.
+        """
         self._wait_until_done(timeout.total_seconds() or self.timeout_s)
         if self._error is not None:
             raise self._error
@@ -192,7 +194,9 @@ class MPIWork(PythonWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True if it is complete; otherwise let MPI progress it."""
+        """Return True if the operation is complete; otherwise let MPI make progress and return
+        False.
+        """
         return self._poll()
 
     def is_success(self) -> bool:
@@ -221,7 +225,7 @@ class MPIWork(PythonWork):
                 raise RuntimeError(f"{self._call.what} timed out after {timeout_s:g} s")
 
     def _poll(self) -> bool:
-        """Let MPI progress the operation, and finish it once."""
+        """Let MPI make progress, and call `finish` once when the operation completes."""
         if self._done:
             return True
         with _one_at_a_time:
@@ -254,7 +258,7 @@ def drive_mpi_progress() -> None:
 
 
 class CombinedMPIWork(PythonWork):
-    """Several operations with a single wait."""
+    """Several operations with a common `wait`."""
 
     def __init__(self, works: list[MPIWork], results: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""The process group: c10d's collectives and point-to-point operations by nonblocking MPI calls.
+"""Process group that runs c10d's collectives and point-to-point operations as nonblocking MPI
+calls.
 
-Every operation is started by a nonblocking call, also without `async_op`: ranks may differ in that,
-and MPI matches nonblocking collectives only with nonblocking ones. c10d waits for operations that
-are not asynchronous.
+Calls without `async_op` are nonblocking as well. MPI matches nonblocking collectives only with
+nonblocking ones, and ranks may call the same collective with different values of `async_op`. For
+calls without `async_op`, c10d waits.
 """
 
 import zlib
@@ -20,7 +21,9 @@ from distcheck.backends._python_group import PythonGroup, Tensors, check_length,
 
 
 def check_tensors(what: str, tensors: Sequence[torch.Tensor], *, written: bool = False) -> None:
-    """Raise ValueError for tensors that this backend does not support, or that differ in dtype."""
+    """Raise ValueError if this backend does not support one of the tensors, or if their dtypes
+    differ.
+    """
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(
@@ -45,7 +48,7 @@ def check_list(
     *,
     written: bool = True,
 ) -> None:
-    """Raise ValueError unless a list has one supported tensor for each of `size` ranks, each with
+    """Raise ValueError unless `many` has one supported tensor for each of `size` ranks, each with
     as many elements as `one`.
     """
     check_tensors(what, [one, *many])
@@ -54,7 +57,9 @@ def check_list(
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """Raise ValueError unless a supported tensor has `size` times the elements of `part`."""
+    """Raise ValueError unless `whole` is a supported tensor with `size` times as many elements as
+    `part`.
+    """
     check_tensors(what, [whole, part])
     _python_group.check_parts(what, size, whole=whole, part=part)
 
@@ -68,7 +73,9 @@ _TAGS = 1 << 14  # MPI guarantees 2^15 - 1
 
 
 def create(options: Any, _: Any) -> "MPIGroup":
-    """Create a group for torch; collective over its ranks. Raises CannotRunError."""
+    """Create a process group for torch. This is a collective call of the group's ranks. Raises
+    CannotRunError.
+    """
     runtime.start()
     ranks = list(options.global_ranks_in_group)
     if not ranks:
@@ -82,8 +89,8 @@ def create(options: Any, _: Any) -> "MPIGroup":
 
 
 def _wait_for_ranks(options: Any, ranks: Sequence[int]) -> None:
-    """Wait for the other ranks at torch's store: MPI itself spins until all ranks create the group,
-    and a spinning rank appears to compute.
+    """Wait for the other ranks through torch's store. MPI itself would spin until all ranks create
+    the group, and a spinning rank looks like a rank that computes.
     """
     of = ",".join(map(str, ranks))
     options.store.set(f"distcheck/{of}/{options.group_rank}", "")
@@ -91,7 +98,7 @@ def _wait_for_ranks(options: Any, ranks: Sequence[int]) -> None:
 
 
 class MPIGroup(PythonGroup):
-    """A group of ranks with two communicators: one for collectives, one for messages."""
+    """Process group with two MPI communicators: one for collectives and one for messages."""
 
     torch_name = TORCH_NAME
 
@@ -104,14 +111,14 @@ class MPIGroup(PythonGroup):
         calls.reset_counters(self._name)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many operations this rank has started here, messages included."""
+        """Return how many operations of this group this rank has started, including messages."""
         return calls.count_of(self._name)
 
     def set_timeout(self, timeout: Any) -> None:
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Do nothing: communicators end with MPI, which other groups use."""
+        """Do nothing. Communicators end with MPI, which other groups still use."""
 
     abort = shutdown
 
@@ -353,7 +360,7 @@ class MPIGroup(PythonGroup):
         *keep: Any,
         inputs: Tensors | None = None,
     ) -> MPIWork:
-        """Return an operation whose single result is in `room`."""
+        """Return the work of an operation that writes a single result to `room`."""
 
         def finish(_: Any) -> None:
             buffers.copy_result_back(results[0], room)
@@ -369,7 +376,9 @@ class MPIGroup(PythonGroup):
         *keep: Any,
         inputs: Tensors,
     ) -> MPIWork:
-        """Return an operation whose results are concatenated in `together`."""
+        """Return the work of an operation that writes the concatenation of its results to
+        `together`.
+        """
 
         def finish(_: Any) -> None:
             buffers.split_into_tensors(together, results)
@@ -386,7 +395,7 @@ class MPIGroup(PythonGroup):
         *,
         inputs: Tensors | None = None,
     ) -> MPIWork:
-        """Return a started operation. `inputs` are this rank's inputs, by default `results`."""
+        """Return the work of a started operation. `inputs` defaults to `results`."""
         given = results if inputs is None else inputs
         return MPIWork(
             calls.record_call(what, self._name, given, results),

@@ -1,4 +1,4 @@
-"""Finds MPI: the launcher, and the library of the same installation."""
+"""Finds the MPI launcher, and the MPI library of the same installation."""
 
 import functools
 import importlib.metadata
@@ -28,7 +28,7 @@ _WISHES = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own settings
 class Launcher:
     """A program that starts the processes of an MPI job.
 
-    `library` is the MPI library of its installation; empty if mpi4py must find it.
+    `library` is the path of the MPI library in the same installation; empty if mpi4py must find it.
     """
 
     path: str
@@ -37,13 +37,15 @@ class Launcher:
 
 
 def is_under_mpi_launcher() -> bool:
-    """Return True if an MPI launcher has started this process, or an ancestor."""
+    """Return True if an MPI launcher has started this process or one of its ancestors."""
     return any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
 
 
 @functools.cache
 def find_launcher() -> Launcher | None:
-    """Return the launcher next to this Python, else an installed wheel's, else that on PATH."""
+    """Return the launcher next to this Python; else that of an installed wheel; else the one on
+    PATH.
+    """
     for path in _candidates():
         kind = _kind_of(path)
         if kind is not None:
@@ -52,7 +54,7 @@ def find_launcher() -> Launcher | None:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without an outer launcher's variables."""
+    """Return this process's environment without the variables of an outer MPI launcher."""
     return {
         name: value
         for name, value in os.environ.items()

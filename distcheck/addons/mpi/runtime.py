@@ -1,4 +1,7 @@
-"""MPI in this process, started once, after the fork, and ended at most once; or a stand-in."""
+"""Starts and ends MPI in this process, or replaces it by a world of one rank.
+
+MPI is started after the fork, and only once per process; it cannot be restarted after it was ended.
+"""
 
 import contextlib
 import functools
@@ -17,7 +20,9 @@ _SHARED_FILE = re.compile(r"/dev/shm/mpich_shm_\w+")
 
 @functools.cache
 def mpi() -> Any:
-    """Return mpi4py.MPI, with automatic start and end disabled. Raises CannotRunError."""
+    """Import and return mpi4py.MPI, with its automatic start and end disabled. Raises
+    CannotRunError.
+    """
     try:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False
@@ -32,8 +37,9 @@ def mpi() -> Any:
 
 
 def start() -> None:
-    """Start MPI, unless code under test has. Raises CannotRunError for an MPI without thread
-    support: DDP's reductions start in the thread that runs backward.
+    """Start MPI, unless the code under test has started it. Raises CannotRunError if the MPI
+    library lacks thread support, which is necessary because DDP starts reductions in the thread
+    that runs backward.
     """
     module = mpi()
     if not module.Is_initialized():
@@ -48,8 +54,8 @@ _world: Any = None
 
 
 def world_communicator(rank: int, size: int) -> Any:
-    """Return a communicator of all ranks, in the order of torch's ranks. Collective. Raises
-    CannotRunError if MPI's world is not torch's.
+    """Create and return a communicator of all ranks, in the order of torch's ranks. This is a
+    collective call. Raises CannotRunError if the MPI job has other ranks than torch.
     """
     global _world
     module = mpi()
@@ -83,9 +89,9 @@ def finalize() -> None:
 
 
 def _unlink_shared_files() -> None:
-    """Unlink MPICH's shared memory, which otherwise has a name until the last rank has ended
-    normally, so that a killed rank leaves it behind. All ranks of the machine have it mapped by
-    now.
+    """Unlink the files of MPICH in shared memory. MPICH itself unlinks them only when the last rank
+    exits normally, so a killed rank would leave them behind. All ranks of the machine have mapped
+    the memory by now.
     """
     with contextlib.suppress(OSError):
         for name in set(_SHARED_FILE.findall(Path("/proc/self/maps").read_text())):
@@ -94,12 +100,12 @@ def _unlink_shared_files() -> None:
 
 
 def use_single_rank_world() -> None:
-    """Import mpi4py uninitialized, and replace its world by a communicator of one rank that calls
-    no library; do nothing if mpi4py, or a library for it, is not installed.
+    """Import mpi4py without initializing MPI, and replace its world communicator by one of size 1
+    that calls no library. Does nothing if mpi4py or its MPI library is not installed.
 
-    Scripts query their rank at import (`rank = comm.Get_rank()`). An uninitialized MPI library ends
-    the process for that. In a process that only inspects code, the world communicator therefore
-    answers as a world of size 1. Anything else that needs MPI fails as before.
+    Scripts ask for their rank at import (`rank = comm.Get_rank()`). An uninitialized MPI library
+    ends the process on this call. In a process that only inspects code, the replacement answers
+    instead. Anything else that needs MPI fails as before.
     """
     with contextlib.suppress(ImportError, RuntimeError):
         import mpi4py
@@ -117,7 +123,7 @@ def use_single_rank_world() -> None:
 
 
 def _communicator(mpi: Any) -> Any:
-    """Return a communicator of one rank, of mpi4py's class."""
+    """Return a communicator of size 1 that is an instance of mpi4py's class."""
 
     def itself(self: Any, *_: Any, **__: Any) -> Any:
         return self

@@ -1,7 +1,8 @@
-"""Program that a launcher starts in place of a rank. Standard library only.
+"""Program that an MPI launcher starts in place of a rank. Imports only the standard library, and
+little of it, because there is one such process for every rank.
 
-It sends the launcher's environment for the job to the front end, and exits when the rank that
-replaced it exits. It imports little, because there is one for every rank.
+It sends the environment that the launcher has set to the front end, and exits when the rank that
+replaces it exits.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 
 
 def main(address: str) -> None:
-    """Send this process's environment, and MPICH's connection to its launcher."""
+    """Send this process's environment, and MPICH's connection to its launcher, to `address`."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     variables = json.dumps(dict(os.environ)).encode()

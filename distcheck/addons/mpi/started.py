@@ -1,9 +1,9 @@
-"""MPI jobs whose ranks are forked by distcheck's helper process and not by MPI.
+"""MPI jobs whose ranks are forked by distcheck's helper process instead of by MPI.
 
-mpirun starts a stand-in for each rank, and the rank takes over the environment and connections of
-its stand-in (docs/decisions/mpi.md).
+mpirun starts a stand-in process for each rank. The rank takes over the environment and the
+connections of its stand-in (docs/decisions/mpi.md).
 
-front end -> keeper.py -> mpirun -> stand_in.py, one for each rank
+    front end -> keeper.py -> mpirun -> stand_in.py, one for each rank
 """
 
 import contextlib
@@ -46,10 +46,10 @@ _MEMORY_FOLDERS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_back
 
 
 class MPIJob:
-    """A started job that waits for its ranks. Close it once they are gone.
+    """A started MPI job whose ranks will join it. Must be closed after its ranks have exited.
 
-    `environments` holds the variables to add for each rank; `connections` the descriptors that a
-    rank needs, by the variable that holds their number.
+    `environments` holds the variables to add for each rank. `connections` holds the file
+    descriptors that a rank needs; the keys are the variables that contain their numbers.
     """
 
     def __init__(self, size: int) -> None:
@@ -74,7 +74,9 @@ class MPIJob:
             raise
 
     def enlist(self, rank: int, start: RankStart) -> RankStart:
-        """Return a rank's start, extended by the environment and descriptors of its stand-in."""
+        """Return the start of a rank, with the environment and the descriptors of its stand-in
+        added.
+        """
         return replace(
             start,
             environment={**start.environment, **self.environments[rank]},
@@ -82,7 +84,7 @@ class MPIJob:
         )
 
     def close(self) -> None:
-        """End the launcher and everything that it has started, and wait for that."""
+        """End the launcher and all processes that it has started; wait until they have exited."""
         if os.getpid() != self._owner:
             return
         for connection in (*self._stand_ins, self._control):
@@ -167,7 +169,9 @@ def _launcher() -> library.Launcher:
 
 
 def _new_folder() -> str:
-    """Return a new folder for all files of the launcher and the library, in memory if possible."""
+    """Create a folder for all files of the launcher and the library, in memory if possible. Return
+    its path.
+    """
     base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
     place = Path(base or tempfile.gettempdir(), private.unique("distcheck-mpi-"))
     return str(private.folder(place, is_new=True))

@@ -1,7 +1,7 @@
-"""`distcheck selftest`: checks that the tool detects all planted errors, and nothing else, on this
-machine.
+"""`distcheck selftest`: checks on this machine that distcheck detects planted bugs, and reports
+nothing for correct code.
 
-`command` lists the installed mutants and strategies (in a separate process), selects, runs and
-judges them; `table` prints. The mutants and the expected results are in the package
-`distcheck_mutants`, which the tests run as well.
+`command` lists the installed mutants and correct strategies (in a separate process), selects and
+runs them, and judges the results; `table` prints them. The mutants and their expected results are
+in the package `distcheck_mutants`, which the test suite uses as well.
 """

@@ -1,4 +1,6 @@
-"""`distcheck selftest`: tests distcheck itself on this machine. Imports no torch."""
+"""Runs `distcheck selftest`, a test of distcheck itself on this machine. This module does not
+import torch.
+"""
 
 import contextlib
 import importlib
@@ -45,9 +47,9 @@ _QUICK_STRATEGIES = ("allreduce", "ddp")
 
 
 class SelftestPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Mutants to run, and strategies, each run as several cases.
+    """The mutants to run, and the correct strategies, each of which runs as several cases.
 
-    `dtype` is that of the correct cases; None is verify's own choice, which adds float64.
+    `dtype` applies to the correct cases. None means the default of `verify`, which adds float64.
     """
 
     backend: str = "gloo"
@@ -60,13 +62,13 @@ class SelftestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cases_each(self) -> int:
-        """Number of correct cases per strategy: `exact` runs in float32 only."""
+        """Number of correct cases per strategy. The workload `exact` runs in float32 only."""
         return len(WORLDS) * (2 if self.dtype else 3)
 
 
 def check_place(backend: str, device: str) -> None:
-    """Raise UsageError for a backend without listed results of the mutants, and for an unknown
-    device; CannotRunError for a missing one.
+    """Raise UsageError for an unknown device, or a backend for which no results are listed. Raise
+    CannotRunError if the device is missing.
     """
     backends.check_name(backend)
     if backend not in BACKENDS:
@@ -88,7 +90,9 @@ def plan_selftest(
     backend: str = "gloo",
     device: str = "cpu",
 ) -> SelftestPlan:
-    """Select by name and by `quick`. Raises UsageError for a pattern without matches."""
+    """Select mutants and strategies by name, and fewer with `quick`. Raises UsageError if a pattern
+    matches none.
+    """
     names = [f"{m.file}.{m.name}" for m in zoo.mutants]
     names += [f"correct.{strategy}" for strategy in zoo.strategies]
     for pattern in patterns:
@@ -115,10 +119,10 @@ def plan_selftest(
 
 
 def representative_mutants(mutants: Sequence[ListedMutant]) -> tuple[ListedMutant, ...]:
-    """Return for every (check, layer) that any of them is listed with, one that has it and few
-    others.
+    """Return few mutants that together have every (check, layer) pair with which any mutant is
+    listed.
 
-    Rare pairs are handled first, so that the mutants selected for them also cover common ones.
+    Rare pairs are handled first, because the mutants selected for them also cover common pairs.
     """
     having: dict[tuple[str, str], list[ListedMutant]] = {}
     for mutant in mutants:
@@ -132,7 +136,9 @@ def representative_mutants(mutants: Sequence[ListedMutant]) -> tuple[ListedMutan
 
 
 def _sort_key(mutant: ListedMutant) -> tuple[int, bool, int]:
-    """Return a sort key: few checks first, and hangs last, because they take the deadline."""
+    """Return a sort key: mutants with few failing checks come first. Mutants that hang come last,
+    because they run until the deadline.
+    """
     return len(mutant.caught), "hang" in mutant.causes, mutant.asked["world"]
 
 
@@ -166,8 +172,8 @@ def list_zoo(nothing: bytes, fds: Descriptors, reporter: Reporter) -> Zoo:
 
 
 def _listed_mutants(package: str) -> Iterator[ListedMutant]:
-    """Yield mutants that are listed with the checks that must fail; or subtle ones, each as the
-    single case that exposes it, by any check.
+    """Yield the mutants of a package. Most are listed with the checks that must fail. A subtle
+    mutant is listed with the one case that exposes it; any check may fail.
     """
     subtle = package != PACKAGE
     causes = importlib.import_module(f"{package}.causes")
@@ -202,8 +208,9 @@ def installed_zoo() -> Zoo:
 def run_plan(
     plan: SelftestPlan, *, begins: Callable[[str], None], environment: dict[str, object]
 ) -> Iterator[SelftestVerdict]:
-    """Judge everything that is planned; `begins` is called with the name of the next one.
-    `environment` receives the machine's description from the first report.
+    """Run everything in the plan and yield the verdicts. `begins` is called with the name of each
+    mutant or strategy before it runs. `environment` is filled with the machine's description from
+    the first report.
     """
     for planted in plan.mutants:
         begins(f"{planted.file}.{planted.name}")
@@ -338,7 +345,7 @@ def command(
 def _run(
     plan: SelftestPlan, rows: list[SelftestVerdict], environment: dict[str, Any], live: LiveProgress
 ) -> None:
-    """Append to `rows` one by one, so that results remain after an interrupt."""
+    """Append verdicts to `rows` one by one, so that they remain available after an interrupt."""
     total = len(plan.mutants) + len(plan.strategies)
     numbers = itertools.count()
 

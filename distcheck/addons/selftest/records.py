@@ -1,4 +1,4 @@
-"""Plan and results of a selftest. Does not import torch."""
+"""Plan and results of a selftest. This module does not import torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,13 +16,15 @@ _UNEXPLAINED = "unexplained"
 
 
 class ListedMutant(msgspec.Struct, frozen=True, kw_only=True):
-    """A mutant as its package lists it.
+    """A mutant and its expected results.
 
-    asked    the arguments of `distcheck.verify` that run it
-    caught   the (check, layer) that fail, over all cases of the run; none: any may fail
-    causes   causes that its diagnosis may report
-    processes       True if it shows only with ranks that are processes
-    when_simulated  causes in a simulated world instead of `causes`, by any check; or none
+    asked    the arguments of `distcheck.verify` that run the mutant
+    caught   the (check, layer) pairs that must fail, over all cases of the run; empty if any may
+             fail
+    causes   the causes that the diagnosis may report
+    processes       True if the bug shows only if ranks are processes
+    when_simulated  the permitted causes in a simulated world, in which any check may fail; empty if
+                    they are the same
     """
 
     name: str
@@ -35,7 +37,7 @@ class ListedMutant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Zoo(msgspec.Struct, frozen=True, kw_only=True):
-    """Mutants, correct strategies, and (name, reason) of those that need another machine."""
+    """All mutants and correct strategies; (name, reason) of those that cannot run here."""
 
     mutants: tuple[ListedMutant, ...]
     strategies: tuple[str, ...]
@@ -46,10 +48,11 @@ LIST = Job("distcheck.addons.selftest.command:list_zoo", bytes, Zoo)
 
 
 class SelftestVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on one mutant, or one correct case.
+    """The verdict on one mutant or one correct case.
 
-    `checks` are those that failed; for a mutant, `as_listed` is True if they are exactly the listed
-    ones. `detail` is a message for the user; `replay` reproduces an unexpected result.
+    `checks` are the checks that failed. For a mutant, `as_listed` is True if exactly the listed
+    checks failed. `detail` is a message for the user, and `replay` is the command that reproduces
+    an unexpected result.
     """
 
     kind: Literal["mutant", "correct"]
@@ -66,11 +69,12 @@ class SelftestVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
+        """True if the result is the expected one."""
         return self.verdict in ("caught", "passed", "left out") and self.naming != "wrong"
 
 
 class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The totals of a detection table."""
+    """Totals of the detection table."""
 
     planted: int
     caught: int
@@ -86,7 +90,9 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> ExitCode:
-        """Exit code: a missed mutant, a wrong cause and a false positive are each a mismatch."""
+        """Exit code: a mismatch if a mutant was missed, a wrong cause was named, or correct code
+        failed.
+        """
         if self.missed or self.named_wrong or self.false_positives:
             return ExitCode.MISMATCH
         nothing = self.caught + self.passed == 0
@@ -96,7 +102,9 @@ class DetectionCounts(msgspec.Struct, frozen=True, kw_only=True):
 def detection_counts(
     rows: Sequence[SelftestVerdict], *, planted: int, correct: int
 ) -> DetectionCounts:
-    """Return the totals; planned cases without a row are unknown, left-out mutants not planted."""
+    """Return the totals. A planned case without a row is unknown; an excluded mutant is not
+    planned.
+    """
 
     def of(kind: str, **wanted: str) -> int:
         matching = [r for r in rows if r.kind == kind]
@@ -123,7 +131,7 @@ def detection_counts(
 
 
 def judge_mutant(planted: ListedMutant, report: Report, *, seconds: float = 0.0) -> SelftestVerdict:
-    """Return the verdict on a mutant: caught if any check of its run fails, missed if all pass."""
+    """Return the verdict on a mutant: caught if a check of its run failed, missed if all passed."""
     results = [result for case in report.cases for result in case.checks]
     failed = dict.fromkeys((r.check, r.layer) for r in results if r.verdict == "fail")
     causes = dict.fromkeys(found.cause for case in report.cases for found in case.diagnosis)
@@ -146,8 +154,8 @@ def judge_mutant(planted: ListedMutant, report: Report, *, seconds: float = 0.0)
 
 
 def judge_named_causes(found: set[str], allowed: set[str]) -> Naming:
-    """Return "right" if every reported cause is permitted, "wrong" if one is not. `unexplained` is
-    not a cause; a failure without any diagnosis counts as unexplained, too.
+    """Return "right" if every reported cause is permitted, "wrong" if one is not, and "unexplained"
+    if none is reported. (`unexplained` itself is not a cause.)
     """
     named = found - {_UNEXPLAINED}
     if not named:
@@ -156,7 +164,7 @@ def judge_named_causes(found: set[str], allowed: set[str]) -> Naming:
 
 
 def judge_correct(case: CaseReport) -> SelftestVerdict:
-    """Return the verdict on a correct case: a failed check is a false positive."""
+    """Return the verdict on a correct case. A failed check is a false positive."""
     verdict: Verdict = {"fail": "false positive", "pass": "passed", "unknown": "unknown"}[
         case.verdict
     ]  # type: ignore[assignment]
@@ -191,7 +199,9 @@ def _why_not_as_expected(
 
 
 def format_checks(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return checks with their layers, as "gradients (rounding, full batch float32), agreement"."""
+    """Format checks with their layers, such as "gradients (rounding, full batch float32),
+    agreement".
+    """
     layers: dict[str, list[str]] = {}
     for check, layer in pairs:
         layers.setdefault(check, []).append(layer)

@@ -1,4 +1,4 @@
-"""The detection table: for the terminal, and as JSON of the schema `distcheck.selftest/1`."""
+"""Prints the detection table on the terminal, and as JSON of the schema `distcheck.selftest/1`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -38,7 +38,7 @@ _NAMING: dict[Naming, str] = {
 
 
 class SelftestResults(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a selftest, possibly interrupted."""
+    """Results of a selftest. After an interrupt they are incomplete."""
 
     backend: str = "gloo"
     device: str = "cpu"
@@ -51,7 +51,7 @@ class SelftestResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(found: SelftestResults, console: Console, *, verbose: bool = False) -> None:
-    """Print mutants grouped by file, correct strategies in a line each, and the totals."""
+    """Print the mutants grouped by file, one line for each correct strategy, and the totals."""
     found = displayable(found)
     about = found.environment
     console.print(
@@ -99,7 +99,7 @@ def format_totals(found: SelftestResults) -> Iterator[str]:
 
 
 def render_json(found: SelftestResults) -> str:
-    """Return the table as JSON; docs/selftest.md explains every key."""
+    """Return the table as JSON. docs/selftest.md explains every key."""
     document = {
         "schema": SCHEMA,
         "exit_code": 130 if found.interrupted else int(found.counts.exit_code),

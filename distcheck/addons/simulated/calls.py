@@ -1,4 +1,4 @@
-"""A posted call: its operation, its tensors, and its line in the code under test."""
+"""A posted call: its operation, its tensors, and the line of the code under test that made it."""
 
 import math
 import os
@@ -46,7 +46,7 @@ class SimulatedCall(PostedCall):
 
     @property
     def frames(self) -> list[dict[str, Any]]:
-        """The frames of `stack` outside this folder, in the format of torch's flight recorder."""
+        """The frames of `stack` outside this package, in the format of torch's flight recorder."""
         return [
             {"filename": code.co_filename, "line": _line_at(code, at), "name": code.co_name}
             for code, at in self.stack
@@ -55,7 +55,9 @@ class SimulatedCall(PostedCall):
 
     @property
     def where(self) -> str:
-        """Line of the code under test that made the call, as " at FILE:LINE"; empty if none."""
+        """The line of the code under test that made the call, as " at FILE:LINE"; empty if there is
+        none.
+        """
         for code, at in self.stack:
             if is_tested_code(code.co_filename):
                 return f" at {code.co_filename}:{_line_at(code, at)}"
@@ -63,9 +65,9 @@ class SimulatedCall(PostedCall):
 
     @property
     def by_index(self) -> bool:
-        """True if gloo reads its tensors in logical index order. It reads other tensors in memory
-        order, so that ranks with different memory layouts get different results (measured with
-        torch 2.15).
+        """True if gloo reads the tensors of this call in logical index order. For other calls gloo
+        reads memory order, so ranks with different memory layouts get different results (measured
+        with torch 2.15).
         """
         return self.kind in ("all_gather", "gather", "all_to_all") or (
             self.name == "reduce_scatter_tensor"
@@ -73,7 +75,9 @@ class SimulatedCall(PostedCall):
 
 
 def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
-    """Return True if code under test made a call directly, not through torch's code."""
+    """Return True if the code under test made the call directly. Return False if torch's own code
+    made it.
+    """
     for code, _ in stack:
         file = code.co_filename
         if (
@@ -86,8 +90,8 @@ def is_called_by_theirs(stack: Sequence[tuple[CodeType, int]]) -> bool:
 
 
 def is_repr_by_library() -> bool:
-    """Return True if an installed package requests a string representation, as pytest does for the
-    variables of a failed test: the code under test does not access these.
+    """Return True if an installed package requests a string representation. pytest does so for the
+    variables of a failed test. The code under test does not access the tensor in this case.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and not is_tested_code(frame.f_code.co_filename):
@@ -96,8 +100,8 @@ def is_repr_by_library() -> bool:
 
 
 def calling_stack() -> list[tuple[CodeType, int]]:
-    """Return the frames of the caller up to the code under test, innermost first: each with its
-    code object and instruction offset. Line numbers are computed only when they are reported.
+    """Return the frames from the caller to the code under test, innermost first, each as a code
+    object and an instruction offset. Line numbers are computed only when they are reported.
     """
     found = []
     frame: Any = sys._getframe(1)

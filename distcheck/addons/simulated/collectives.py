@@ -1,14 +1,16 @@
-"""Results of each collective on every rank, from the inputs of all ranks (group ranks), which are
-combined in one of these orders:
+"""Computes the results of a collective on every rank from the inputs of all ranks.
 
-gloo                bit-identical to gloo on CPU: see `backends/gloo.py`
+Ranks are group ranks. Reductions use one of these orders:
+
+gloo                bit-identical to gloo on the CPU: see `backends/gloo.py`
 ring                a ring with one chunk for each rank, as NCCL and MPI libraries use for long
                     vectors: chunk c is ((x[c-1] + x[c-2]) + ...) + x[c], indices modulo the world
                     size
 tree                neighbors first: (x0 + x1) + (x2 + x3), then their sums; a rank without a
                     neighbor waits for the next level
-recursive-halving   the far half first: x[i] + x[i + p/2], with p the largest power of two within
-                    the world size; ranks beyond it first add theirs to those of ranks 0, 1, ...
+recursive-halving   ranks at half the distance first: x[i] + x[i + p/2], with p the largest power of
+                    two within the world size; ranks from p on first add their vectors to those of
+                    ranks 0, 1, ...
 rank                ((x0 + x1) + x2) + ...
 """
 
@@ -26,8 +28,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def reduce_in_order(
     order: str, collective: str, shards: list[torch.Tensor], combine: Combine = torch.add
 ) -> torch.Tensor:
-    """Return the vectors [n] of all ranks, in rank order, combined by `collective` ("all_reduce",
-    "reduce") in an order of `ORDERS`; a new vector [n].
+    """Return a new vector [n]: the vectors [n] of all ranks, given in rank order, reduced with
+    `combine` in one of the `ORDERS`. `collective` is "all_reduce" or "reduce".
     """
     if len(shards) == 1:
         return shards[0].clone()
@@ -95,7 +97,7 @@ REDUCE_OPERATIONS = tuple(_COMBINE)
 
 
 def compute_results(calls: Sequence[SimulatedCall], order: str) -> None:
-    """Fill `results` of every call of one collective; `calls` are in group order."""
+    """Compute a collective: fill `results` of each of its calls, which are given in group order."""
     if calls[0].kind in _COMPUTE:
         with torch.no_grad():
             _COMPUTE[calls[0].kind](calls, order)
@@ -104,8 +106,9 @@ def compute_results(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def consecutive_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return as many elements [n] as a tensor has, consecutive in memory from its first one, which
-    is what gloo reads. For a tensor with gaps these differ from its elements.
+    """Return the elements [n] that gloo reads from a tensor of n elements: n consecutive elements
+    of memory, starting at the tensor's first. For a tensor with gaps, they are not its own
+    elements.
     """
     tensor = tensor.data.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -116,16 +119,16 @@ def consecutive_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage holds that many elements from the first one on; False for some
-    expanded tensors, whose elements share memory.
+    """Return True if the storage holds n consecutive elements from the tensor's first on. Some
+    expanded tensors have fewer, because their elements share memory.
     """
     whole = tensor.untyped_storage().nbytes() // tensor.element_size()
     return bool(tensor.storage_offset() + tensor.numel() <= whole)
 
 
 def write_call_results(call: SimulatedCall) -> None:
-    """Write the results to the output tensors without changing their version counters, as a backend
-    does that writes to their memory.
+    """Write the results to the output tensors without changing their version counters. A backend
+    that writes to the tensors' memory does not change them either.
     """
     with torch.no_grad():
         if call.by_index and len(call.outputs) > _FEW:
@@ -178,8 +181,8 @@ def _reduce(calls: Sequence[SimulatedCall], order: str) -> None:
 
 
 def _reduce_scatter(calls: Sequence[SimulatedCall], order: str) -> None:
-    """Compute reduce_scatter. gloo reduces each tensor of a list to its rank, but a single tensor
-    as a whole (measured with torch 2.15, world sizes 5 and 7).
+    """Compute a reduce_scatter. gloo reduces each tensor of a list to its rank, but reduces a
+    single tensor as a whole (measured with torch 2.15, world sizes 5 and 7).
     """
     if order == "gloo" and all(len(call.inputs) == len(calls) for call in calls):
         for place, call in enumerate(calls):

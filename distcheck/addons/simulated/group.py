@@ -1,5 +1,5 @@
-"""The process group of a simulated world, which posts c10d's collectives and messages as calls; and
-the store for its rendezvous.
+"""Process group of a simulated world, which posts c10d's collectives and messages as simulated
+calls; and the store for its rendezvous.
 """
 
 import math
@@ -31,7 +31,7 @@ TORCH_NAME = "distcheck_simulated"
 
 
 def register() -> str:
-    """Register these groups as a backend of torch; return its name."""
+    """Register this process group as a backend of torch, and return its name."""
     if not hasattr(dist.Backend, TORCH_NAME.upper()):
         dist.Backend.register_backend(TORCH_NAME, create, extended_api=True, devices=["cpu"])
     return TORCH_NAME
@@ -42,7 +42,7 @@ def create(options: Any, _: Any) -> "SimulatedGroup":
 
 
 class SimulatedGroup(PythonGroup):
-    """One rank's end of a group."""
+    """A process group, as one rank holds it."""
 
     torch_name = TORCH_NAME
 
@@ -55,11 +55,11 @@ class SimulatedGroup(PythonGroup):
         self._limit_s = options.timeout.total_seconds()
 
     def set_timeout(self, timeout: Any) -> None:
-        """Set the timeout of calls, which replaces that of the group's creation."""
+        """Set the timeout of later calls. It replaces the timeout passed at creation."""
         self._limit_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Mark the group as destroyed (by `destroy_process_group`); no call may follow."""
+        """Mark the group as destroyed by `destroy_process_group`. No call may follow."""
         self._destroyed = True
         if self._made is not None:
             self._made.destroyed = True
@@ -69,14 +69,16 @@ class SimulatedGroup(PythonGroup):
     # -- collectives ----------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Copy the root's elements to all ranks. `opts` may be options or the root."""
+        """Copy the root's elements to all ranks. `opts` is an options object or the root."""
         tensors, root = _to_list(tensors), self._ranks[getattr(opts, "rootRank", opts)]
         return self._post(
             opts, "broadcast", "broadcast", tensors, tensors, counts=tensors, root=root
         )
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce a tensor over the ranks, to all. `opts`: options or the reduce operation."""
+        """Reduce a tensor over all ranks, with the result on all ranks. `opts` is an options object
+        or the reduce operation.
+        """
         tensors, op = _to_list(tensors), self._operation("all_reduce", opts)
         return self._post(opts, "all_reduce", "all_reduce", tensors, tensors, counts=tensors, op=op)
 
@@ -85,7 +87,9 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, kind, kind, tensors, tensors, counts=tensors, op=op)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce a tensor over the ranks, to the root only; other ranks' tensors are unchanged."""
+        """Reduce a tensor over all ranks, with the result on the root. The tensors of other ranks
+        do not change.
+        """
         root, op = self._ranks[opts.rootRank], self._operation("reduce", opts)
         results = tensors if opts.rootRank == self._rank else []
         return self._post(
@@ -93,7 +97,7 @@ class SimulatedGroup(PythonGroup):
         )
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Gather every rank's input on every rank, one output tensor each."""
+        """Gather the inputs of all ranks on every rank, in one output tensor per input."""
         (output,), (tensor,) = outputs, inputs
         check_list("all_gather", self._size, output, tensor)
         return self._post(opts, "all_gather", "all_gather", inputs, output, counts=inputs)
@@ -101,13 +105,13 @@ class SimulatedGroup(PythonGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        """Gather every rank's input on every rank, concatenated in one tensor."""
+        """Gather the inputs of all ranks on every rank, concatenated in one tensor."""
         name = "all_gather_into_tensor"
         check_parts(name, self._size, whole=output, part=tensor)
         return self._post(opts, "all_gather", name, [tensor], [output], counts=[tensor])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Gather every rank's input on the root, one output tensor each."""
+        """Gather the inputs of all ranks on the root, in one output tensor per input."""
         results = outputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             check_list("gather", self._size, results, inputs[0])
@@ -115,7 +119,7 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "gather", "gather", inputs, results, counts=inputs, root=root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
-        """Gather every rank's input on the root, concatenated in one tensor (torch 2.15)."""
+        """Gather the inputs of all ranks on the root, concatenated in one tensor (torch 2.15)."""
         results = []
         if self._rank == opts.rootRank and output is not None:
             check_parts("gather_single", self._size, whole=output, part=tensor)
@@ -133,7 +137,9 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, "scatter", "scatter", parts, outputs, counts=outputs, root=root)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """Reduce part r of every rank's list, to rank r. Parts may have different sizes."""
+        """Reduce the r-th tensors of all ranks' lists to rank r. The tensors of a list may differ
+        in size.
+        """
         (output,), (parts,) = outputs, inputs
         name = "reduce_scatter"
         check_length(name, self._size, parts)
@@ -143,14 +149,16 @@ class SimulatedGroup(PythonGroup):
         return self._post(opts, name, name, parts, [output], counts=parts, op=op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Reduce one tensor and split it into equal parts, part r to rank r."""
+        """Reduce a tensor over all ranks and split it into equal parts; part r goes to rank r."""
         name = "reduce_scatter_tensor"
         check_parts(name, self._size, whole=tensor, part=output)
         op = self._operation(name, opts)
         return self._post(opts, "reduce_scatter", name, [tensor], [output], counts=[tensor], op=op)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Send tensor r of every rank's list to rank r; sizes may differ."""
+        """Send the r-th tensor of every rank's list to rank r. The tensors of a list may differ in
+        size.
+        """
         for tensors in (outputs, inputs):
             check_length("all_to_all", self._size, tensors)
         sent, received = (tuple(t.numel() for t in tensors) for tensors in (inputs, outputs))
@@ -166,7 +174,9 @@ class SimulatedGroup(PythonGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Any:
-        """Send rows of one tensor to each rank: equally many, or as the splits specify."""
+        """Send rows of one tensor to each rank: the same number to each, or the numbers in the
+        splits.
+        """
         name = "all_to_all_single"
         self._check_contiguous(name, [output, tensor])
         sent = elements_by_rank(name, self._size, tensor, input_splits or ())
@@ -188,19 +198,21 @@ class SimulatedGroup(PythonGroup):
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        """Send one tensor to one rank. It completes when that rank receives it, as with gloo."""
+        """Send one tensor to one rank. As with gloo, the send completes when that rank receives the
+        tensor.
+        """
         peer = self._ranks[destination]
         self._check_contiguous("send", tensors)
         return self._post(None, "send", "send", tensors, [], counts=tensors, peer=peer, tag=tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        """Receive one tensor from one rank; the message must fill it."""
+        """Receive one tensor from one rank. The message must fill the tensor."""
         peer = self._ranks[source]
         self._check_contiguous("recv", tensors)
         return self._post(None, "recv", "recv", [], tensors, counts=tensors, peer=peer, tag=tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """Receive one tensor from any rank: the message that was sent first."""
+        """Receive one tensor from any rank. The message that was sent first is received first."""
         self._check_contiguous("recv", tensors)
         return self._post(None, "recv", "recv", [], tensors, counts=tensors, tag=tag)
 
@@ -217,8 +229,9 @@ class SimulatedGroup(PythonGroup):
         counts: Sequence[torch.Tensor] = (),
         **about: Any,
     ) -> SimulatedWork:
-        """Post a call. `counts` are the tensors whose sizes must be equal on all ranks; `about`
-        holds further fields of the call: `op`, `root`, `peer`, `tag`, `in_splits` and `out_splits`.
+        """Post a call. `counts` are the tensors whose sizes must be equal on all ranks. `about`
+        holds the remaining fields of the call: `op`, `root`, `peer`, `tag`, `in_splits` and
+        `out_splits`.
         """
         rank = self._world.running_rank(f"calls {name}")
         if self._destroyed:
@@ -268,14 +281,14 @@ class SimulatedGroup(PythonGroup):
                 )
 
     def _check_contiguous(self, name: str, tensors: Tensors) -> None:
-        """Raise ValueError for a tensor with gaps, in calls that gloo refuses for such tensors."""
+        """Raise ValueError for a tensor with gaps, if gloo refuses it in this operation."""
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: tensors must be contiguous")
 
 
 def _element_counts(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the numbers of elements that must be equal on all ranks. Equal parts of a
-    reduce_scatter may be a list or one tensor, so they are summed.
+    """Return the numbers of elements that must be equal on all ranks. For reduce_scatter they are
+    summed, because ranks may pass the same parts as a list or as one tensor.
     """
     counts = tuple(tensor.numel() for tensor in tensors)
     return (sum(counts),) if kind == "reduce_scatter" and len(set(counts)) == 1 else counts
@@ -289,7 +302,7 @@ _USUAL_LIMIT: timedelta = Store().timeout  # type: ignore[attr-defined]
 
 
 class SimulatedStore(Store):
-    """One rank's view of the stored values."""
+    """The store of a simulated world, as one rank sees it."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
@@ -301,7 +314,7 @@ class SimulatedStore(Store):
         self._world.wake_store()
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is set."""
+        """Return a value. Waits until it is set."""
         limit: timedelta = self.timeout  # type: ignore[attr-defined]
         self._world.wait_for_store(
             [key], limit.total_seconds() if limit < _USUAL_LIMIT else math.inf
@@ -319,7 +332,9 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, initially 0, and return the sum. Adding 0 polls it."""
+        """Add `amount` to a number that is initially 0, and return the sum. Adding 0 counts as
+        polling.
+        """
         if not amount:
             self._world.scheduler.give_way()
         total = int(self._world.stored.get(key, b"0")) + amount
@@ -327,8 +342,8 @@ class SimulatedStore(Store):
         return total
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Store `desired` if the current value is `expected`, or if there is none and `expected` is
-        empty; return the value stored afterwards.
+        """Store `desired` if the current value is `expected`, or if there is no value and
+        `expected` is empty. Return the value that is stored afterwards.
         """
         known = self._world.stored.get(key)
         expected = _to_bytes(expected)
@@ -340,13 +355,15 @@ class SimulatedStore(Store):
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys are set; other ranks run first."""
+        """Return True if all keys are set. Lets other ranks run first."""
         if not all(key in self._world.stored for key in keys):
             self._world.scheduler.give_way()
         return all(key in self._world.stored for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Yield until all keys are set. torch's own code waits again after its timeouts."""
+        """Let other ranks run until all keys are set. After a timeout, torch's own code waits
+        again.
+        """
         limit_s = math.inf
         if timeout is not None and is_tested_code(sys._getframe(1).f_code.co_filename):
             limit_s = timeout.total_seconds()
@@ -358,7 +375,7 @@ class SimulatedStore(Store):
     deleteKey = delete_key  # noqa: N815 (what torch's other stores call)
 
     def num_keys(self) -> int:
-        """Return the number of values; other ranks run first."""
+        """Return the number of stored values. Lets other ranks run first."""
         self._world.scheduler.give_way()
         return len(self._world.stored)
 

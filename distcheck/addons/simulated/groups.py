@@ -1,12 +1,12 @@
-"""Checks the groups that ranks create: ranks must agree on them, and must destroy them.
+"""Checks that ranks agree on the process groups that they create, and that they destroy them.
 
-torch names groups by a counter. Ranks that create different groups, or create groups in a different
-order, therefore use one name for different groups.
+torch names groups by a counter. If ranks create different groups, or create them in a different
+order, one name stands for different groups.
 
-torch keeps each group, with its threads and connections, until it is destroyed or the process ends.
-Several groups of the same ranks created at setup are normal, and so is one per layer. A group is
-therefore reported as leaked only if its rank has called it, and no longer calls it once the same
-line has created the next group of the same ranks: then a step creates it anew. A group that its
+torch keeps each group, with its threads and connections, until it is destroyed or the process
+exits. Creating several groups of the same ranks at setup is normal, for example one per layer. A
+group is therefore reported as leaked only if a step creates it anew: its rank has called it, and no
+longer calls it after the same line has created the next group of the same ranks. A group that its
 rank never calls is reported if the next one was created in a later step.
 """
 
@@ -29,8 +29,8 @@ _Line = tuple[
 
 @dataclass(eq=False)
 class CreatedGroup:
-    """A group that a line of the code under test created on one rank; `alike` are all groups of the
-    same ranks that it created there, in order.
+    """A group that a line of the code under test created on one rank. `alike` are all groups of the
+    same ranks that the line created on that rank, in order.
     """
 
     alike: list["CreatedGroup"]
@@ -54,8 +54,8 @@ class CreatedGroups:
         self.steps: defaultdict[int, int] = defaultdict(int)  # current step of each rank
 
     def made(self, rank: int, name: str, ranks: Sequence[int]) -> CreatedGroup | None:
-        """Record that a rank creates a group; the same group created again is a new one. Returns
-        its record if code under test creates it directly, else None.
+        """Record that a rank creates a group. A group that is created again is a new one. Return
+        the record if the code under test creates the group directly, else None.
         """
         self._times[rank, name] += 1
         line = place_of_caller(), tuple(ranks)
@@ -67,7 +67,7 @@ class CreatedGroups:
         return alike[-1]
 
     def mismatch(self) -> str:
-        """Return a sentence about the first group whose ranks disagree; empty if none."""
+        """Return a sentence about the first group on which ranks disagree; "" if none."""
         for made in self._by_name.values():
             alike = grouped(sorted(made), made.__getitem__)
             if len({ranks for _, ranks in alike}) > 1:
@@ -80,7 +80,7 @@ class CreatedGroups:
         return ""
 
     def not_destroyed(self) -> Iterator[str]:
-        """Yield one sentence for each line whose groups are never destroyed."""
+        """Yield a sentence for each line whose groups are never destroyed."""
         leaks: defaultdict[_Line, dict[int, int]] = defaultdict(dict)
         for (rank, line), groups in self._by_line.items():
             kept = [group for group in groups if not group.destroyed]

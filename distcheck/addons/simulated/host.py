@@ -1,7 +1,7 @@
-"""The process that runs a simulated world: every rank's job in a thread.
+"""Main program of the process that runs a simulated world: each rank's job runs in a thread.
 
-Events of a rank are sent to the front end with the rank's number. A world that cannot proceed sends
-the reason and every rank's stack; then the front end ends this process.
+Events of a rank are sent to the front end with the rank's number. If the world cannot proceed, this
+process sends the reason and the stack of every rank, and the front end then ends the process.
 """
 
 import importlib
@@ -45,8 +45,9 @@ def run(payload: bytes, fds: Descriptors, reporter: Reporter) -> bytes:
 
 
 class RankReporter(Reporter):
-    """One rank's connection to the front end: the connection of the process, with the rank's number
-    added to each event. `begun` is called with the rank and each step that the rank begins.
+    """Connection of one rank to the front end. It adds the rank's number to each event, and uses
+    the connection of the process. `begun` is called with the rank and the step whenever a step
+    begins.
     """
 
     def __init__(self, reporter: Reporter, rank: int, begun: Callable[[int, int], None]) -> None:
@@ -62,7 +63,7 @@ class RankReporter(Reporter):
 
 
 class RankStream(io.TextIOBase):
-    """A rank's output stream, sent line by line."""
+    """Output stream of a rank. Output is sent line by line."""
 
     def __init__(self, reporter: RankReporter) -> None:
         self._reporter, self._begun = reporter, ""
@@ -71,7 +72,7 @@ class RankStream(io.TextIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the process's own stdout, for code that writes to it directly."""
+        """Return the descriptor of the process's stdout, for code that writes to it directly."""
         return 1
 
     def write(self, text: str) -> int:
@@ -90,7 +91,7 @@ class RankStream(io.TextIOBase):
 
 
 class SimulatedHost:
-    """The ranks of one world."""
+    """Runs the ranks of one world."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class SimulatedHost:
             self._world.lose(rank)
 
     def _remark(self) -> None:
-        """Send the world's findings before the last rank reports that it is done."""
+        """Send the warnings about the world before the last rank reports that it has finished."""
         self._done += 1
         if self._done == len(self._reporters):
             left = [(NOT_DESTROYED, text) for text in self._world.groups.not_destroyed()]
@@ -185,7 +186,7 @@ class SimulatedHost:
                 self._reporter.send(messages.Remarked(name, messages.printable(text)))
 
     def _flush(self, rank: int) -> None:
-        """Send a rank's incomplete line, even if code has replaced the stream."""
+        """Send the incomplete last line of a rank, even if the code has replaced the stream."""
         with suppress(Exception):
             sys.stdout.flush()
         self._streams[rank].flush()
@@ -203,7 +204,7 @@ class SimulatedHost:
         return found
 
     def _last_calls(self) -> list[dict[str, Any]]:
-        """Return the last calls of this thread's rank, in the format of torch's flight recorder."""
+        """Return the last calls of the current rank, in the format of torch's flight recorder."""
         rank = self._world.scheduler.rank
         return [] if rank is None else self._entries_of(rank)
 
@@ -211,7 +212,7 @@ class SimulatedHost:
         return [_flight_entry(call) for call in list(self._world.latest[rank])]
 
     def _report_end(self, how: simulated.End, what: str) -> None:
-        """Report how the world ends, once; a later call stops its thread."""
+        """Report the end of the world, once. A thread that calls this method again is stopped."""
         if not self._ending.acquire(blocking=False):
             self._world.scheduler.freeze()
         if how == "refused":
@@ -229,13 +230,13 @@ class SimulatedHost:
         self._reporter.send(messages.Proven(how, messages.printable(what)))
 
     def tell_stacks(self) -> None:
-        """Report every rank's stack after the world has hung."""
+        """Report the stack of every rank after the world has hung."""
         if self._ending.acquire(blocking=False):
             self._report_stacks(ThreadState.READY, ThreadState.ASLEEP)
 
     def _report_stacks(self, *blameless: ThreadState, why: str = _NO_TURN) -> None:
-        """Report every rank's stack. A rank in one of the states `blameless` is not responsible for
-        the end; `why` is added to its stack.
+        """Report the stack of every rank, with the reason `why`. Ranks in one of the states
+        `blameless` did not cause the end.
         """
         frames = sys._current_frames()
         for runner in self._world.scheduler.runners:

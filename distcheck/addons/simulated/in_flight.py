@@ -1,11 +1,11 @@
-"""Race detection: tensors of calls in flight that their rank uses too early.
+"""Detects race conditions: a rank uses a tensor of a call that is still in flight.
 
-From the moment a call is posted until its rank has waited for it, the call may read its inputs and
-write its outputs. Until then the rank may only read the inputs, and must not touch the outputs.
-Operations are observed by a dispatch mode, which is active only while a call is in flight, and by
-hooks on methods that read memory directly (`tolist`, `repr`, pickle). Accesses outside torch
-(NumPy's view of a tensor) are not observed. Calls made by torch's own code are not checked: DDP,
-FSDP and the pipeline schedules synchronize by other means.
+A call is in flight from the moment it is posted until its rank has waited for it. During this time
+it may read its inputs and write its outputs; the rank may only read the inputs, and must not touch
+the outputs. A dispatch mode, active only while a call is in flight, observes operations. Hooks
+observe methods that read memory directly (`tolist`, `repr`, pickle). Accesses outside torch, such
+as through NumPy's view of a tensor, are not observed. Calls made by torch's own code are not
+checked, because DDP, FSDP and the pipeline schedules synchronize by other means.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,9 @@ _MOST_BYTES = 1 << 26  # Heuristic: limit for comparing memory with gaps byte by
 
 @dataclass(eq=False)
 class TensorInFlight:
-    """A tensor of a call in flight: the bytes `begin` to `end` of the storage at `address`."""
+    """A tensor of a call in flight. It occupies the bytes `begin` to `end` of the storage at
+    `address`.
+    """
 
     call: SimulatedCall
     tensor: torch.Tensor
@@ -43,7 +45,9 @@ class TensorInFlight:
 
 
 class InFlight(compat.TorchDispatchMode):
-    """The tensors in use by calls of one rank. `accuse(what)` reports a race and never returns."""
+    """The tensors of one rank's calls in flight. `accuse(what)` reports a race condition and does
+    not return.
+    """
 
     def __init__(self, rank: int, accuse: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +56,7 @@ class InFlight(compat.TorchDispatchMode):
         self._calls: dict[SimulatedCall, list[int]] = {}
 
     def begin(self, call: SimulatedCall) -> None:
-        """Record a call that is posted now, and check its tensors against other calls."""
+        """Record a call that is being posted. Check its tensors against those of other calls."""
         of_their_code = is_called_by_theirs(call.stack)
         if not of_their_code and not self._held:
             return  # DDP gathers a tensor per rank on each: a million for 1,024 ranks
@@ -85,14 +89,14 @@ class InFlight(compat.TorchDispatchMode):
         return list(self._calls)
 
     def read(self, tensor: torch.Tensor, how: str) -> None:
-        """Check an access by a method of a tensor, before it happens."""
+        """Check an access by a tensor method before the method runs."""
         if self._held and (held := memory_in_flight(None, tensor, False)) is not None:
             self._check(held, how)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Check the tensors of an operation, before it runs."""
+        """Check the tensors of an operation before the operation runs."""
         kwargs = kwargs or {}
         if self._held and func.namespace == _SEEN and _name(func) not in _TOUCH_NOTHING:
             for tensor, writes in _accessed_tensors(func, args, kwargs):
@@ -133,7 +137,7 @@ class InFlight(compat.TorchDispatchMode):
     # -- the stack of modes ---------------------------------------------------------------------
 
     def _push_mode(self) -> None:
-        """Push this mode below all other modes, which are popped in their own order."""
+        """Push this dispatch mode below all others, because code pops its own modes in order."""
         modes = compat.dispatch_modes()
         if not modes:
             compat.push_mode(self)
@@ -149,7 +153,9 @@ class InFlight(compat.TorchDispatchMode):
 
 
 def unobserved() -> Any:
-    """Return a context in which this thread's operations are not observed, for distcheck's own."""
+    """Return a context in which operations of this thread are not observed. For distcheck's own
+    operations.
+    """
     return compat.without_modes()
 
 
@@ -172,7 +178,9 @@ def _name(func: Any) -> str:
 def _accessed_tensors(
     func: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the tensors that an operation reads, or writes (True), without views."""
+    """Yield the tensors that an operation accesses, each with True if it is written. Views are left
+    out.
+    """
     for place, argument in enumerate(compat.schema_of(func).arguments):
         given = args[place] if place < len(args) else named.get(argument.name)
         alias = argument.alias_info
@@ -184,7 +192,7 @@ def _accessed_tensors(
 
 
 def memory_in_flight(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInFlight | None:
-    """Return the memory range of a tensor; None if it has none that can be compared."""
+    """Return the memory range of a tensor; None if it has no memory that can be compared."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:
@@ -199,7 +207,7 @@ def memory_in_flight(call: Any, tensor: torch.Tensor, writes: bool) -> TensorInF
 
 
 def memory_span(tensor: torch.Tensor) -> int:
-    """Return the number of memory elements from a tensor's first element to its last."""
+    """Return the number of elements from a tensor's first element in memory to its last."""
     if tensor.is_contiguous():
         return tensor.numel()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -220,7 +228,7 @@ def share_bytes(one: TensorInFlight, other: TensorInFlight) -> bool:
 
 
 def _bytes_of(held: TensorInFlight, begin: int, end: int) -> torch.Tensor:
-    """Return a mask [n] of the bytes of a memory range that belong to a tensor."""
+    """Return a mask [n]: True for the bytes of a memory range that belong to a tensor."""
     tensor, found = held.tensor, torch.zeros(end - begin, dtype=torch.bool)
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]

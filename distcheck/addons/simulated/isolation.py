@@ -1,14 +1,14 @@
-"""Swaps the per-rank state of a simulated world whenever another rank runs.
+"""Gives each rank of a simulated world its own state, by swapping it whenever another rank runs.
 
-Each process has its own copy of this state; ranks in one process would share it.
+Each process has its own copy of this state, but ranks in one process would share it:
 
  RNG state         of torch, Python and NumPy
- environment       `os.environ`; C code reads the environment of the process
+ environment       `os.environ`; C code still reads the environment of the process
  settings          of Python and torch, and the groups of torch.distributed
  patches           attributes that code sets in modules and classes shared by all ranks: patches.py
  modules           of the code under test: every rank imports its own copy, so each rank has its
-                   own global variables. Python's, torch's, distcheck's and installed
-                   modules are shared, and so are modules with compiled code.
+                   own global variables. Modules of Python, torch, distcheck and installed
+                   packages are shared, and so are modules with compiled code.
  working directory once a rank has changed it
  streams           sys.stdout and sys.stderr
  job state         attributes that a job declares (`jobs.with_rank_state`)
@@ -45,8 +45,8 @@ _Words = ctypes.c_uint32 * 625
 
 @dataclass
 class GeneratorStates:
-    """The RNG states of one rank. `numpy` holds NumPy's complete state, and `words` holds its
-    Mersenne Twister state; both are None if NumPy is not imported.
+    """RNG states of one rank. `numpy` is the complete state of NumPy's global generator, and
+    `words` the state of its Mersenne Twister; both are None if NumPy is not imported.
     """
 
     torch: torch.Tensor
@@ -57,7 +57,7 @@ class GeneratorStates:
 
 
 class Generators:
-    """The RNGs of this process."""
+    """The global RNGs of this process."""
 
     def __init__(self) -> None:
         self._python = _words_of_python()
@@ -66,7 +66,7 @@ class Generators:
         self._kept = 1  # nonzero if NumPy may hold a cached normal number for the next draw
 
     def beginning(self) -> GeneratorStates:
-        """Return the current states, which become the initial states of a rank."""
+        """Return the current states. They become the initial states of a rank."""
         found = GeneratorStates(torch.default_generator.get_state(), self._python_now())
         self._take_numpy(found)
         return found
@@ -77,7 +77,9 @@ class Generators:
         self._take_numpy(own)
 
     def give(self, own: GeneratorStates) -> None:
-        """Restore the states of the rank that runs next; the previous rank's are already saved."""
+        """Restore the states of the rank that runs next. The states of the previous rank are
+        already saved.
+        """
         torch.default_generator.set_state(own.torch)
         if self._python is None:
             random.setstate(own.python)
@@ -120,7 +122,7 @@ def _source_of(numpy: Any) -> Any:
 
 
 def _words_of_python() -> memoryview | None:
-    """Return the memory of Python's Mersenne Twister; None if its address is unknown."""
+    """Return a view of the state of Python's Mersenne Twister; None if its address is unknown."""
     if _random.Random.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Words):
         return None
     _, words, _ = random.getstate()
@@ -129,7 +131,7 @@ def _words_of_python() -> memoryview | None:
 
 
 def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
-    """Return the memory of NumPy's Mersenne Twister; None for another generator."""
+    """Return a view of the state of NumPy's Mersenne Twister; None for another generator."""
     state = numpy.get_state(legacy=False)
     if state["bit_generator"] != "MT19937" or source is None:
         return None
@@ -138,7 +140,7 @@ def _words_of_numpy(numpy: Any, source: Any) -> memoryview | None:
 
 
 def _view(address: int, words: tuple[int, ...]) -> memoryview | None:
-    """Return a view of the bytes at an address if they equal `words`; None otherwise."""
+    """Return a view of the memory at an address if it contains exactly `words`; None otherwise."""
     if tuple(_Words.from_address(address)) != words:
         return None
     return memoryview((ctypes.c_ubyte * ctypes.sizeof(_Words)).from_address(address)).cast("B")
@@ -161,7 +163,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
 
 
 class ProcessSettings:
-    """The settings of this process. Values saved for a rank are meaningless elsewhere."""
+    """The settings of this process. A saved value is valid in this process only."""
 
     def __init__(self) -> None:
         self._modules = []
@@ -191,7 +193,9 @@ class ProcessSettings:
         return values, [one.__dict__ for one in self._objects], self._now
 
     def give(self, own: Any) -> None:
-        """Restore the settings of the rank that runs next; the previous rank's are saved."""
+        """Restore the settings of the rank that runs next. The settings of the previous rank are
+        already saved.
+        """
         values, objects, of_torch = own
         before = warnings.filters
         for (module, names, _), these in zip(self._modules, values, strict=True):
@@ -228,7 +232,7 @@ def _or_nothing(get: Callable[[], Any]) -> Any:
 
 
 def _copy_for_rank(value: Any) -> Any:
-    """Return a rank's copy of a container, and any other value unchanged."""
+    """Return a copy of a container for a rank. Any other value is returned unchanged."""
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
@@ -238,7 +242,7 @@ _NOTHING = PerRankAttributes()
 
 @dataclass
 class RankState:
-    """State of one rank."""
+    """The state of one rank."""
 
     numbers: GeneratorStates
     settings: Any
@@ -252,7 +256,7 @@ class RankState:
 
 
 class Isolation:
-    """Swaps per-rank state. All ranks begin with the current state of this process, with their
+    """Swaps the state of ranks. Each rank begins with the current state of this process, with its
     entry of `environments`, and with the initial values of the attributes that `owned` lists.
     """
 
@@ -283,7 +287,7 @@ class Isolation:
         self._before.module_locks = self._locks._module_locks
 
     def begin(self, rank: int) -> None:
-        """Give this process the state of the first rank that runs."""
+        """Set the state of this process to that of the first rank that runs."""
         self._restore_state(self._copy_for_rank[rank])
 
     def switch(self, before: int, after: int) -> None:
@@ -343,8 +347,8 @@ class Isolation:
             os.chdir(own.folder)
 
     def _take_modules(self, known: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-        """Remove and return the modules of the code under test. They follow the latest shared
-        module in `sys.modules`; if code has removed that module, all modules are examined.
+        """Remove the modules of the code under test from `sys.modules` and return them. They come
+        after the latest shared module; if code has removed that module, all modules are examined.
         """
         names = list(takewhile(lambda name: name != self._latest, reversed(sys.modules)))
         if not names:
@@ -363,14 +367,16 @@ class Isolation:
 
     @staticmethod
     def _shared_parent(name: str, own: Mapping[str, ModuleType]) -> ModuleType | None:
-        """Return the package of a per-rank module if all ranks share the package: it must not keep
-        the module as an attribute.
+        """Return the package that contains a per-rank module, if all ranks share the package. The
+        package must not keep the module as an attribute.
         """
         parent = name.rpartition(".")[0]
         return None if not parent or parent in own else sys.modules.get(parent)
 
     def _is_per_rank(self, module: ModuleType | None) -> bool:
-        """Return True if a module belongs to the code under test, so that each rank has a copy."""
+        """Return True if a module belongs to the code under test, so that each rank has its own
+        copy.
+        """
         file = _file_of(module)
         if file is None:
             return self._is_made_by_code(module)
@@ -380,8 +386,8 @@ class Isolation:
         return known
 
     def _is_made_by_code(self, module: ModuleType | None) -> bool:
-        """Return True if a module has neither a file nor a loader, and does not belong to a shared
-        package, which would have created it for all ranks.
+        """Return True if code has created a module: it has neither a file nor a loader, and is not
+        part of a shared package, which would have created it for all ranks.
         """
         if type(module) is not ModuleType or module.__spec__ is not None:
             return False
@@ -396,7 +402,7 @@ def is_rank_code(file: str) -> bool:
 
 
 def code_under_test() -> list[ModuleType]:
-    """Return the modules of the code under test that this process has imported."""
+    """Return the modules of the code under test that are imported in this process."""
     shared, found = _shared_folders(), []
     for module in list(sys.modules.values()):
         file = _file_of(module)
@@ -406,7 +412,7 @@ def code_under_test() -> list[ModuleType]:
 
 
 def _file_of(module: ModuleType | None) -> str | None:
-    """Return a module's file, or the folder of a package without one."""
+    """Return the file of a module, or the folder of a namespace package."""
     file = getattr(module, "__file__", None)
     if file is None:  # a folder without __init__.py, or a builtin module
         file = next(iter(getattr(module, "__path__", ())), None)
@@ -420,7 +426,7 @@ def _is_theirs(file: str, shared: tuple[str, ...]) -> bool:
 
 
 class _Folders:
-    """Records whether a rank of the running world has changed its working directory."""
+    """Records whether any rank of the running world has changed its working directory."""
 
     differ = False
 
@@ -445,7 +451,9 @@ def _shared_folders() -> tuple[str, ...]:
 
 
 def _libraries() -> tuple[str, ...]:
-    """Return the folders of distcheck, torch and their dependencies, whose state is not swapped."""
+    """Return the folders of distcheck, torch and their dependencies. The state of modules in them
+    is shared.
+    """
     loaded = [sys.modules.get(name) for name in ("numpy", "msgspec")]
     files = [__file__.rpartition("addons")[0], torch.__file__, *(m.__file__ for m in loaded if m)]
     return tuple(_folder(os.path.dirname(file or "")) for file in files)

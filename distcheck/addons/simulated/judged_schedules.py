@@ -1,4 +1,4 @@
-"""Turns the results of simulated schedules into a check, and finds the cause of its failure."""
+"""Converts the results of a schedule search to a check result, and finds the cause of a failure."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,8 +24,9 @@ Digests = Callable[[bytes], Sequence[str]]
 def check_schedules(
     found: ScheduleSearchResult, *, ranks: int, digests: Digests, replay: str
 ) -> tuple[CheckResult, list[Diagnosis]]:
-    """Return the check and, if it failed, its cause. `digests` reads a rank's result, one per step;
-    `replay` with a schedule reproduces the other run.
+    """Return the check result and, if the check failed, its cause. `digests` reads a rank's result
+    as one digest per step. `replay` is the command that, with a schedule added, reproduces the
+    divergent run.
     """
     steps = len(digests(found.usual.results[0])) if found.usual.results else 0
     compared = Compared(ranks=ranks, steps=steps)
@@ -62,7 +63,7 @@ def _all_equal(found: ScheduleSearchResult, compared: Compared) -> CheckResult:
 
 
 def _describe_coverage(ran: int, covered: SearchCoverage) -> str:
-    """Describe the coverage of schedules with few preemptions; "all" only if all were run."""
+    """Describe the coverage of schedules with few preemptions: "all" only if all were run."""
     each = " (each also with buffered sends)" if covered.buffered else ""
     if covered.all:
         return f"all {ran} possible schedules{each}"
@@ -80,7 +81,7 @@ def _preemptions(count: int) -> str:
 
 
 def describe_search(found: ScheduleSearchResult) -> str:
-    """Describe the search that found the other run."""
+    """Describe the search that found the divergent run."""
     drawn = found.drawn
     first = f"seed {drawn}" if drawn.isdecimal() else f"schedule {drawn}"
     return f"found by {first}, shrunk in {found.shrinking} runs"
@@ -128,7 +129,9 @@ def _depends(
 
 
 def _race(usual: ScheduleRun, other: ScheduleRun) -> str:
-    """Return the first receive from any rank that took another message in the other run."""
+    """Return the first receive from any rank that received a different message in the divergent
+    run.
+    """
     ours, theirs = _receives(usual), _receives(other)
     for place, turn in ours.items():
         taken = theirs.get(place)
@@ -159,7 +162,7 @@ def _effect_of(other: ScheduleRun) -> str:
 
 
 def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
-    """Return the first step with different bits, and the ranks that differ."""
+    """Return the first step at which bits differ, and the ranks on which they differ."""
     if other.end != "finished" or usual.end != "finished":
         return ""
     pairs = [(digests(a), digests(b)) for a, b in zip(usual.results, other.results, strict=False)]
@@ -177,7 +180,7 @@ def _where(usual: ScheduleRun, other: ScheduleRun, digests: Digests) -> str:
 
 
 def differing_calls(usual: ScheduleRun, other: ScheduleRun) -> Iterator[str]:
-    """Yield the calls of both runs around the first call that differs."""
+    """Yield lines that show the calls of both runs around the first call that differs."""
     apart = next(
         (
             place

@@ -1,9 +1,9 @@
-"""Operations that code under test must not use in a simulated world, and replacements for others.
+"""Refuses operations that a simulated world does not support, and replaces some others.
 
 A rank that forks, or communicates through another library, cannot be simulated, so the run ends
 with a one-line error. A command (subprocess, os.system) runs while its rank stays scheduled.
 `time.sleep` takes no time, but lets other ranks run: see `scheduler.py`. `os._exit` ends the rank,
-as it ends a process.
+because it would end the rank's process.
 """
 
 import copy
@@ -53,7 +53,7 @@ class RankLeftError(BaseException):
 
 @cache
 def install_limits() -> None:
-    """Install the limits in this process, permanently, for every world that it runs."""
+    """Install the limits in this process, for all worlds that it runs. They cannot be removed."""
     sleep, set_signal, leave = time.sleep, signal.signal, os._exit
 
     def sleep_or_give_way(seconds: float, /) -> None:
@@ -95,8 +95,8 @@ def install_limits() -> None:
 
 
 def _join_groups_of_gloo() -> None:
-    """Replace groups that code requests from gloo by simulated ones, which torch still reports as
-    gloo. Refuses a new default group, whose ranks would rendezvous at another store.
+    """Replace gloo groups that the code requests by simulated groups; torch still reports gloo as
+    their backend. Refuse a new default group, because its ranks would rendezvous at another store.
     """
     c10d: Any = dist.distributed_c10d
     meet = c10d.rendezvous
@@ -135,8 +135,8 @@ def _join_groups_of_gloo() -> None:
 
 
 def _refuse_operators() -> None:
-    """Refuse operators that code under test defines: a process has one registry of operators, so
-    all ranks would use the code of one of them.
+    """Refuse custom operators that the code under test defines. A process has one registry of
+    operators, so all ranks would use the code of one rank.
     """
     library: Any = torch.library.Library
     begin = library.__init__
@@ -175,8 +175,8 @@ def _refuse_cuda() -> None:
 
 
 def _watch_reads() -> None:
-    """Hook tensor methods that read memory without a dispatched operation: they must not read
-    memory that a call still writes, as for any operation.
+    """Hook tensor methods that read memory without a dispatched operation. Like operations, they
+    must not read memory that a call still writes.
     """
     shown = lambda: not is_repr_by_library()  # noqa: E731
     kept = lambda: sys._getframe(2).f_code is not _COPY  # noqa: E731
@@ -208,7 +208,9 @@ def _audit_event(event: str, given: tuple[Any, ...]) -> None:
 
 
 def line_of_cuda_request(error: BaseException | None) -> str:
-    """Return the line of a failed request for CUDA, as " at FILE:LINE"; empty if none failed."""
+    """Return the line whose request for CUDA failed with `error`, as " at FILE:LINE"; empty for any
+    other error.
+    """
     while error is not None:
         if getattr(error, _MARK, False):
             frames = traceback.extract_tb(error.__traceback__)

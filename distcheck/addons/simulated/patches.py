@@ -1,12 +1,12 @@
 """Gives each rank its own value of attributes that code sets in shared modules and classes.
 
 Code under test may set `torch.distributed.all_reduce`, `nn.Linear.forward`, or a new attribute of a
-torch module. Before its files run, they are parsed to find assignments to attributes, `setattr` and
-`mock.patch`. Attributes set in another way (through an object in a variable, or by a computed name
-that does not exist yet) are not found.
+torch module. Before its files run, they are parsed for assignments to attributes, `setattr` and
+`mock.patch`. Attributes that are set in another way are not found: through an object in a variable,
+or by a computed name that does not exist yet.
 
-Code under test may import an installed package whose functions assign the package's global
-variables, such as those that hold groups of ranks. The bytecode of these functions is searched for
+The code may also import an installed package whose functions assign global variables of the
+package, such as those that hold process groups. The bytecode of these functions is searched for
 such assignments.
 """
 
@@ -29,7 +29,7 @@ _STORES = dis.opmap["STORE_GLOBAL"]
 
 @dataclass(frozen=True)
 class PatchedName:
-    """A name in a module or class, and its value before any rank set it."""
+    """An attribute of a module or class, and its value before any rank set it."""
 
     owner: Any
     name: str
@@ -48,8 +48,8 @@ class PatchedName:
 
 
 class Patches:
-    """The attributes that code of this process sets. `is_own(module)` returns True if a module
-    belongs to the code under test, and therefore exists once per rank.
+    """The attributes that the code in this process sets. `is_own(module)` returns True if a module
+    belongs to the code under test; such a module exists once per rank.
     """
 
     def __init__(self, is_own: Callable[[ModuleType], bool], libraries: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class Patches:
             place.put(own[number] if number < len(own) else place.original)
 
     def end(self) -> None:
-        """Restore the original values, after the last rank."""
+        """Restore the original values after the last rank."""
         self.give([])
         _watching.patches = None
 
@@ -99,7 +99,7 @@ class Patches:
                     self._add(module, name)
 
     def _add(self, owner: Any, name: str) -> None:
-        """Add an attribute if all ranks share it and it is not a property."""
+        """Add an attribute, unless it is a property or its owner exists once per rank."""
         module = owner if isinstance(owner, ModuleType) else sys.modules.get(owner.__module__)
         if module is None or self._is_own(module) or (id(owner), name) in self._known:
             return
@@ -122,8 +122,8 @@ class Patches:
 
 
 class _Watching:
-    """The patches of the running world, and the assignments found in packages that an earlier world
-    of this process imported.
+    """The patches of the running world, and the assignments found in packages that earlier worlds
+    of this process have imported.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def _watch_imports() -> None:
 
 
 def _set_in(tree: ast.AST) -> Iterator[tuple[Any, str]]:
-    """Yield the modules and classes in which a file sets attributes, and the attributes' names."""
+    """Yield the attributes that a file sets: the module or class, and the attribute's name."""
     nodes = list(ast.walk(tree))
     aliases = dict(_imported_names(nodes))
     for node in nodes:
@@ -178,7 +178,9 @@ def _imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _dotted_name(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
-    """Return the parts of the full name of an expression such as `a.b.c`; empty for any other."""
+    """Return the parts of the fully qualified name of an expression such as `a.b.c`; empty for any
+    other.
+    """
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.insert(0, node.attr)
@@ -189,8 +191,8 @@ def _dotted_name(node: ast.AST, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
-    """Return the parts of the full name that `setattr(a.b, "c", ...)` or `patch("a.b.c", ...)`
-    sets. The last part is empty for a computed name, which may be any existing one.
+    """Return the parts of the fully qualified name that `setattr(a.b, "c", ...)` or `patch("a.b.c",
+    ...)` sets. For a computed name, which may be any existing attribute, the last part is empty.
     """
     function, given = node.func, node.args
     name = getattr(function, "attr", getattr(function, "id", ""))
@@ -205,7 +207,7 @@ def _named_in_call(node: ast.Call, aliases: Mapping[str, str]) -> list[str]:
 
 
 def _find_object(words: Sequence[str]) -> Any:
-    """Return the module or class of a full name; None if it does not exist yet."""
+    """Return the module or class with a fully qualified name; None if it does not exist yet."""
     for count in range(len(words), 0, -1):
         found: Any = sys.modules.get(".".join(words[:count]))
         if found is not None:

@@ -1,8 +1,9 @@
-"""Copies a pytest test's state for each rank of a simulated world, whose ranks are threads.
+"""Copies the state of a pytest test for each rank of a simulated world.
 
-Ranks that are processes begin as copies of the pytest process. Threads share that process, so each
-gets its own copies of the state that a test can access: pytest's state of the test, the values of
-its fixtures and parameters, and the global variables of the code under test.
+If ranks are processes, they begin as copies of the pytest process. If they are threads, they share
+that process, so each rank gets its own copy of the state that a test can access: pytest's state of
+the test, the values of its fixtures and parameters, and the global variables of the code under
+test.
 """
 
 import ast
@@ -28,8 +29,8 @@ _memo: dict[int, Any] = {}  # of this rank's copies, by the original's id
 
 
 def prepare_test(item: pytest.Function) -> None:
-    """Fail a test that requests unsupported fixtures, and determine the per-rank global variables,
-    in the pytest process. One call covers all worlds that are forked for the test.
+    """Determine the global variables to copy, and fail the test if it requests unsupported
+    fixtures. Called once per test in the pytest process; all worlds of the test are forked from it.
     """
     _variables[:] = [(module, name) for module in _modules() for name in _rebound(module)]
     for name in _OF_DESCRIPTORS:
@@ -85,7 +86,7 @@ def copy_for_rank(value: Any, name: str) -> Any:
 
 
 def body_for_rank(body: Callable[..., object]) -> Callable[..., object]:
-    """Return the test bound to this rank's copy of its instance."""
+    """Return the test function bound to this rank's copy of the test instance."""
     if not isinstance(body, types.MethodType) or isinstance(body.__self__, type):
         return body
     return types.MethodType(
@@ -97,8 +98,8 @@ _Place = tuple[Any, str]
 
 
 def _per_rank_places(item: Any) -> Iterator[tuple[_Place, Callable[[], Any] | None]]:
-    """Yield per-rank places of every test, each with a function that creates the initial value;
-    None stands for the copies' memo.
+    """Yield the attributes that are copied in every test, each with a function that creates the
+    initial value. None stands for the memo of the copies.
     """
     yield (_this_module(), "_memo"), None
     yield (session, "_line"), lambda: None
@@ -145,7 +146,7 @@ def _declared_globals(file: str) -> frozenset[str]:
 
 def _rebound(module: types.ModuleType) -> list[str]:
     """Return the global variables of a module that its functions may change: those declared
-    `global`, and those with a value that is copied.
+    `global`, and those whose values are copied for each rank.
     """
     held = [name for name, value in vars(module).items() if _is_copied(value)]
     found = {name for name in held if not name.startswith(("__", "@"))}
@@ -159,8 +160,8 @@ def _is_copied(value: object) -> bool:
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a rank's copy of a global variable, with nested containers, tensors and models. Other
-    objects in it are shared, because they may also be referenced elsewhere.
+    """Return a rank's copy of a global variable, including nested containers, tensors and models.
+    Other objects are shared, because they may be referenced elsewhere as well.
     """
     if not _is_copied(value) or id(value) in memo:
         return memo.get(id(value), value)
@@ -180,7 +181,9 @@ def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied_or_shared(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a rank's copy of a fixture's value, which it may never use."""
+    """Return a rank's copy of the value of a fixture. The value is shared if it cannot be copied,
+    because the rank may never use it.
+    """
     try:
         return copy.deepcopy(value, memo)
     except Exception:

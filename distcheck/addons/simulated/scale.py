@@ -1,8 +1,8 @@
 """Cases of `distcheck scale`: one workload in simulated worlds of several sizes and reduction
-orders. Does not import torch.
+orders. This module does not import torch.
 
-Every world, and the single-process reference, trains on the same global batch. Worlds therefore
-differ only in the split of a sum and in its summation order.
+All worlds, and the single-process reference, train on the same global batch. They differ only in
+how a sum is split, and in its summation order.
 """
 
 import re
@@ -34,8 +34,8 @@ _BATCH = 256  # the default of `verify`
 
 
 def plan_scale(asked: Mapping[str, Any], *, worlds: str | None, orders: str | None) -> list[Case]:
-    """Return the cases, smallest world first, with every reduction order for each; `asked` holds
-    the remaining fields of a request. Raises UsageError or CannotRunError.
+    """Return the cases: for each world size, smallest first, one case per reduction order. `asked`
+    holds the remaining options. Raises UsageError or CannotRunError.
     """
     if is_launched():
         raise UsageError("scale starts its own ranks; run it without a launcher")
@@ -96,8 +96,8 @@ _RANKS = re.compile(r" \(rank [\d, ]+\)")  # a long list of ranks hides the mess
 
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print the report: a line for each order, the table, and the first failure of each in full.
-    `quiet` prints only the orders' lines; `verbose` adds the report of each world.
+    """Print a line for each order, the table of errors, and the first failure of each order in
+    full. `quiet` prints only the line for each order; `verbose` adds the report of each world.
     """
     report = displayable(report)
     found = scale.curves(report.cases)
@@ -155,7 +155,9 @@ def _table(found: list[scale.Curve]) -> Table:
 
 
 def _reasons_of_unknown(found: list[scale.Curve]) -> list[str]:
-    """Return the reasons of unknown worlds: one sentence for all orders with the same reason."""
+    """Return a sentence for each reason why worlds are unknown; orders with the same reason share a
+    sentence.
+    """
     orders: dict[tuple[int, str], list[str]] = {}
     for curve in found:
         for point in curve.points:
@@ -169,7 +171,7 @@ def _reasons_of_unknown(found: list[scale.Curve]) -> list[str]:
 
 
 def _print_failures(report: Report, found: list[scale.Curve], console: Console) -> None:
-    """Print the first failure of each order, in the form of `verify`."""
+    """Print the first failure of each order, in the same format as `verify`."""
     first = {(c.order, c.first_failure.world) for c in found if c.first_failure is not None}
     said = PrintedCauses()
     for one in report.cases:

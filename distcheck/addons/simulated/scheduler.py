@@ -1,9 +1,10 @@
-"""Cooperative scheduler for rank threads: exactly one runs at a time.
+"""Cooperative scheduler for rank threads: exactly one thread runs at a time.
 
 A rank yields only when it blocks on other ranks (`block`), sleeps (`sleep`) or polls (`give_way`).
-The rank that has been ready longest runs next (FIFO), so a run is deterministic. A policy `choose`
-may select another rank, and may preempt a rank after a call (`offer`), to try another interleaving.
-Simulated time advances only when no rank is ready; it then jumps to the next wake-up time.
+The rank that has been ready longest runs next (FIFO), so a run is deterministic. To try another
+interleaving, a policy `choose` may select another rank, and may preempt a rank after a call
+(`offer`). Simulated time advances only when no rank is ready: it then jumps to the next wake-up
+time.
 """
 
 import heapq
@@ -26,7 +27,7 @@ class ThreadState(Enum):
 
 
 class RankThread:
-    """A rank's thread. `error` is raised by its wait when it is scheduled again."""
+    """A rank's thread. When it runs again after a wait, the wait raises `error`, if that is set."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.state = rank, ThreadState.READY
@@ -38,9 +39,11 @@ class RankThread:
 
 
 class Scheduler:
-    """Runs one function per rank. `switch(before, after)` is called between two ranks, when neither
-    runs; `stuck()` when none can run: it wakes one, or never returns. `overslept(rank, seconds)` is
-    called if time would advance by more than `most_sleep_s` at once, and never returns.
+    """Runs one function per rank.
+
+    `switch(before, after)` is called between two ranks, when neither runs. `stuck()` is called when
+    no rank can run; it wakes one, or never returns. `overslept(rank, seconds)` is called if time
+    would advance by more than `most_sleep_s` at once; it never returns.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Scheduler:
             runner.thread.join()
 
     def block(self, waits_for: Any) -> None:
-        """Yield until `wake` is called for this rank. Raises the error passed to `wake`."""
+        """Yield until `wake` is called for this rank. Raises the error that is passed to `wake`."""
         own = self.runners[self.current]
         own.state, own.waits_for = ThreadState.WAITING, waits_for
         self._pass_on(own)
@@ -103,8 +106,8 @@ class Scheduler:
             self._ready.append(runner)
 
     def give_way(self) -> None:
-        """Let every ready rank run first, unless the policy continues with this one. Each poll
-        advances the time, so that polling ranks reach events that another rank causes later.
+        """Let all ready ranks run first, unless the policy continues with this rank. Each poll
+        advances the time, so that a polling rank eventually reaches the next timed event.
         """
         own = self.runners[self.current]
         self.time_s += _ASKING_S
@@ -120,7 +123,7 @@ class Scheduler:
                 self._pass_on(own, following)
 
     def offer(self) -> None:
-        """Let the policy preempt this rank, if there is a policy."""
+        """Let the policy, if there is one, preempt this rank."""
         if self._choose is None or not self._ready:
             return
         own = self.runners[self.current]
@@ -131,14 +134,14 @@ class Scheduler:
             self._pass_on(own, chosen)
 
     def sleep(self, seconds: float) -> None:
-        """Yield until so many seconds have passed."""
+        """Yield until the given number of simulated seconds has passed."""
         own = self.runners[self.current]
         own.state = ThreadState.ASLEEP
         heapq.heappush(self._asleep, (self.time_s + max(0.0, seconds), own.rank))
         self._pass_on(own)
 
     def freeze(self) -> NoReturn:
-        """Stop this thread, and with it every rank, until the process is ended."""
+        """Stop this thread, and with it all ranks, until the process is ended."""
         threading.Event().wait()
         raise AssertionError("a frozen world went on")
 
@@ -155,7 +158,9 @@ class Scheduler:
                 self._pass_on(runner)
 
     def _take_next(self, chosen: int | None = None) -> RankThread:
-        """Remove and return the next thread: that of rank `chosen`, or the policy's choice."""
+        """Remove and return the thread that runs next: that of rank `chosen`, or the policy's
+        choice.
+        """
         usual = self._ready[0]
         if chosen is None and self._choose is not None:
             ranks = [runner.rank for runner in self._ready]

@@ -31,8 +31,9 @@ _MOST_QUANTUM = 4  # Heuristic: calls between two preemptions of round-robin
 
 
 class SchedulePolicy:
-    """Makes the choices of one run; `preemptions` records those that differ from the default. The
-    first `keeps` are recorded in `choices`; `cut` is True if there were more.
+    """Chooses the next rank throughout one run. `preemptions` records the choices that differ from
+    the default. The first `keeps` choices are recorded in `choices`; `cut` is True if there were
+    more.
     """
 
     def __init__(self, schedule: Schedule, size: int, *, keeps: int = 0) -> None:
@@ -50,10 +51,11 @@ class SchedulePolicy:
         self.preemptions: list[tuple[int, int]] = []
 
     def choose(self, usual: int, ranks: Sequence[int], asking: int | None = None) -> int:
-        """Return the next rank, one of `ranks`, which are ready; `usual` is the default choice. A
-        polling rank (`asking`) is the last of them. In half of the cases it continues, as if it had
-        polled before the others ran; otherwise it gets the lowest priority, because it may poll
-        again until another one has run.
+        """Return the next rank, one of the ready `ranks`; `usual` is the default choice.
+
+        A polling rank (`asking`) is the last of `ranks`. In half of the cases it continues, as if
+        it had polled before the others ran. Otherwise it gets the lowest priority, because it may
+        poll until another rank has run.
         """
         if len(ranks) < 2:
             return usual
@@ -92,7 +94,9 @@ class SchedulePolicy:
 
 
 def random_schedules(schedules: int) -> Iterator[list[Schedule]]:
-    """Yield rounds of seeded schedules, small ones first: most differences are found early."""
+    """Yield rounds of schedules with different seeds. Early rounds are small, because most
+    differences are found early.
+    """
     first, size = 1, _FIRST_ROUND
     while first <= schedules:
         seeds = range(first, min(first + size, schedules + 1))
@@ -101,10 +105,12 @@ def random_schedules(schedules: int) -> Iterator[list[Schedule]]:
 
 
 class ScheduleTree:
-    """Every schedule with at most `most` preemptions, those with the fewest first. A preemption is
-    any choice other than the default, as in delay-bounded scheduling (Emmi, Qadeer and Rakamaric,
-    2011). CHESS showed that few preemptions find most bugs (Musuvathi and Qadeer, Iterative Context
-    Bounding, 2007). If there are sends, each schedule also runs with buffered sends.
+    """Enumerates the schedules with at most `most` preemptions, those with the fewest first.
+
+    A preemption is any choice other than the default, as in delay-bounded scheduling (Emmi, Qadeer
+    and Rakamaric, 2011). CHESS showed that few preemptions find most bugs (Musuvathi and Qadeer,
+    Iterative Context Bounding, 2007). If there are sends, each schedule also runs with buffered
+    sends.
     """
 
     def __init__(self, usual: ScheduleRun, most: int) -> None:
@@ -116,7 +122,9 @@ class ScheduleTree:
         self.enter([usual])
 
     def rounds(self, limit: int) -> Iterator[list[Schedule]]:
-        """Yield at most `limit` schedules, in rounds; pass each round's runs to `enter`."""
+        """Yield at most `limit` schedules, in rounds. The caller passes the runs of each round to
+        `enter`.
+        """
         if self._buffers:
             if limit < 1:
                 return
@@ -140,13 +148,15 @@ class ScheduleTree:
                 return
 
     def enter(self, runs: Sequence[ScheduleRun]) -> None:
-        """Add runs, whose choices the next level needs."""
+        """Add finished runs. The next level is built from their choices."""
         if self._level < self._most:
             self._runs += [msgspec.structs.replace(run, results=(), turns=()) for run in runs]
 
     @staticmethod
     def _children(parents: Sequence[ScheduleRun]) -> Iterator[Schedule]:
-        """Yield schedules with one more preemption after the last, so that each occurs once."""
+        """Yield schedules with one more preemption, placed after the last one, so that each
+        schedule occurs once.
+        """
         for parent in parents:
             begun = parse_schedule(parent.schedule)
             last = max((place for place, _ in begun.preemptions), default=0)

@@ -1,10 +1,9 @@
-"""The process that tries schedules, in forks of itself. Each fork runs one simulated world, or
-several in sequence.
+"""Process that tries schedules in forks of itself. Each fork runs one simulated world, or several
+in sequence.
 
-All worlds begin in the same state, so two runs of one schedule differ only by influences that no
-schedule controls. If the result of a schedule differs from that of the default schedule,
-preemptions are removed from it in smaller and smaller subsets, until only the necessary ones are
-left.
+All worlds begin in the same state, so two runs of one schedule differ only by influences that the
+schedule does not control. If a schedule leads to another result than the default schedule, smaller
+and smaller subsets of its preemptions are tried, until only the necessary ones are left.
 """
 
 import gc
@@ -49,9 +48,10 @@ _MOST_TOGETHER = 32  # Heuristic: schedules that one process runs
 
 
 class ScheduleRunner(Protocol):
-    """Runs worlds and returns the result of each schedule, in order. Each runs in its own process;
-    if the `usual` run is given, several share one, and the list ends with the first that differs
-    from it.
+    """Runs schedules and returns their results, in order.
+
+    Each schedule runs in its own process. If the `usual` run is given, several schedules share a
+    process, and the list ends with the first result that differs from `usual`.
     """
 
     def __call__(
@@ -65,7 +65,9 @@ def run(asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> ScheduleS
 
 
 def search(run_all: ScheduleRunner, schedules: int, preemptions: int = 0) -> ScheduleSearchResult:
-    """Return the results of random schedules, or of all schedules with at most `preemptions`."""
+    """Return the results of random schedules or, with `preemptions`, of all schedules with at most
+    that many preemptions.
+    """
     usual, again = run_all([Schedule(), Schedule()])
     if usual.end != "finished" or usual.came_to != again.came_to:
         buffered = run_all([Schedule(buffered=True)])[0] if usual.end in _STUCK else None
@@ -111,8 +113,8 @@ def _ended_differently(one: ScheduleRun, other: ScheduleRun) -> bool:
 def minimize_preemptions(
     found: ScheduleRun, usual: ScheduleRun, run_all: ScheduleRunner
 ) -> tuple[ScheduleRun, int]:
-    """Return the run with the fewest preemptions that still differs from the default one, and the
-    number of runs needed (ddmin: Zeller and Hildebrandt, 2002).
+    """Return the run with the fewest preemptions that still differs from the default run, and the
+    number of runs that were needed (ddmin: Zeller and Hildebrandt, 2002).
     """
     buffered = parse_schedule(found.schedule).buffered
     tried = 0
@@ -146,7 +148,7 @@ def minimize_preemptions(
 
 
 class ScheduleForks:
-    """Runs worlds in forks of this process, as many at a time as there are cores."""
+    """Runs worlds in forks of this process; one per core at a time."""
 
     def __init__(self, asked: SearchRequest, fds: Descriptors, reporter: Reporter) -> None:
         self._asked, self._fds, self._reporter = asked, fds, reporter
@@ -157,8 +159,9 @@ class ScheduleForks:
     ) -> list[ScheduleRun]:
         """Return the result of each schedule, in order: see `ScheduleRunner`.
 
-        A process that runs several schedules ends with the default one. If its result differs, code
-        under test has left state behind, and each schedule gets its own process.
+        A process that runs several schedules runs the default schedule last. If its result differs
+        from `usual`, the code under test has left state behind; each schedule then gets its own
+        process.
         """
         if usual is None:
             runs = [run for (run,) in self._run_in_forks([[schedule] for schedule in schedules])]
@@ -238,7 +241,7 @@ class ScheduleForks:
 
 
 class _Fork:
-    """A fork that runs schedules in sequence; `runs` are those that have finished."""
+    """A fork that runs schedules in sequence. `runs` are the finished ones."""
 
     def __init__(
         self, place: int, schedules: Sequence[Schedule], begun: tuple[int, int], deadline_s: float
@@ -249,7 +252,7 @@ class _Fork:
         self.runs: list[ScheduleRun] = []
 
     def over(self, *, ready: bool) -> bool:
-        """Return True if the fork has ended; kill it if it exceeds the deadline."""
+        """Return True if the fork has ended. A fork that exceeds the deadline is killed."""
         late = False
         if not ready:
             late = time.monotonic() >= self._until
@@ -271,7 +274,7 @@ class _Fork:
 
 
 class _Collected(Reporter):
-    """Collects the messages of one world's ranks, and writes its result."""
+    """Collects the messages of a world's ranks, and writes the result of the world."""
 
     def __init__(self, schedule: Schedule, fd: int, *, tells_imports: bool) -> None:
         super().__init__(fd)
@@ -282,7 +285,7 @@ class _Collected(Reporter):
         self.host: SimulatedHost | None = None
 
     def send(self, event: messages.AnyEvent, *, patience_s: float = -1) -> None:
-        """Record the relevant part of an event; if the world cannot proceed, end this process."""
+        """Record the relevant part of an event. Ends this process if the world cannot proceed."""
         if isinstance(event, messages.Proven):
             if self._raised is None or event.how != "refused":
                 self._raised = (event.how, event.what)
@@ -301,12 +304,14 @@ class _Collected(Reporter):
             self._raised = ("left", f"rank {event.key} called os._exit({own.code})")
 
     def finish(self) -> bool:
-        """Write the result; return True if all ranks have finished."""
+        """Write the result. Return True if all ranks have finished."""
         self.tell(*(self._raised or ("finished", "")))
         return self._raised is None
 
     def _imported_modules(self) -> tuple[str, ...]:
-        """Return the shared modules that this run has imported; every run would import them."""
+        """Return the shared modules that this run has imported. Without `_import_once`, every run
+        would import them again.
+        """
         if self._known is None:
             return ()
         new = (name for name in sys.modules if name not in self._known)
@@ -335,7 +340,7 @@ class _Collected(Reporter):
 
 
 def _import_once(names: Sequence[str]) -> None:
-    """Import the modules that every fork would otherwise import, in this process."""
+    """Import modules in this process, so that its forks do not have to import them."""
     for name in names:
         with suppress(Exception):
             importlib.import_module(name)
@@ -351,7 +356,7 @@ def _make_turns(noted: Sequence[tuple[Any, int]]) -> Iterator[PostedTurn]:
 
 
 def _taken_by(call: Any) -> str:
-    """Describe the send whose message a receive from any rank took; empty for other calls."""
+    """Describe the send whose message a receive from any rank received; empty for other calls."""
     sent = call.sender
     if call.peer is not None or sent is None:
         return ""

@@ -1,8 +1,8 @@
-"""The ranks of a simulated world, as the front end sees them: one process runs all of them.
+"""Front-end handle of a simulated world, whose ranks all run in one process.
 
-Each rank has its own child object, like a rank that is a process, so that the code that supervises,
-ends and judges a world needs no special case. Events of a rank are recorded in its child; the end
-of the process is the end of every rank that had not ended before.
+Each rank has its own child object, as if it were a process, so the code that supervises, ends and
+judges a world needs no special case. An event of a rank is recorded in its child. When the process
+ends, all ranks that had not ended before end with it.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ _NO_WORD = "the process of the simulated world exited while another rank ran"
 
 
 class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `target` for each rank with its entry of `starts`. Descriptors are shared by all ranks,
-    except names that begin with `RANK/`, which belong to that rank.
+    """Request to run `target` for each rank with its entry of `starts`. All ranks share the
+    descriptors, except those whose names begin with `RANK/`, which belong to that rank.
     """
 
     target: str
@@ -44,8 +44,9 @@ class HostRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run a world under the default schedule twice, and under seeds 1 to `schedules`; or, with
-    `preemptions`, under schedules with at most that many preemptions, at most `schedules` of them.
+    """Request to run a world under several schedules: twice under the default schedule, and under
+    the schedules with seeds 1 to `schedules`. With `preemptions`, it runs at most `schedules`
+    schedules that have at most that many preemptions.
     """
 
     host: HostRequest
@@ -60,7 +61,7 @@ SEARCH = Job(
 
 
 class ThreadRank(Child):
-    """A rank that is a thread of a process."""
+    """A rank that is a thread of the host process."""
 
     def __init__(self, rank: int, host: "HostProcess") -> None:
         super().__init__()
@@ -68,12 +69,12 @@ class ThreadRank(Child):
 
     @property
     def starting(self) -> bool:
-        """True if the process of this rank is not forked yet."""
+        """True if the host process is not forked yet."""
         return self._host.starting and not self.gone
 
     @property
     def busy_seconds(self) -> float:
-        """Busy seconds of the process, because exactly one rank runs at a time."""
+        """Busy seconds of the host process, because exactly one rank runs at a time."""
         return self._host.busy_now
 
     @property
@@ -86,12 +87,12 @@ class ThreadRank(Child):
 
     @property
     def low_level_stacks(self) -> str:
-        """Output of faulthandler for the running thread; faulthandler does not know ranks."""
+        """faulthandler's output for the running thread. (faulthandler does not know ranks.)"""
         blocks = self._host.low_level_stacks.split("\n\n")
         return "\n\n".join(b for b in blocks if not b.startswith("Thread "))
 
     def take(self, event: messages.AnyEvent) -> None:
-        """Record an event; a thread that raised has ended."""
+        """Record an event of this rank. A rank that raised has ended."""
         super().take(event)
         if isinstance(event, messages.Raised):
             super().take(messages.Exited(1))
@@ -129,19 +130,19 @@ class HostProcess(Child):
             super().take(event)
 
     def take_output(self, data: bytes) -> None:
-        """Attribute output of C code to the running rank."""
+        """Add output of C code to the output of the running rank."""
         with contextlib.suppress(IndexError):
             self.ranks[self.runs].take_output(data)
 
     def look(self) -> None:
-        """Refresh the data from /proc, for all ranks at once."""
+        """Read the state of the process from /proc, once for all ranks."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             self.busy_now, self.awake_now = self.busy_seconds, self.is_awake
 
     def end_ranks(self) -> None:
-        """Record the end of the process in all ranks that had not ended."""
+        """Record that the process has ended, in all ranks that had not ended before."""
         ran = self.runs
         for rank in self.ranks:
             if rank.gone:
@@ -199,7 +200,7 @@ class SimulatedShare(Share):
             self._host.end_ranks()
 
     def signal(self, child: Child, number: int) -> None:
-        """Send a signal to the process; ranks cannot be ended one by one."""
+        """Send a signal to the host process. Ranks cannot be ended individually."""
         self._share.signal(self._host, number)
 
     def ask(self) -> None:
@@ -225,9 +226,9 @@ def search_schedules(
     on_progress: Callable[[int], None] = lambda ran: None,
     look: Callable[[], None] = lambda: None,
 ) -> ScheduleSearchResult:
-    """Run ranks in a simulated world under the default schedule and `schedules` others, either
-    drawn at random or with at most `preemptions` preemptions, and return the results. `look` is
-    called meanwhile, and may raise. Raises the errors of `job_result`.
+    """Run ranks in simulated worlds: under the default schedule, and under `schedules` others,
+    which are random or have at most `preemptions` preemptions. Return the results. `look` is called
+    regularly and may raise. Raises the errors of `job_result`.
     """
     host = HostRequest(
         target=ranks.job.target,

@@ -1,8 +1,7 @@
-"""Calls that gloo accepts and that are rarely intended.
+"""Detects calls that gloo accepts but that are rarely intended. Their results may be correct, so
+each finding is only a warning.
 
-Their results may still be correct, so each call only causes a warning.
-
-NAME of a warning      finding
+warning                finding
 other-shapes           ranks pass equally many elements in different shapes or memory layouts
 tensor-with-gaps       gloo reads contiguous memory from the first element on, gaps included
 overlapping-outputs    outputs of one call share memory, so only the output written last remains
@@ -28,7 +27,7 @@ class SuspiciousCalls:
         self._said: dict[tuple[str, str], str] = {}  # by the name and the line
 
     def in_words(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the sentence of each warning."""
+        """Yield the name and the message of each warning."""
         counts: dict[str, int] = {}
         for (name, _), text in self._said.items():
             counts[name] = counts.get(name, 0) + 1
@@ -41,7 +40,7 @@ class SuspiciousCalls:
             self._look_for_overlaps(call)
 
     def met(self, calls: Sequence[SimulatedCall]) -> None:
-        """Check calls that complete each other: a collective's, or a send and its receive."""
+        """Check calls that match: those of a collective, or a send and its receive."""
         first = calls[0]
         if first.is_message:
             sent, received = calls
@@ -120,13 +119,13 @@ def _describe_call(call: SimulatedCall) -> str:
 
 
 def _shapes(call: SimulatedCall) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that must be equal on all ranks: for a scatter those of the outputs,
-    because only the root has inputs.
+    """Return the shapes that must be equal on all ranks. For a scatter these are the shapes of the
+    outputs, because only the root has inputs.
     """
     return tuple(tuple(t.shape) for t in call.outputs) if call.kind == "scatter" else call.sizes
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of the dimensions longer than 1."""
+    """Return the strides of the dimensions whose size exceeds 1."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(stride for size, stride in pairs if size > 1)

@@ -1,4 +1,4 @@
-"""A started call: c10d's Work, and the future that torch chains to it."""
+"""A started call (c10d's `Work`), and the future that torch chains to it."""
 
 import sys
 import weakref
@@ -18,8 +18,8 @@ _NO_LIMIT = timedelta(0)
 
 
 class SimulatedWork(PythonWork):
-    """One call, or several with one wait. Results are written when code waits for them, so code
-    that reads them too early reads the input.
+    """One call, or several calls with a common `wait`. Results are written to the outputs when code
+    waits for the work, so code that reads an output too early reads the old contents.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SimulatedWork(PythonWork):
             call.work = weakref.ref(self)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Yield to other ranks until all calls are complete."""
+        """Let other ranks run until all calls are complete."""
         for call in self._calls:
             if timeout:
                 call.limit_s = timeout.total_seconds()
@@ -50,15 +50,15 @@ class SimulatedWork(PythonWork):
         self._finish()
 
     def is_completed(self) -> bool:
-        """Return True if all calls are complete; other ranks run first."""
+        """Return True if all calls are complete. Lets other ranks run first."""
         return all(self._world.look(call) for call in self._calls)
 
     def is_success(self) -> bool:
-        """Return `is_completed()`: a call that cannot match ends the world."""
+        """Return `is_completed()`. (A call that cannot match ends the world.)"""
         return self.is_completed()
 
     def exception(self) -> Any:
-        """Return None: see `is_success`."""
+        """Return None; see `is_success`."""
         return None
 
     def result(self) -> Any:
@@ -66,17 +66,18 @@ class SimulatedWork(PythonWork):
         return self._results
 
     def source_rank(self) -> int:
-        """Return the group rank of the sender of a received message."""
+        """Return the group rank that sent the received message."""
         return self._calls[0].source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the result, which completes once code waits for it or polls it.
+        """Return a future of the result. It completes once code waits for it or polls it.
 
-        When torch waits for it in C++, no rank can yield, so it must complete before that: within
-        backward by a callback at its end, which precedes DDP's own, and immediately within such a
-        callback and in the rest of DDP.
+        If torch waits for the future in C++, no rank can yield, so the future must complete before
+        that. Within backward, it completes in a callback at the end of backward, which runs before
+        DDP's own callback. Within such a callback, and in the rest of DDP, it completes
+        immediately.
         """
         if self._future is None:
             self._future = WaitingFuture([self], self._results)
@@ -95,7 +96,9 @@ def _torch_may_wait() -> bool:
 
 
 class WaitingFuture(torch.futures.Future[Any]):
-    """A future whose `wait` lets the other ranks run. It completes with all of `works`."""
+    """A future whose `wait` lets the other ranks run. It completes when all of `works` have
+    completed.
+    """
 
     def __init__(self, works: Sequence[SimulatedWork], value: Any = None) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class WaitingFuture(torch.futures.Future[Any]):
             self.set_result(self._value)
 
     def finish(self) -> None:
-        """Wait for its works, which set its value."""
+        """Wait for `works`, which set the future's value."""
         for work in self._works:
             work._finish()
 
@@ -117,7 +120,7 @@ class WaitingFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def done(self) -> bool:
-        """Return True if the future is complete; other ranks run first."""
+        """Return True if the future is complete. Lets other ranks run first."""
         if not super().done() and all(work.is_completed() for work in self._works):
             self.finish()
         return super().done()
@@ -129,15 +132,17 @@ class WaitingFuture(torch.futures.Future[Any]):
         return chained
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Register `callback`, which is called with this future. Code may wait for the callback by
-        other means, so the future completes at once, except within backward.
+        """Register `callback`, which is called with this future. Except within backward, the future
+        completes at once, because code may wait for the callback by other means.
         """
         super().add_done_callback(callback)
         if not compat.is_in_backward():
             self.finish()
 
     def _complete_after(self, future: Any, value: Callable[[], Any]) -> None:
-        """When `future` completes, take the result of `value()`, or the error that it raises."""
+        """When `future` completes, set this future to the result of `value()`, or to the error that
+        it raises.
+        """
 
         def run(_: Any) -> None:
             try:
@@ -153,7 +158,7 @@ class WaitingFuture(torch.futures.Future[Any]):
 
 @cache
 def finish_before_torch_waits() -> None:
-    """Let other ranks run when C++ code waits for several futures; permanently."""
+    """Let other ranks run before C++ code waits for several futures. Cannot be undone."""
 
     def with_collect(collect: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
         def collect_all(futures: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
-"""The ranks of a simulated world: their scheduling, their calls, and the end of their world.
+"""The ranks of a simulated world: schedules them, matches their calls, and ends the world.
 
-A world that cannot proceed ends: by a mismatch, found when the second call is posted; by ranks that
-have ended while others wait for them (the others then lose their peer, as in a world of processes);
-or by a deadlock, when every remaining rank is blocked.
+A world that cannot proceed is ended for one of three reasons. A mismatch is found when the second
+call is posted. If ranks have ended while others wait for them, the others lose their peer, as in a
+world of processes. If all remaining ranks are blocked, there is a deadlock.
 """
 
 import math
@@ -30,14 +30,14 @@ from distcheck.worlds.callers import place_of_caller
 
 @dataclass(eq=False)
 class MatchedCalls:
-    """The calls of a group with the same number."""
+    """The calls of a group's ranks with the same number."""
 
     calls: dict[int, SimulatedCall] = field(default_factory=dict)
     apart: bool = False
 
 
 class GroupCalls:
-    """A group's calls: collectives by number, messages by their ends and tag."""
+    """The calls of a group: collectives by number, messages by sender, receiver and tag."""
 
     def __init__(self, name: str, ranks: Sequence[int], order: str) -> None:
         self.name, self.ranks, self.order = name, tuple(ranks), order
@@ -53,13 +53,13 @@ class GroupCalls:
         ] = []  # pairs of messages that do not match
 
     def number_for(self, rank: int, *, is_message: bool) -> int:
-        """Return the number of a rank's next call, from 1."""
+        """Return the number of a rank's next call, starting at 1."""
         counts = self._messages if is_message else self._posted
         counts[rank] += 1
         return counts[rank]
 
     def post(self, call: SimulatedCall) -> list[SimulatedCall]:
-        """Post a collective; return the calls that it completes. A mismatch completes none."""
+        """Post a collective. Return the calls that are thereby complete; none on a mismatch."""
         meeting = self.meetings.setdefault(call.number, MatchedCalls())
         first = next(iter(meeting.calls.values()), None)
         meeting.calls[call.rank] = call
@@ -75,7 +75,7 @@ class GroupCalls:
         return calls
 
     def post_message(self, call: SimulatedCall) -> list[SimulatedCall]:
-        """Post a send or a receive; return both if a posted one matches it."""
+        """Post a send or a receive. Return it and its counterpart if that is already posted."""
         is_send = call.kind == "send"
         receiver = call.peer if is_send else call.rank
         assert receiver is not None
@@ -107,7 +107,7 @@ class GroupCalls:
         return [] if meeting is None else [r for r in self.ranks if r not in meeting.calls]
 
     def mismatch(self) -> str:
-        """Describe the first mismatch; empty if all calls may still match."""
+        """Describe the first mismatch; empty if all posted calls may still match."""
         for number, meeting in sorted(self.meetings.items()):
             if meeting.apart:
                 missing = [rank for rank in self.ranks if rank not in meeting.calls]
@@ -128,7 +128,7 @@ _MOST_TURNS = 4096  # recorded calls of a run under a schedule
 
 @dataclass(eq=False)
 class AwaitedKeys:
-    """Keys of the store that a rank waits for, with a timeout like a call's."""
+    """Keys of the store that a rank waits for, and the timeout of this wait."""
 
     names: Sequence[str]
     limit_s: float
@@ -139,10 +139,11 @@ class AwaitedKeys:
 
 
 class SimulatedWorld:
-    """A world of `size` ranks whose collectives reduce in `order`, and whose simulated time may
-    advance by at most `deadline_s` at once. With a `schedule`, they run in its order, and its first
-    `keeps_choices` choices are recorded. `switch` is called between two ranks; `ended(how, what)`
-    is called when the world cannot proceed; no rank runs after that.
+    """A world of `size` ranks whose collectives reduce in `order`.
+
+    Simulated time may advance by at most `deadline_s` at once. With a `schedule`, the ranks run in
+    its order, and the first `keeps_choices` of its choices are recorded. `switch` is called between
+    two ranks. `ended(how, what)` is called when the world cannot proceed; no rank runs after that.
     """
 
     def __init__(
@@ -186,8 +187,8 @@ class SimulatedWorld:
     def enter_group(
         self, name: str, ranks: Sequence[int]
     ) -> tuple[GroupCalls, CreatedGroup | None]:
-        """Register a group that the running rank creates. Return its channel, which its ranks
-        share, and its record if code under test creates it directly.
+        """Register a group that the running rank creates. Return the channel that all ranks of the
+        group share, and a record of the group if the code under test creates it directly.
         """
         rank = self.scheduler.rank
         made = None if rank is None else self.groups.made(rank, name, ranks)
@@ -197,7 +198,7 @@ class SimulatedWorld:
         return found, made
 
     def post(self, channel: GroupCalls, call: SimulatedCall) -> None:
-        """Post a call of the running rank, and wake the ranks whose calls it completes."""
+        """Post a call of the running rank, and wake the ranks whose calls are complete with it."""
         self.latest[call.rank].append(call)
         step_calls.record_call_of_rank(call.rank, call.kind, (call.inputs, call.outputs), 0)
         self._in_flight[call.rank].begin(call)
@@ -219,7 +220,7 @@ class SimulatedWorld:
             self.scheduler.offer()
 
     def wait(self, call: SimulatedCall) -> None:
-        """Yield until a call is complete, and write its results."""
+        """Let other ranks run until a call is complete, then write its results."""
         self.running_rank("waits for a collective")
         while not call.complete:
             self.scheduler.block(call)
@@ -231,7 +232,9 @@ class SimulatedWorld:
                 collectives.write_call_results(call)
 
     def look(self, call: SimulatedCall) -> bool:
-        """Return True if a call is complete; others run first, so that polling code terminates."""
+        """Return True if a call is complete. Lets other ranks run first, so that polling code
+        terminates.
+        """
         self.running_rank("requests a collective")
         if not call.complete:
             self.scheduler.give_way()
@@ -240,8 +243,8 @@ class SimulatedWorld:
         return call.complete
 
     def wait_again(self, call: SimulatedCall) -> None:
-        """Record a wait by the code under test for a Work. Over gloo the second wait for a message
-        never returns (measured with torch 2.15), so it ends the world.
+        """Record that the code under test waits for a Work. With gloo, a second wait for the same
+        message never returns (measured with torch 2.15), so it ends the world.
         """
         call.waits += 1
         if call.waits > 1 and call.is_message:
@@ -250,7 +253,7 @@ class SimulatedWorld:
             self.accuse("work-waited-twice", f"{what}{call.where}, which it already waited for")
 
     def end_of_rank(self, rank: int) -> None:
-        """Check at the end of a rank's job that it has waited for all of its calls."""
+        """Check, when the job of a rank ends, that the rank has waited for all of its calls."""
         for call in self._in_flight[rank].not_waited_for():
             received = "" if call.complete or not call.is_message else (
                 ", which no call of another rank matches"
@@ -262,7 +265,7 @@ class SimulatedWorld:
             )
 
     def accuse(self, how: End, what: str) -> NoReturn:
-        """End the world because of an error of the running rank."""
+        """End the world because of an error in the running rank."""
         self._ended(how, what)
         self.scheduler.freeze()
 
@@ -271,7 +274,7 @@ class SimulatedWorld:
         self._in_flight[rank].read(tensor, how)
 
     def wait_for_store(self, keys: Sequence[str], limit_s: float = math.inf) -> None:
-        """Yield until all keys are set. `limit_s` is a timeout set by the code."""
+        """Let other ranks run until all keys are set. `limit_s` is a timeout set by the code."""
         wanted = AwaitedKeys(keys, limit_s)
         while not all(key in self.stored for key in keys):
             self.scheduler.block(wanted)
@@ -279,13 +282,15 @@ class SimulatedWorld:
                 self.refuse(f"the time limit of {limit_s:g} s passes for {wanted}")
 
     def wake_store(self) -> None:
-        """Make ranks that wait for the store check it again."""
+        """Make the ranks that wait for the store check it again."""
         for runner in self.scheduler.runners:
             if isinstance(runner.waits_for, AwaitedKeys):
                 self.scheduler.wake(runner.rank)
 
     def running_rank(self, does: str) -> int:
-        """Return the rank of this thread. Ends the world for a thread started by user code."""
+        """Return the rank of this thread. Ends the world if the code under test has started the
+        thread.
+        """
         rank = self.scheduler.rank
         if rank is None:
             self.refuse(f"a thread that belongs to no rank {does}")
@@ -298,7 +303,7 @@ class SimulatedWorld:
         raise NotSimulatedError(what)
 
     def lose(self, rank: int) -> None:
-        """Record that a rank has raised or left, so that ranks blocked on it lose their peer."""
+        """Record that a rank has raised or exited, so that ranks blocked on it lose their peer."""
         self._lost.add(rank)
 
     def _end_stuck_world(self) -> None:
@@ -316,8 +321,9 @@ class SimulatedWorld:
         self.scheduler.freeze()
 
     def _time_out(self) -> bool:
-        """Wake the blocked rank with the shortest timeout of its own: it may continue after that,
-        so no deadlock is proven. Without a clock it is unknown which one would give up first.
+        """Wake the blocked rank with the shortest timeout that the code has set. The rank may
+        continue after that, so no deadlock is proven. Without a clock it is unknown which rank
+        would time out first.
         """
         waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         first = min(waiting, key=lambda runner: runner.waits_for.limit_s, default=None)
@@ -337,7 +343,9 @@ class SimulatedWorld:
         self.scheduler.freeze()
 
     def _lose_peers(self) -> None:
-        """Make ranks blocked on an ended rank lose their peer; if none is, all blocked ranks."""
+        """Make the ranks that are blocked on an ended rank lose their peer; if there are none, all
+        blocked ranks.
+        """
         waiting = [r for r in self.scheduler.runners if r.state is ThreadState.WAITING]
         direct = [r for r in waiting if self._lost.intersection(self._missing(r.waits_for))]
         for runner in direct or waiting:
@@ -377,7 +385,7 @@ def set_current_world(world: SimulatedWorld) -> None:
 
 
 def current_world() -> SimulatedWorld:
-    """Return the world of this process. Raises NotSimulatedError if there is none."""
+    """Return the simulated world of this process. Raises NotSimulatedError if there is none."""
     if _here is None:
         raise NotSimulatedError(
             "backend simulated works only in ranks that distcheck started for it"

@@ -1,7 +1,7 @@
-"""Detects the launcher that started this process: one file per launcher.
+"""Detects the launcher that started this process; one file per launcher.
 
 Each file has `NAME` and `detect(environ) -> Launch | None`, which reads the variables that the
-launcher sets and has no side effects. Several match if one launcher starts another (srun starts
+launcher sets and has no side effects. Several launchers match if one starts another (srun starts
 torchrun's agents); `detect` of this package selects the innermost.
 """
 
@@ -18,16 +18,17 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process of several that were started together.
+    """One of several processes that a launcher started together.
 
-    rank, world    of this process among the launched ones; `ranks_here` lists the ranks that it
-        runs, usually only its own
-    local_rank     of the first of them among the `local_world` ranks of its machine
+    rank, world    rank of this process and number of launched processes; `ranks_here` lists the
+                   ranks
+        that this process runs, usually only its own
+    local_rank     of the first of these ranks, among the `local_world` ranks of this machine
     meeting        rendezvous address of the processes, by scheme:
         tcp://HOST:PORT       the process with rank 0 listens there
         store://HOST:PORT     a TCPStore exists there; it holds rank 0's address
         file://PATH           the file holds rank 0's address
-        unix://NAME           rank 0 listens on this abstract socket: one machine
+        unix://NAME           rank 0 listens on this abstract socket; all ranks are on one machine
     owned          True if the launcher is this process's parent, so that the run ends with it
     restarts       number of times that the launcher has restarted all processes
     run            the launcher's own name for the run, if it has one
@@ -46,12 +47,15 @@ class Launch:
 
     @property
     def is_front(self) -> bool:
-        """True if this process plans, judges and reports; the others only run their ranks."""
+        """True if this process plans, judges and reports. The other processes only run their ranks.
+        """
         return 0 in self.ranks_here
 
 
 def required_integer(environ: Mapping[str, str], name: str, *, launcher: str) -> int:
-    """Return the value of a required integer variable. Raises CannotRunError."""
+    """Return the value of a required integer variable. Raises CannotRunError if it is missing or
+    invalid.
+    """
     text = environ.get(name, "").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         said = f"is {environ[name][:80]!r}" if name in environ else "is missing"
@@ -62,12 +66,13 @@ def required_integer(environ: Mapping[str, str], name: str, *, launcher: str) ->
 
 
 def optional_integer(environ: Mapping[str, str], name: str, default: int, *, launcher: str) -> int:
-    """Return the value of an optional integer variable. Raises CannotRunError."""
+    """Return the value of an optional integer variable. Raises CannotRunError if it is invalid."""
     return required_integer(environ, name, launcher=launcher) if name in environ else default
 
 
 def tcp_address(environ: Mapping[str, str]) -> str | None:
-    """Return the address that MASTER_ADDR and MASTER_PORT define, if both are set."""
+    """Return the tcp:// address that MASTER_ADDR and MASTER_PORT define; None unless both are set.
+    """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     return f"tcp://{host}:{port}" if host and port else None
 
@@ -89,9 +94,9 @@ _MAY_START = {("slurm", "torchrun"), ("slurm", "mpirun")}  # (outer, inner)
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that started this process; None if the user started it directly.
+    """Return the launch to which this process belongs; None if the user started it directly.
 
-    Raises CannotRunError if two launchers match or a variable required for the rendezvous is
+    Raises CannotRunError if two launchers match, or if a variable that the rendezvous requires is
     missing.
     """
     found: dict[str, Launch] = {}
@@ -121,8 +126,9 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 def launch_of(
     machines: Mapping[str, Any], worlds: tuple[int, ...]
 ) -> tuple[Launch | None, tuple[int, ...]]:
-    """Return how this process was started, and the world sizes to run: those of the launcher, if
-    there is one. `machines` holds the options of `--nnodes`. Raises UsageError or CannotRunError.
+    """Return the launch of this process, and the world sizes to run. Under a launcher, the world
+    size is that of the launcher. `machines` holds the options that belong to `--nnodes`. Raises
+    UsageError or CannotRunError.
     """
     launch = detect(os.environ)
     given = [name for name, value in machines.items() if value is not None]
@@ -163,8 +169,9 @@ def launch_here(
     init_method: str | None,
     world: int,
 ) -> Launch:
-    """Return this machine's share of a world: consecutive ranks; if the world size is not
-    divisible, the first machines have one more. Raises UsageError.
+    """Return the launch of this machine, which runs consecutive ranks of a world. If the world size
+    is not divisible by the number of machines, the first machines run one rank more. Raises
+    UsageError.
     """
     if nnodes < 1:
         raise UsageError(f"--nnodes {nnodes} is out of range; it takes 1 or more")
@@ -205,8 +212,8 @@ def launch_here(
 
 
 def is_rank_0_elsewhere() -> bool:
-    """Return True if a launcher started this process and another process has rank 0: commands that
-    start no world run only there, once.
+    """Return True if a launcher started this process and another process has rank 0. Commands that
+    start no world run only in the process with rank 0.
     """
     try:
         launch = detect(os.environ)

@@ -1,4 +1,6 @@
-"""Detects mpirun and mpiexec by Open MPI's OMPI_COMM_WORLD_*, or PMI_* of MPICH and derivatives."""
+"""Detects mpirun and mpiexec: by OMPI_COMM_WORLD_* of Open MPI, or PMI_* of MPICH and its
+derivatives.
+"""
 
 import os
 import zlib
@@ -23,7 +25,9 @@ _VARIABLES = (  # rank, size; local rank, local size
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that mpirun's variables describe; None if it did not start this process."""
+    """Return the launch that mpirun's variables describe; None if mpirun did not start this
+    process.
+    """
     for rank_name, size_name, local_rank_name, local_size_name in _VARIABLES:
         if rank_name not in environ or ("SLURM_PROCID" in environ and rank_name == "PMI_RANK"):
             continue
@@ -52,8 +56,8 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """Return a name that only the processes of one mpirun on this machine share: that of the job,
-    or else the process id and start time of their common ancestor.
+    """Return a name that only the processes of one mpirun on this machine share: the name of the
+    job, or else the process id and the start time of their common ancestor.
     """
     if "PMIX_NAMESPACE" in environ:
         return f"{zlib.crc32(environ['PMIX_NAMESPACE'].encode()):08x}"
@@ -62,8 +66,8 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def _proxy() -> tuple[int, str]:
-    """Return the process id and start time of MPICH's proxy, the ancestor of all ranks on this
-    machine; those of the parent if no ancestor has such a name.
+    """Return the process id and the start time of MPICH's proxy, an ancestor of all ranks on this
+    machine. If no ancestor has the proxy's name, return those of the parent.
     """
     pid, found = os.getpid(), []
     while pid > 1:

@@ -1,4 +1,4 @@
-"""Detects srun by a step's SLURM_PROCID and SLURM_NTASKS."""
+"""Detects srun, by SLURM_PROCID and SLURM_NTASKS of a job step."""
 
 import re
 import zlib
@@ -12,9 +12,10 @@ _FIRST_PORT, _PORTS = 20000, 10000  # below the ephemeral ports of Linux
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that srun's variables describe; None if it did not start this process.
+    """Return the launch that srun's variables describe; None if srun did not start this process.
 
-    A batch script is a step of one task, in which the user starts commands by hand.
+    A batch script is itself a step of one task, in which the user starts commands; it does not
+    count.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environ or not step.isdigit():
@@ -48,7 +49,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Return this machine's entry in Slurm's list of tasks: "2(x3),1" means 2, 2, 2, 1."""
+    """Return this machine's entry in Slurm's list of tasks per node: "2(x3),1" means 2, 2, 2, 1."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
     place = optional_integer(environ, "SLURM_NODEID", 0, launcher=NAME)
     for tasks, times in re.findall(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", listed):
@@ -59,7 +60,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list: "gpu03" for "gpu[03-05,9],login"."""
+    """Return the first host in Slurm's node list: "gpu03" for "gpu[03-05,9],login"."""
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
         raise CannotRunError(

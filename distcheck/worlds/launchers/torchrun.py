@@ -1,4 +1,4 @@
-"""Detects torchrun by RANK, WORLD_SIZE and TORCHELASTIC_*; its TCPStore is at MASTER_ADDR."""
+"""Detects torchrun, by RANK, WORLD_SIZE and TORCHELASTIC_*. Its TCPStore is at MASTER_ADDR."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,9 @@ NAME = "torchrun"
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch that torchrun's variables describe; None if there is none."""
+    """Return the launch that torchrun's variables describe; None if torchrun did not start this
+    process.
+    """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     rank = required_integer(environ, "RANK", launcher=NAME)

@@ -75,8 +75,8 @@ def run(request: messages.Spawn, fds: list[int], parent: int) -> None:
 
 
 def _tell_before_exit(reporter: Reporter) -> None:
-    """Make `os._exit` report its caller first, because that cannot be determined afterwards.
-    Processes forked by this one exit without a report.
+    """Make `os._exit` report its caller first, because the caller cannot be determined afterwards.
+    Processes that this process forks exit without a report.
     """
     own = os.getpid()
 
@@ -100,9 +100,9 @@ def _tell_before_exit(reporter: Reporter) -> None:
 
 
 def _imported_since(inherited: int) -> list[str]:
-    """Return the modules of distcheck imported since the fork. Only the newest entries are read:
-    touching an inherited name copies its memory page, and thousands of them take longer than many
-    jobs.
+    """Return the modules of distcheck that were imported after the fork. Only the newest entries of
+    `sys.modules` are read: reading an inherited entry copies its memory page, and thousands of them
+    would take longer than many jobs.
     """
     count = max(0, len(sys.modules) - inherited)
     try:
@@ -117,12 +117,15 @@ def is_distcheck_module(module: str) -> bool:
 
 
 def is_shared(module: str) -> bool:
-    """Return True if a helper may import a module for all children: no code under test."""
+    """Return True if a helper may import the module for all children. Code under test is never
+    shared.
+    """
     return is_distcheck_module(module) or module == late_compiler.NAME
 
 
 def _set_up(request: messages.Spawn, fds: list[int]) -> None:
-    """Set up the process's environment, folder, streams, signals and Python RNG."""
+    """Set up the environment, working directory, streams, signals and Python RNG of this process.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -149,8 +152,8 @@ def _set_up(request: messages.Spawn, fds: list[int]) -> None:
 
 
 def require_working_directory() -> None:
-    """Make Python raise if a rank removes or renames the working directory, which all ranks and the
-    front end share, or a parent of it.
+    """Make Python raise if a rank removes or renames the working directory or a parent of it. All
+    ranks and the front end share this directory.
     """
     here = Path.cwd()
     kept = [os.stat(folder) for folder in (here, *here.parents)]
@@ -200,10 +203,11 @@ def message_of_exception(error: BaseException) -> messages.Raised:
 
 
 def _dump_when_asked(dump_fd: int, reporter: Reporter, look: RankInspector) -> None:
-    """Wait for the front end to close the pipe, then send the stacks of all threads; until then,
-    check regularly whether the rank is blocked, if its calls are recorded.
+    """Wait until the front end closes the pipe, then send the stacks of all threads. Meanwhile, if
+    calls are recorded, check regularly whether the rank is blocked.
 
-    This thread needs the GIL; a rank that holds the GIL in C answers through faulthandler only.
+    This thread needs the GIL. A rank that holds the GIL in C code answers only through
+    faulthandler.
     """
     linux.name_thread(linux.LOOK_THREAD)
     asked = select.poll()
@@ -224,7 +228,7 @@ def _dump_when_asked(dump_fd: int, reporter: Reporter, look: RankInspector) -> N
 
 
 def displayed_stack(current: FrameType) -> str:
-    """Format a stack without distcheck's frames, and without torch's if there are others."""
+    """Format a stack without distcheck's frames, and without torch's frames if others remain."""
     shown = [f for f in _since_fork(traceback.extract_stack(current)) if not _is_own(f.filename)]
     while shown and shown[0].filename == threading.__file__:  # the start of a thread
         del shown[0]
@@ -233,7 +237,7 @@ def displayed_stack(current: FrameType) -> str:
 
 
 def _since_fork(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return the frames since the fork; those up to `run` belong to the parent."""
+    """Return the frames after the fork. Frames up to `run` belong to the parent."""
     begun = [i for i, f in enumerate(summary) if f.filename == __file__ and f.name == "run"]
     return summary[begun[-1] + 1 :] if begun else list(summary)
 
@@ -245,13 +249,13 @@ _OWN_FOLDERS = tuple(
 
 
 def _is_own(filename: str) -> bool:
-    """Return True if a frame is internal to distcheck and of no use to the user."""
+    """Return True if a frame is internal to distcheck and does not help the user."""
     return filename == "<string>" or filename.startswith(_OWN_FOLDERS)
 
 
 def last_collective(found: list[dict[str, Any]] | None = None) -> Collective | None:
-    """Return the last collective that this process entered, with the line that called it, or that
-    of the recorder's entries `found`; None if none is recorded.
+    """Return the last collective that this process entered, with the line that called it; None if
+    none is recorded. `found` are the recorder's entries, if the caller has already read them.
     """
     found = flight.entries() if found is None else found
     if not found:

@@ -1,4 +1,4 @@
-"""One forked process, as the front end sees it: its messages, its state, and how it ended."""
+"""Front-end handle of one forked process: its messages, its state, and how it ended."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _OUTPUT_KEPT_BYTES = 64 * 1024  # per child; the end of the output usually conta
 
 @dataclass(eq=False)
 class Child:
-    """One forked process, as the front end sees it."""
+    """Front-end handle of one forked process."""
 
     key: int = -1
     pid: int = 0
@@ -54,7 +54,7 @@ class Child:
     _stacks_fd: int = -1
 
     def open_pipes(self) -> tuple[int, int]:
-        """Open the pipes for the child's messages and output; return the child's ends of both."""
+        """Open the pipes for the child's messages and output. Return the child's ends of both."""
         self._events_fd, events = os.pipe()
         self._output_fd, output = os.pipe()
         self._stacks_fd = os.memfd_create("distcheck-stacks")
@@ -64,23 +64,26 @@ class Child:
 
     @property
     def starting(self) -> bool:
-        """True if it is not forked yet: its helper may have others to fork first."""
+        """True if the child is not forked yet: its helper may have others to fork first."""
         return not (self.pid or self.spawn_error or self.gone)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds for which it ran or waited for a core; see `stalls.py`."""
+        """Seconds for which the child ran or waited for a core; see `stalls.py`."""
         return linux.busy_seconds(self.pid, main_by_the_clock=self._only_looks) if self.pid else 0.0
 
     @property
     def known_at(self) -> float:
-        """Time (monotonic seconds) at which its known state was true: now, for a local process."""
+        """Time (monotonic seconds) at which the known state of the child was valid. For a local
+        process, this is now.
+        """
         return time.monotonic()
 
     @property
     def is_awake(self) -> bool:
-        """True if it runs, is runnable or waits for the kernel's I/O, or has run since it reported
-        that it is blocked: its own thread may not have retracted the report yet.
+        """True if the child runs, is runnable, or waits for I/O in the kernel; or if it has run
+        after it reported that it is blocked, in which case it may not have retracted the report
+        yet.
         """
         if not self.pid:
             return False
@@ -91,8 +94,8 @@ class Child:
 
     @property
     def _only_looks(self) -> bool:
-        """True if its main thread has reported that it is blocked and retracts that before it
-        continues: until then it only polls.
+        """True if the main thread has reported that it is blocked, and will retract the report
+        before it continues. Until then it only polls.
         """
         return self.waits is not None and self.waits.ran_ns == 0 and not self.waits.over
 
@@ -107,7 +110,8 @@ class Child:
 
     @property
     def low_level_stacks(self) -> str:
-        """faulthandler's output without C frames: of a fatal signal, or requested by SIGUSR1."""
+        """Output of faulthandler without C frames, after a fatal signal or on request by SIGUSR1.
+        """
         with contextlib.suppress(OSError):
             written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the call log
             return _C_FRAMES.sub("", written.decode(errors="replace"))

@@ -1,8 +1,8 @@
 """Front-end handle of a helper: starts children, handles their events and ends them. Also defines
 the local ranks of a world as a `Share`.
 
-One forker serves one front-end process. Its users decide how many children run at a time, and call
-`pump` until they are done.
+A forker serves one front-end process. Its users decide how many children run at a time, and call
+`pump` until the children are done.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _LOOK_EVERY_S = 0.2
 
 
 class Forker:
-    """A helper process and its children; closing it ends all of them. Several forkers can share a
-    selector, and `imports`, the modules that children needed.
+    """A helper process and its children. Closing the forker ends all of them. Several forkers can
+    share a selector, and the set `imports` of modules that children needed.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Forker:
 
     @property
     def usable(self) -> bool:
-        """True if this process may continue to use it: it created it, and the helper is running."""
+        """True if this process created the forker (not the process that it was forked from) and the
+        helper runs.
+        """
         if os.getpid() != self._owner:
             return False
         return not self._closed and (not self._opened or self._helper.running)
@@ -120,7 +122,9 @@ class Forker:
         return "" if self._ready is None else self._ready.error
 
     def place_of(self, interpreter: int | None) -> "Forker":
-        """Return the forker of a further interpreter; this one for None or without others."""
+        """Return the forker of a further interpreter; this forker for None or if there are no
+        others.
+        """
         return self
 
     def watch(self, source: Readable | int, on_readable: Callable[[], None]) -> None:
@@ -141,12 +145,12 @@ class Forker:
         dump_fd: int,
         child: Child | None = None,
     ) -> Child:
-        """Fork a child that calls `target` ("module:function") with the payload of `start`, its
-        descriptors and `fds`.
+        """Fork a child that calls `target` ("module:function") with the payload of `start`, the
+        descriptors of `start`, and `fds`.
 
-        The caller keeps its own copies of the descriptors. The child lingers after its job until
-        `release_fd` is readable, and sends its stacks when `dump_fd` is. `child` receives its
-        state, if not a new one.
+        The caller keeps its own copies of the descriptors. After its job, the child lingers until
+        `release_fd` is readable; it sends its stacks when `dump_fd` is readable. `child` is the
+        object that receives the child's state; by default a new one.
         """
         fds = {**fds, **start.fds}
         environment = {**child_environment(), **self._helper.variables(), **start.environment}
@@ -188,13 +192,13 @@ class Forker:
             self._send(messages.Signal(child.key, number))
 
     def pump(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for events, and handle them. Raises HelperError."""
+        """Wait at most `timeout_s` for events and handle them. Raises HelperError."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self.look_at_helper()
 
     def look_at_helper(self) -> None:
-        """Raise HelperError for a helper that is stopped, because it would never answer."""
+        """Raise HelperError if the helper is stopped, because it would never answer."""
         now = time.monotonic()
         if self._closed or now - self._looks.last < _LOOK_EVERY_S:
             return
@@ -205,14 +209,14 @@ class Forker:
             self._give_up(f"it was stopped (process {pid}, state T, SIGSTOP)")
 
     def forget(self, child: Child) -> None:
-        """Close a child's descriptors, once; it must have exited."""
+        """Close the descriptors of a child that has exited. Called once per child."""
         for name in ("_events_fd", "_output_fd", "_stacks_fd"):
             self._close(child, name)
         self._children.pop(child.key, None)
 
     def close(self) -> None:
-        """End the helper and every child. Ctrl-C is delivered after they are gone, so that a
-        message that nothing is left running is true.
+        """End the helper and all children. Ctrl-C is delivered only afterwards, so that a message
+        that nothing is left running is true.
         """
         self.let_go()
         if self._opened and os.getpid() == self._owner:
@@ -220,7 +224,7 @@ class Forker:
                 self._end()
 
     def let_go(self) -> None:
-        """Request the helper to end without waiting for it; `close` it later."""
+        """Ask the helper to end without waiting for it. Call `close` later."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -237,14 +241,16 @@ class Forker:
             self._selector.close()
 
     def _end(self) -> None:
-        """Wait until the helper, which was asked to end, is gone. Kill it if the patience runs out,
-        or at once if it is stopped and cannot end by itself.
+        """Wait until the helper, which was asked to end, has exited. Kill it when the patience runs
+        out, or at once if it is stopped and cannot end by itself.
         """
         stopped = self._helper.pid and linux.is_stopped(self._helper.pid)
         self._helper.end(0.0 if stopped or self._ready is None else _PATIENCE_S)
 
     def _send(self, request: messages.Request, fds: Iterable[int] = ()) -> None:
-        """Send a request. Raises HelperError if the helper does not read, OSError if gone."""
+        """Send a request. Raises HelperError if the helper does not read it, OSError if the helper
+        has gone.
+        """
         assert self._connection is not None
         assert self._line is not None
         self._connection.settimeout(_PATIENCE_S)
@@ -256,7 +262,7 @@ class Forker:
             self._connection.setblocking(False)
 
     def _give_up(self, how: str) -> NoReturn:
-        """End the helper; SIGKILL also ends a stopped one. Raises HelperError."""
+        """Kill the helper by SIGKILL, which also ends a stopped process. Raises HelperError."""
         self._helper.end(0.0)
         raise HelperError(
             f"the process that forks the ranks does not respond: {how}; run the command again"
@@ -302,7 +308,9 @@ class Forker:
             child.take_output(data)
 
     def _read(self, child: Child, name: str) -> list[bytes]:
-        """Return everything that is in one of a child's pipes now; close the pipe at its end."""
+        """Return everything that one of a child's pipes contains now. Close the pipe if the child
+        has closed its end.
+        """
         parts: list[bytes] = []
         while True:
             try:
@@ -317,7 +325,9 @@ class Forker:
             parts.append(data)
 
     def _close(self, child: Child, name: str) -> None:
-        """Close one of a child's descriptors, once: its number may be reused by now."""
+        """Close one of a child's descriptors, once. Afterwards its number may belong to another
+        file.
+        """
         fd = getattr(child, name)
         if fd >= 0:
             self.unwatch(fd)
@@ -326,7 +336,7 @@ class Forker:
 
 
 class LocalShare(Share):
-    """Ranks of a world forked by a forker of this process or by its further interpreters."""
+    """Ranks of a world that this process's forker, or its further interpreters, have forked."""
 
     def __init__(
         self,
@@ -378,8 +388,8 @@ class LocalShare(Share):
             self._close_pipe(name)
 
     def _close_pipe(self, name: str) -> None:
-        """Notify every child that reads the pipe with one byte each: closing is not enough, because
-        a helper forked later may hold a copy of this end.
+        """Notify every child that reads the pipe, by one byte each. Closing the pipe is not enough,
+        because a helper that was forked later may hold a copy of this end.
         """
         fd = getattr(self, name)
         if fd >= 0:

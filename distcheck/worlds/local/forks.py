@@ -20,11 +20,12 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ 0\s")
 
 
 class HugePagesForForks:
-    """Counts the forks of this process, and moves its memory into large pages once they are many.
+    """Counts the forks of this process, and moves the process's memory into large pages when there
+    are many.
 
-    The first call costs as much as a few forks, later ones hardly anything if little has changed.
-    It runs before fork number `first`, when about its cost has been spent on forks, and again each
-    time the number has doubled, for memory allocated since.
+    The first move costs as much as a few forks; later moves cost little if little memory has
+    changed. It runs before fork number `first`, when forks have cost about as much as the move
+    will, and again each time the number of forks has doubled, for memory allocated since.
     """
 
     def __init__(self, *, first: int) -> None:
@@ -49,6 +50,7 @@ def move_to_huge_pages() -> None:
 
 
 def _anonymous_ranges(maps: str) -> list[tuple[int, int]]:
-    """Return the address ranges of private memory without a file (proc_pid_maps(5))."""
+    """Return the address ranges of private memory that is not backed by a file (proc_pid_maps(5)).
+    """
     found = (_MAPPING.match(line + " ") for line in maps.splitlines())
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]

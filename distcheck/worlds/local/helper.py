@@ -1,4 +1,4 @@
-"""The helper: imports torch once, then forks every rank, reference and check from itself.
+"""The helper: imports torch once, then forks every rank, reference and check.
 
 It stays single-threaded and never touches a process group, a GPU or code under test, so that its
 forks are clean. It ends when the front end exits, and its children end with it. A pidfd detects the
@@ -111,9 +111,9 @@ class Helper:
             self._say_of(request.key, messages.Spawned(pid))
 
     def _import_own(self, modules: Sequence[str]) -> None:
-        """Import modules of distcheck, and torch's compiler, that every child would otherwise
-        import itself, which takes longer than many jobs. Each is tried once. Code under test is
-        never imported.
+        """Import modules of distcheck, and torch's compiler, so that children do not have to import
+        them, which takes longer than many jobs. Each module is tried once. Code under test is never
+        imported.
         """
         missing = [n for n in modules if child.is_shared(n) and n not in self._tried]
         self._tried.update(missing)
@@ -158,14 +158,16 @@ class Helper:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill the processes that a dead rank left behind, now children of this process."""
+        """Kill the processes that a dead rank has left behind; they are now children of this
+        process.
+        """
         for pid in linux.children_of_self():
             if pid not in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _end_children(self) -> None:
-        """Kill all children until none is left, adopted orphans included."""
+        """Kill children, including adopted orphans, until none is left."""
         while family := linux.children_of_self():
             for pid in family:
                 with contextlib.suppress(ProcessLookupError):
@@ -176,10 +178,10 @@ class Helper:
 
 
 def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[str] = ()) -> None:
-    """Entry point of the helper process; `pool.py` starts it.
+    """Entry point of the helper process, which `pool.py` starts.
 
-    A `variant` above 0 makes extra allocations and imports before torch. `imports` are further
-    modules that its children will need.
+    A `variant` above 0 makes extra allocations and imports before torch. `imports` are modules that
+    the children will need, in addition to torch.
     """
     _ignore_signals()
     os.environ.update(PINNED_ENVIRONMENT)
@@ -197,7 +199,9 @@ def main(control_fd: int, front_pid: int, variant: int = 0, imports: Sequence[st
 
 
 def serve_forked(control: socket.socket, front_pid: int) -> None:
-    """Serve in a fork of the front end (see `helper_process.py`) until the front end ends."""
+    """Serve as a helper in a fork of the front end (see `helper_process.py`), until the front end
+    ends.
+    """
     _ignore_signals()
     signal.set_wakeup_fd(-1)  # the front end's, if it has one
     linux.adopt_orphans()
@@ -208,8 +212,8 @@ def serve_forked(control: socket.socket, front_pid: int) -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals to which the front end reacts. SIGUSR1 is ignored as well: it may reach a rank
-    before its handler is registered, which would kill the rank.
+    """Ignore the signals that the front end handles. Also ignore SIGUSR1, which would kill a rank
+    that receives it before its handler is registered.
     """
     # If the front end had registered a handler, a rank's own `register` would only change the file.
     faulthandler.unregister(signal.SIGUSR1)
@@ -218,7 +222,7 @@ def _ignore_signals() -> None:
 
 
 def _vary_layout(variant: int) -> None:
-    """Change the layout of memory and the order of `sys.modules`, as `variant` determines."""
+    """Change the memory layout and the order of `sys.modules`, depending on `variant`."""
     surroundings.allocate(variant)
     modules = list(_HARMLESS)
     random.Random(variant).shuffle(modules)

@@ -1,9 +1,9 @@
 """Two kinds of helper process: a fresh interpreter and a fork of this process.
 
 CleanHelper    a new interpreter that imports torch and nothing else: for code under test that
-   its ranks import by name
+               ranks import by name
 ForkedHelper   a fork of this process: for code that exists only here, such as a test with its
-   fixtures and examples, which its ranks inherit
+               fixtures and examples, which ranks inherit
 """
 
 import os
@@ -47,19 +47,19 @@ NO_TORCH_IN_TIME = (
 
 
 class HelperProcess(Protocol):
-    """Interface between a pool and the process that forks for it."""
+    """Interface between a pool and its helper process."""
 
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Start it with `control` as its connection; it closes its copy of `ours`, the other end.
-        `imports` are modules that its children will need in addition to torch.
+        """Start the process with `control` as its connection; it closes its copy of `ours`, the
+        other end. `imports` are modules that its children will need in addition to torch.
         """
         ...
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it was started."""
+        """Process id; 0 before the process was started."""
         ...
 
     @property
@@ -68,11 +68,11 @@ class HelperProcess(Protocol):
         ...
 
     def end(self, patience_s: float) -> None:
-        """Wait until it is gone; kill it when the patience runs out."""
+        """Wait until the process has exited; kill it when the patience runs out."""
         ...
 
     def last_words(self) -> str:
-        """Return the last line that it printed, if known."""
+        """Return the last line that the process printed, if it is known."""
         return ""
 
     def import_path(self) -> list[str]:
@@ -80,14 +80,14 @@ class HelperProcess(Protocol):
         return list(sys.path)
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables of its children; none by default."""
+        """Return environment variables for its children; none by default."""
         return {}
 
 
 class CleanHelper(HelperProcess):
     """A new single-threaded interpreter with torch imported.
 
-    Its PYTHONHASHSEED is fixed, so that a replay uses the same one. A `variant` above 0 makes extra
+    PYTHONHASHSEED is fixed, so that a replay uses the same value. A `variant` above 0 makes extra
     imports and allocations before torch.
     """
 
@@ -144,8 +144,9 @@ class CleanHelper(HelperProcess):
         return said.splitlines()[-1] if said else ""
 
     def import_path(self) -> list[str]:
-        """Return `sys.path` made absolute. The current folder, if present, moves to the end, where
-        its random.py shadows nothing; `loading` adds it for the user's own code.
+        """Return `sys.path` with absolute paths. The current folder, if present, moves to the end,
+        so that a file such as random.py shadows no module; `loading` adds the folder again for the
+        user's own code.
         """
         path, here = [os.path.abspath(entry) for entry in sys.path], os.getcwd()
         return sorted(path, key=lambda entry: entry == here)
@@ -155,7 +156,7 @@ class CleanHelper(HelperProcess):
 
 
 class ForkedHelper(HelperProcess):
-    """A fork of this process: single-threaded, with all of its memory."""
+    """A fork of this process: single-threaded, and with a copy of this process's memory."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -163,7 +164,7 @@ class ForkedHelper(HelperProcess):
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Fork; the child serves its connection until that ends, and never returns here."""
+        """Fork. The child serves its connection until that is closed, and does not return."""
         from distcheck.worlds.local import helper  # here, so that the fork does not have to
 
         front = os.getpid()
@@ -184,12 +185,12 @@ class ForkedHelper(HelperProcess):
 
     @property
     def pid(self) -> int:
-        """Process id of the fork; 0 once it is gone."""
+        """Process id of the fork; 0 after it has exited."""
         return self._pid
 
     @property
     def running(self) -> bool:
-        """True if the fork is running; reaps it otherwise."""
+        """True if the fork is running. If it has exited, it is reaped."""
         return self._pid > 0 and not self._reap(os.WNOHANG)
 
     def end(self, patience_s: float) -> None:
@@ -222,7 +223,7 @@ def folder_and_path(helper: HelperProcess) -> tuple[str, list[str]]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment with the variables that every rank needs pinned."""
+    """Return this process's environment, with the variables pinned that every rank needs."""
     pinned = {**PINNED_ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "64"}
     environment = {**os.environ, **pinned}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -231,7 +232,8 @@ def child_environment() -> dict[str, str]:
 
 
 def shuffled_variables(variables: dict[str, str], seed: int | None) -> dict[str, str]:
-    """Return environment variables in an order drawn from `seed`; unchanged for None."""
+    """Return environment variables in a random order drawn from `seed`; in the same order for None.
+    """
     if seed is None:
         return variables
     names = list(variables)

@@ -1,12 +1,13 @@
-"""Delays the import of torch's compiler, `torch._dynamo`, until it is used.
+"""Delays the import of torch's compiler, `torch._dynamo`, until code uses it.
 
-Every optimizer's `step` and `zero_grad`, and `init_process_group`, only refer to it to exclude
-themselves from compilation, but the reference imports it. Measured with torch 2.15 on 2 cores: 1.0
-s of CPU time per interpreter, in addition to 1.8 s for torch itself, and 70 MB.
+`init_process_group`, and `step` and `zero_grad` of every optimizer, refer to the compiler only to
+exclude themselves from compilation, but this reference imports it. Measured with torch 2.15 on 2
+cores: the import takes 1.0 s of CPU time per interpreter, in addition to 1.8 s for torch itself,
+and 70 MB.
 
 A stand-in in `sys.modules` serves these three functions. Any other attribute, or the import of a
-submodule, imports the compiler, replaces the stand-in and delegates to it; from then on the
-stand-in has no effect.
+submodule, imports the compiler, replaces the stand-in and delegates to the compiler; from then on
+the stand-in has no effect.
 """
 
 import importlib
@@ -24,7 +25,7 @@ _loading = threading.RLock()
 
 
 class LateModule(ModuleType):
-    """Module in `sys.modules` until the compiler is needed."""
+    """Stand-in for the compiler in `sys.modules`."""
 
     def __init__(self, file: str | None) -> None:
         super().__init__(NAME, "Stands for torch._dynamo until it is used.")
@@ -37,8 +38,8 @@ class LateModule(ModuleType):
     def disable(
         self, fn: Callable[..., Any], recursive: bool = True, **options: Any
     ) -> Callable[..., Any]:
-        """Return a function that calls `fn` directly until the compiler is loaded, and torch's
-        disabled version of it afterwards.
+        """Return a function that calls `fn` directly while the compiler is not loaded, and torch's
+        version of `fn` with compilation disabled afterwards.
         """
         made: list[Callable[..., Any]] = []
 
@@ -66,7 +67,7 @@ class LateModule(ModuleType):
 
 
 def install() -> None:
-    """Install the stand-in unless the compiler is imported. Requires an imported torch."""
+    """Install the stand-in, unless the compiler is already imported. torch must be imported."""
     torch = sys.modules["torch"]
     if NAME in sys.modules:
         return
@@ -81,7 +82,9 @@ def is_loaded() -> bool:
 
 
 def modules_to_share() -> list[str]:
-    """Return its name if processes like this one should be forked from one that has imported it."""
+    """Return the name of the compiler if it is loaded, so that processes like this one should be
+    forked from a process that has imported it.
+    """
     return [NAME] if is_loaded() or any(name in sys.modules for name in _BRINGS) else []
 
 
@@ -94,4 +97,4 @@ def load() -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, as an unloaded compiler."""
+    """Do nothing. Stands for compiler functions that have no effect while nothing is compiled."""
