@@ -41,8 +41,7 @@ _allocated: list[bytes] = []
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """The factors that differ between ranks, and a seed from which the values of each rank follow.
-    """
+    """The factors that differ between ranks, and a seed from which the values of each rank follow."""
 
     factors: tuple[str, ...] = ()
     seed: int = 0

@@ -1,8 +1,8 @@
 """Requests that the search sends to persistent ranks and to their judge, over one socket each.
 
-    ranks   receive a TrainCase, and answer b"" once the case is trained and recorded
-    judge   receives a JudgeCase, and answers with a `CaseReport`; meanwhile the ranks may train the
-            next case
+ranks   receive a TrainCase, and answer b"" once the case is trained and recorded
+judge   receives a JudgeCase, and answers with a `CaseReport`; meanwhile the ranks may train the
+        next case
 """
 
 import msgspec
