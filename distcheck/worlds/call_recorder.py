@@ -164,7 +164,7 @@ class PostedCalls:
 
 
 def raised_in(error: BaseException | None) -> NotedCall | None:
-    """Return the call during whose wait an exception, or one in its chain, was raised; else None."""
+    """Return the call in whose wait an exception, or one in its chain, was raised; else None."""
     for _ in range(_MOST_CAUSES):
         if error is None:
             break

@@ -48,7 +48,7 @@ def record_further(recorder: CallRecorder) -> None:
 
 
 def entries(*, stacks: bool = True) -> list[dict[str, Any]]:
-    """Return the recorded entries, oldest first. `stacks` adds their Python frames, which is slow."""
+    """Return the recorded entries, oldest first. `stacks` adds their Python frames (slow)."""
     if _source is not None:
         return _source()
     found = _recorded(nccl=False, stacks=stacks)

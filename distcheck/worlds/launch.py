@@ -149,7 +149,7 @@ def start_job(
     deadline_s: float,
     stopped_s: float | None = None,
 ) -> World:
-    """Start a single-process job on this machine. `stopped_s` has the same meaning as for a world."""
+    """Start a single-process job on this machine. `stopped_s`: see `World`."""
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})
@@ -187,7 +187,7 @@ def kill_worlds(pool: Pool, *worlds: World) -> None:
 def run_job(
     pool: Pool, job: Job[Asked, Answer], request: Asked, fds: Descriptors | None = None
 ) -> Answer:
-    """Run a single-process job to its end and return its result. Raises the errors of `job_result`."""
+    """Run a single-process job to its end; return its result. Raises the errors of `job_result`."""
     world = start_job(pool, job, request, fds, deadline_s=_JOB_DEADLINE_S)
     run_until_over(pool, world)
     try:
@@ -250,7 +250,7 @@ def refusal_of(world: World) -> DistcheckError | None:
 
 
 def not_simulated(world: World) -> NotSimulatedError | None:
-    """Return the error of a rank whose code cannot run in a simulated world; None if there is none."""
+    """Return the error of a rank whose code cannot run in a simulated world, or None."""
     for child in world.children:
         if child.raised is not None and child.raised.kind == NotSimulatedError.__name__:
             return NotSimulatedError(child.raised.message)

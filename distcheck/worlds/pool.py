@@ -103,7 +103,7 @@ class Interpreters:
 
 
 class Pool(Forker):
-    """A helper process, further interpreters (after `open_interpreters`), and all their children."""
+    """A helper process, further interpreters if `open_interpreters` was called, and their children."""
 
     def __init__(self, helper: HelperProcess | None = None) -> None:
         super().__init__(helper or CleanHelper())

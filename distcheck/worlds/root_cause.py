@@ -147,7 +147,7 @@ def _outcome(child: Child, rank: int, *, hung: bool) -> Outcome:
 
 
 def _of_any_end(child: Child) -> Known:
-    """Return the position of a rank, its output, and True if gloo reports different message sizes."""
+    """Return a rank's position, its output, and True if gloo reports different message sizes."""
     step, phase = None, "before the first step"
     if child.spawn_error:
         phase = ""

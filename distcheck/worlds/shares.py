@@ -61,7 +61,7 @@ class LauncherJob(Protocol):
     """A job that another launcher has started, and that the ranks of a world become part of."""
 
     def enlist(self, rank: int, start: RankStart) -> RankStart:
-        """Return the start of a rank, with the environment and descriptors of its place in the job."""
+        """Return the start of a rank, with the environment and descriptors of its place added."""
         ...
 
     def let_go_of_connections(self) -> None:
@@ -69,7 +69,7 @@ class LauncherJob(Protocol):
         ...
 
     def close(self) -> None:
-        """End the launcher and all processes that it has started, and wait until they have exited."""
+        """End the launcher and all processes that it has started; wait until they have exited."""
         ...
 
 
@@ -95,5 +95,5 @@ class Share(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the resources of the share. Its ranks have exited, or were ended as far as possible."""
+        """Free the share's resources. Its ranks have exited, or were ended as far as possible."""
         ...

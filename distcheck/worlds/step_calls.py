@@ -157,14 +157,14 @@ def _calls_counted() -> float:
 
 
 def record_call_of_rank(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
-    """Record a call of a rank if its calls are being recorded. torch counts it as `counts` calls."""
+    """Record a call of a rank if its calls are recorded. torch counts it as `counts` calls."""
     calls = HEARING.get(rank)
     if calls is not None:
         calls.hear(kind, arguments, counts)
 
 
 def storage_range(tensor: Any) -> Memory | None:
-    """Return the storage of a tensor and the range of its bytes; None if the tensor has no memory."""
+    """Return the storage of a tensor and the range of its bytes; None if it has no memory."""
     from distcheck.machine import compat  # imports torch, which the front end must not
 
     try:

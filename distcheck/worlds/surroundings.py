@@ -41,7 +41,7 @@ _allocated: list[bytes] = []
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """The factors that differ between ranks, and a seed from which the values of each rank follow."""
+    """Factors that differ between ranks, and a seed that determines each rank's values."""
 
     factors: tuple[str, ...] = ()
     seed: int = 0

@@ -31,7 +31,7 @@ Key = tuple[str, tuple[int, ...], int]  # of a collective: its group, the group'
 
 
 def mismatch_of(cause: Child, children: Sequence[Child]) -> Proven | None:
-    """Return the mismatch among the logged calls, if the rank that failed first failed in a call."""
+    """Return the mismatch among the logged calls, if the first rank to fail failed in a call."""
     within = cause.raised is not None and cause.raised.within_call
     died = cause.exit_signal in _FATAL and (cause.was_within_call or SIZES_DIFFER in cause.output)
     if not (within or died):
@@ -129,7 +129,7 @@ class Phase(Enum):
 
 
 class World:
-    """Child processes that run one job together: the ranks of a world, or one single-process job."""
+    """Processes that run one job together: the ranks of a world, or a single-process job."""
 
     def __init__(
         self,

@@ -220,7 +220,7 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """Perform one call. Return its status, a description, and how many elements were compared."""
+        """Perform one call. Return its status, a description, and the number of elements compared."""
         try:
             group = self._group_for(probe.form)
         except Exception as error:

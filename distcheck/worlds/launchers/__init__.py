@@ -47,7 +47,7 @@ class Launch:
 
     @property
     def is_front(self) -> bool:
-        """True if this process plans, judges and reports. The other processes only run their ranks."""
+        """True if this process plans, judges and reports. Other processes only run ranks."""
         return 0 in self.ranks_here
 
 
@@ -70,7 +70,7 @@ def optional_integer(environ: Mapping[str, str], name: str, default: int, *, lau
 
 
 def tcp_address(environ: Mapping[str, str]) -> str | None:
-    """Return the tcp:// address that MASTER_ADDR and MASTER_PORT define; None unless both are set."""
+    """Return the tcp:// address defined by MASTER_ADDR and MASTER_PORT; None if one is unset."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     return f"tcp://{host}:{port}" if host and port else None
 

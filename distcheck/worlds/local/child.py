@@ -124,7 +124,7 @@ def is_shared(module: str) -> bool:
 
 
 def _set_up(request: messages.Spawn, fds: list[int]) -> None:
-    """Set up the environment, working directory, streams, signals and Python RNG of this process."""
+    """Set up this process's environment, working directory, streams, signals and Python RNG."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

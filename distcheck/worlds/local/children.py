@@ -110,7 +110,7 @@ class Child:
 
     @property
     def low_level_stacks(self) -> str:
-        """Output of faulthandler without C frames, after a fatal signal or on request by SIGUSR1."""
+        """Output of faulthandler without C frames: of a fatal signal, or requested by SIGUSR1."""
         with contextlib.suppress(OSError):
             written = os.pread(self._stacks_fd, 65536, 0).rstrip(b"\0")  # up to the call log
             return _C_FRAMES.sub("", written.decode(errors="replace"))

@@ -50,6 +50,6 @@ def move_to_huge_pages() -> None:
 
 
 def _anonymous_ranges(maps: str) -> list[tuple[int, int]]:
-    """Return the address ranges of private memory that is not backed by a file (proc_pid_maps(5))."""
+    """Return the address ranges of private memory without a file (proc_pid_maps(5))."""
     found = (_MAPPING.match(line + " ") for line in maps.splitlines())
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]

@@ -232,7 +232,7 @@ def child_environment() -> dict[str, str]:
 
 
 def shuffled_variables(variables: dict[str, str], seed: int | None) -> dict[str, str]:
-    """Return environment variables in a random order drawn from `seed`; in the same order for None."""
+    """Return environment variables in an order drawn from `seed`; unchanged for None."""
     if seed is None:
         return variables
     names = list(variables)
