@@ -149,7 +149,9 @@ def start_job(
     deadline_s: float,
     stopped_s: float | None = None,
 ) -> World:
-    """Start a single-process job on this machine. `stopped_s`: see `World`."""
+    """Start a single-process job on this machine. `stopped_s` is the deadline for a stopped
+    process.
+    """
     start = RankStart(payload=job.encode(request), environment={}, fds=fds or {})
     job.accept(start.fds)
     share = LocalShare(pool, target=job.target, starts={0: start}, fds={})

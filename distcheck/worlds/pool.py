@@ -103,7 +103,9 @@ class Interpreters:
 
 
 class Pool(Forker):
-    """A helper process, further interpreters if `open_interpreters` was called, and their children."""
+    """A helper process and its children, and further interpreters once `open_interpreters` was
+    called.
+    """
 
     def __init__(self, helper: HelperProcess | None = None) -> None:
         super().__init__(helper or CleanHelper())

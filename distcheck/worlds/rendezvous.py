@@ -80,7 +80,9 @@ def environment_of(rendezvous: Rendezvous, *, nodes: int = 1) -> dict[str, str]:
 
 
 def enter_world_of_one() -> None:
-    """Create a process group of world size 1 and set a launcher's variables, for code under test."""
+    """Create a process group of world size 1 and set the variables of a launcher, for code under
+    test.
+    """
     import torch.distributed as dist
 
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -220,7 +220,9 @@ class _Prober:
     def _try(
         self, probe: Probe, members: tuple[int, ...], number: int, turn: str
     ) -> tuple[Status, str, int]:
-        """Perform one call. Return its status, a description, and the number of elements compared."""
+        """Perform one call. Return its status, a description, and the number of
+        compared elements.
+        """
         try:
             group = self._group_for(probe.form)
         except Exception as error:
