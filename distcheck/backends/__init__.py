@@ -1,20 +1,20 @@
-"""Registry of communication backends, one file or folder each. Importing one imports no torch. A
-backend may define
+"""Registry of communication backends; one file or package each. Importing a backend does not import
+torch. A backend may define:
 
- all_reduce_sum(shards)   its reduction order, if established; other backends are judged by
-                          error bounds only
- reduce_sum(shards)       the reduction order of a reduce to one rank
- ORDERS, sum_in(order, collective)
-                          the orders that may follow its name and a colon (`simulated:tree`),
-                          instead of these two
- missing() -> str         why it cannot run here
- missing_for(ranks) -> str
-                          why that many ranks cannot run on this machine; it may import torch
- variables(ranks) -> dict[str, str]
-                          environment variables for that many ranks on one machine
- register() -> str        registers it with torch, in a rank; returns torch's name for it
- note_calls(name)         records its calls in this process, if torch, which knows it by
-                          `name`, does not
+all_reduce_sum(shards)   its reduction order, if established; results of other backends are judged
+                         by error bounds only
+reduce_sum(shards)       the reduction order of a reduce to one rank
+ORDERS, sum_in(order, collective)
+                         instead of these two: the orders that may follow the backend's name and
+                         a colon (`simulated:tree`)
+missing() -> str         the reason why it cannot run here
+missing_for(ranks) -> str
+                         the reason why that many ranks cannot run on this machine; may import torch
+variables(ranks) -> dict[str, str]
+                         environment variables for that many ranks on one machine
+register() -> str        registers it with torch, in a rank; returns torch's name for it
+note_calls(name)         records its calls in this process, if torch does not; `name` is torch's
+                         name for the backend
 """
 
 import importlib
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def backend_names() -> list[str]:
-    """Return the backends with which distcheck can create a world."""
+    """Return the names of the backends with which distcheck can create a world."""
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
     added = filter(registry.is_installed, registry.BACKENDS)
     return sorted({*added, *(name for name in found if not name.startswith("_"))})
 
 
 def check_name(backend: str) -> None:
-    """Raise UsageError for an unknown backend; the message lists those that can run here."""
+    """Raise UsageError for an unknown backend. The message lists the backends that can run here."""
     known = backend_names()
     name, colon, order = backend.partition(":")
     if name in registry.BACKENDS and name not in known:
@@ -61,12 +61,14 @@ def check_name(backend: str) -> None:
 
 
 def name_of(backend: str) -> str:
-    """Return a backend's name without its order: "simulated" for "simulated:tree"."""
+    """Return the name of a backend without its reduction order: "simulated" for
+    "simulated:tree".
+    """
     return backend.partition(":")[0]
 
 
 def order_of(backend: str) -> str:
-    """Return the reduction order of a backend with several; by default its first."""
+    """Return the reduction order of a backend that has several; the first one by default."""
     order = backend.partition(":")[2]
     return order or next(iter(_orders(name_of(backend))), "")
 
@@ -77,7 +79,9 @@ def names_with_orders() -> list[str]:
 
 
 def is_known(backend: str) -> bool:
-    """Return True for a backend of distcheck: a name, with or without one of its orders."""
+    """Return True for the name of a backend of distcheck, with or without one of its reduction
+    orders.
+    """
     return backend in names_with_orders()
 
 
@@ -86,12 +90,16 @@ def _orders(name: str) -> tuple[str, ...]:
 
 
 def all_reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
-    """Return a function that sums in the backend's own order, or None if the order is unknown."""
+    """Return a function that sums in the reduction order of the backend's all_reduce; None if it is
+    unknown.
+    """
     return _sum_of(backend, "all_reduce")
 
 
 def reduce_sum(backend: str) -> "Callable[[list[torch.Tensor]], torch.Tensor] | None":
-    """Return a function that sums in the order of the backend's reduce, or None if unknown."""
+    """Return a function that sums in the reduction order of the backend's reduce; None if it is
+    unknown.
+    """
     return _sum_of(backend, "reduce")
 
 
@@ -106,8 +114,8 @@ def _sum_of(backend: str, collective: str) -> "Callable[[list[torch.Tensor]], to
 
 
 def missing(backend: str) -> str:
-    """Return why a backend cannot run on this machine, with the package to install; empty if it
-    can, as far as is known without torch.
+    """Return the reason why a backend cannot run on this machine, with the package to install.
+    Return an empty string if it can, as far as this can be determined without torch.
     """
     if name_of(backend) in registry.BACKENDS and not registry.is_installed(name_of(backend)):
         return f"the add-on {name_of(backend)!r} is not installed; reinstall distcheck"
@@ -116,15 +124,17 @@ def missing(backend: str) -> str:
 
 
 def missing_for(backend: str, ranks: int) -> str:
-    """Return why a backend cannot run that many ranks on this machine, if only its library can
-    tell; empty if it can. Call it in a process that may import torch.
+    """Return the reason why a backend cannot run that many ranks on this machine, if only its
+    library can tell; empty if it can. Call this in a process that may import torch.
     """
     ask: Callable[[int], str] | None = getattr(_module(name_of(backend)), "missing_for", None)
     return ask(ranks) if ask is not None else ""
 
 
 def variables(backend: str, ranks: int) -> dict[str, str]:
-    """Return the environment variables that `ranks` ranks here need, except those set already."""
+    """Return the environment variables that `ranks` ranks on this machine need, except those that
+    are set already.
+    """
     if not is_known(backend):
         return {}
     ask: Callable[[int], dict[str, str]] | None
@@ -133,15 +143,15 @@ def variables(backend: str, ranks: int) -> dict[str, str]:
 
 
 def register(backend: str) -> str:
-    """Register a backend with torch, in a rank, before `init_process_group`; return the name to
-    use. Raises CannotRunError if its library cannot be loaded.
+    """Register a backend with torch, in a rank, before `init_process_group`. Return the name to
+    pass to it. Raises CannotRunError if the backend's library cannot be loaded.
     """
     do: Callable[[], str] | None = getattr(_module(name_of(backend)), "register", None)
     return do() if do is not None else backend
 
 
 def note_calls(backend: str, registered: str) -> None:
-    """Record calls of a backend that torch knows as `registered`, if torch records none."""
+    """Record the calls of a backend that torch knows as `registered`, unless torch records them."""
     if not is_known(backend):
         return
     note: Callable[[str], None] | None = getattr(_module(name_of(backend)), "note_calls", None)

@@ -1,4 +1,4 @@
-"""Base classes of process groups written in Python, independent of the transport."""
+"""Base classes for process groups written in Python. They do not depend on the transport."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ Tensors = list[torch.Tensor]
 
 
 def check_length(what: str, size: int, many: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless a list has one tensor for each of `size` ranks."""
+    """Raise ValueError unless `many` has one tensor for each of `size` ranks."""
     if len(many) != size:
         raise ValueError(f"{what}: {len(many)} tensors for {size} ranks")
 
 
 def check_list(what: str, size: int, many: Sequence[torch.Tensor], one: torch.Tensor) -> None:
-    """Raise ValueError unless a list has `size` tensors, each with as many elements as `one`."""
+    """Raise ValueError unless `many` has `size` tensors, each with as many elements as `one`."""
     check_length(what, size, many)
     for tensor in many:
         if tensor.numel() != one.numel():
@@ -27,7 +27,7 @@ def check_list(what: str, size: int, many: Sequence[torch.Tensor], one: torch.Te
 
 
 def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor has `size` times the elements of `part`."""
+    """Raise ValueError unless `whole` has `size` times as many elements as `part`."""
     if whole.numel() != size * part.numel():
         raise ValueError(f"{what}: {whole.numel()} elements are not {size} times {part.numel()}")
 
@@ -35,8 +35,8 @@ def check_parts(what: str, size: int, *, whole: torch.Tensor, part: torch.Tensor
 def elements_by_rank(
     what: str, size: int, tensor: torch.Tensor, splits: Sequence[int]
 ) -> list[int]:
-    """Return the number of elements for each rank, from numbers of rows; equal parts without
-    `splits`. Raises ValueError if they do not fit.
+    """Return the number of elements for each rank. `splits` are numbers of rows; without them, all
+    parts are equal. Raises ValueError if the splits do not fit the tensor.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
@@ -50,7 +50,7 @@ def elements_by_rank(
 
 
 class PythonWork(Work):
-    """A started operation, or several; its results are available once it was waited for."""
+    """A started operation, or several of them. Its results are available after a wait."""
 
     _results: Any
 
@@ -59,19 +59,19 @@ class PythonWork(Work):
         return self._results
 
     def get_future(self) -> Any:
-        """Wait, and return a completed future of the result."""
+        """Wait for the operation and return a completed future of its result."""
         future: Any = torch.futures.Future()
         future.set_result(self.result())
         return future
 
     def getFuture(self) -> Any:  # noqa: N802
-        """Return `get_future()`, under the name in older code."""
+        """Alias of `get_future`, used by older code."""
         return self.get_future()
 
 
 class PythonGroup(ProcessGroup):
-    """One rank's end of a group: its rank and size, torch's alternative names of operations, and
-    coalesced operations. A subclass defines the operations, under the names without `_base` or
+    """One rank's process group: its rank and size, torch's alternative names of operations, and
+    coalesced operations. A subclass defines the operations, under their names without `_base` or
     `_coalesced`.
     """
 
@@ -150,4 +150,4 @@ class PythonGroup(ProcessGroup):
 
     @abstractmethod
     def _together(self, works: Sequence[Any], results: Tensors) -> Any:
-        """Combine several started operations into one."""
+        """Combine several started operations into one Work."""

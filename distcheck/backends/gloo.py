@@ -1,12 +1,13 @@
-"""gloo on CPU: the exact summation order of its all_reduce and its reduce.
+"""gloo on the CPU: the exact summation order of its all_reduce and its reduce.
 
-Its default all_reduce is a ring: a reduce-scatter over chunks, then an all-gather. A chunk starts
-on the rank behind its owner and travels down the ring, and every rank adds its own part to the
-received sum. The chunk sizes follow from the vector's size in bytes (gloo, allreduce.cc:
-kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of the world size). Its reduce
-is the same ring with other chunks, for any root.
+The default all_reduce is a ring: a reduce-scatter over chunks, followed by an all-gather. The sum
+of a chunk starts on the rank after the chunk's owner and travels down the ring; each rank adds its
+own part to the received sum. The chunk sizes follow from the size of the vector in bytes (gloo,
+allreduce.cc: kMaxSegmentSize is 1 MiB; at least two segments per rank, a multiple of the world
+size). The reduce is the same ring with other chunks, for any root.
 
-`distcheck.judge.oracles.calibration` confirms both on the machine before anything relies on them.
+`distcheck.judge.oracles.calibration` confirms both orders on the machine before anything relies on
+them.
 """
 
 import os
@@ -25,7 +26,9 @@ _FEW_RANKS = 16
 
 
 def missing() -> str:
-    """Return an error if the environment names an interface that this machine does not have."""
+    """Return an error message if an environment variable names a network interface that this
+    machine lacks.
+    """
     here = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get(_INTERFACES, "").split(",")):
         if name not in here:
@@ -37,11 +40,12 @@ def missing() -> str:
 
 
 def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:
-    """Return begin and end of each of the `world` chunks, in elements; trailing ones may be empty.
+    """Return the begin and end of each of the `world` chunks, in elements. Trailing chunks may be
+    empty.
 
-    With b bytes in all and s the largest segment, there are n = max(ceil(b / s), 2W) segments,
-    rounded up to a multiple of W, of ceil(b / n) bytes, rounded up to whole elements; n / W
-    segments form a chunk.
+    For b bytes and a largest segment of s bytes, there are n = max(ceil(b / s), 2W) segments,
+    rounded up to a multiple of W. A segment has ceil(b / n) bytes, rounded up to whole elements. A
+    chunk has n / W segments.
     """
     total = elements * element_bytes
     most = element_bytes * max(1, _MOST_SEGMENT_BYTES // element_bytes)
@@ -51,10 +55,10 @@ def chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[in
 
 
 def reduce_chunk_bounds(elements: int, element_bytes: int, world: int) -> list[tuple[int, int]]:
-    """Return the chunks of reduce (gloo, reduce.cc), in the form of `chunk_bounds`.
+    """Return the chunks of reduce (gloo, reduce.cc), in the format of `chunk_bounds`.
 
-    Here the segment size comes first: s = min(ceil(b / 2W), 1 MiB), rounded up to whole elements,
-    and then n = max(ceil(b / s), 2W), rounded up to a multiple of W.
+    The segment size is determined first: s = min(ceil(b / 2W), 1 MiB), rounded up to whole
+    elements. Then n = max(ceil(b / s), 2W), rounded up to a multiple of W.
     """
     total = elements * element_bytes
     segment = _round_up(min(-(-total // (2 * world)), _MOST_SEGMENT_BYTES), element_bytes)
@@ -63,16 +67,18 @@ def reduce_chunk_bounds(elements: int, element_bytes: int, world: int) -> list[t
 
 
 def all_reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
-    """Return the bit-identical result of gloo's all_reduce(SUM) on every rank.
+    """Return the result of gloo's all_reduce(SUM) on every rank, bit-identical.
 
-    `shards` are the ranks' vectors [n], in rank order, all of one floating dtype. Chunk c is
-    ((x[c-1] + x[c-2]) + ...) + x[c], rank indices modulo W.
+    `shards` are the vectors [n] of the ranks, in rank order, all of the same floating-point dtype.
+    Chunk c is ((x[c-1] + x[c-2]) + ...) + x[c], rank indices modulo W.
     """
     return ring_sum(shards, chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards)))
 
 
 def reduce_sum(shards: "list[torch.Tensor]") -> "torch.Tensor":
-    """Return the result of gloo's reduce(SUM) on the root, to the bit; `shards` as above."""
+    """Return the result of gloo's reduce(SUM) on the root, bit-identical. `shards` as in
+    `all_reduce_sum`.
+    """
     bounds = reduce_chunk_bounds(shards[0].numel(), shards[0].element_size(), len(shards))
     return ring_sum(shards, bounds)
 
@@ -82,7 +88,7 @@ def ring_sum(
     bounds: list[tuple[int, int]],
     combine: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None" = None,
 ) -> "torch.Tensor":
-    """Return the ring reduction of the ranks' vectors [n], split into one chunk for each rank;
+    """Return the ring reduction of the ranks' vectors [n]; `bounds` has one chunk for each rank.
     `combine` defaults to addition.
     """
     import torch  # imported here, so that the front end can query gloo
@@ -106,10 +112,11 @@ def _many_ranks_ring_sum(
     bounds: list[tuple[int, int]],
     combine: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]",
 ) -> "torch.Tensor":
-    """Compute `ring_sum` for all chunks at once: W operations instead of W * W.
+    """Compute `ring_sum` for all chunks at once, in W operations instead of W * W.
 
-    The vectors are the rows of a matrix, padded to W chunks of equal length. The operand of chunk c
-    at distance k is row c - k, column c: a diagonal, which wraps around once.
+    The vectors are the rows of a matrix, padded to W chunks of equal length. At distance k, the
+    operand of chunk c is in row c - k and column c. These operands form a diagonal that wraps
+    around once.
     """
     import torch
 

@@ -1,9 +1,10 @@
-"""NCCL between GPUs: its algorithms and summation orders are unspecified, and change with sizes,
-topology and release. No order is claimed, and results are judged by error bounds.
+"""NCCL between GPUs. Its algorithms and summation orders are unspecified, and change with message
+size, topology and release. No order is claimed, and results are judged by error bounds.
 
-NCCL refuses ranks that share a GPU, unless it is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE is 1.
-A collective then waits for a kernel of every rank, so all of them must fit on the GPU: each rank
-therefore gets few thread blocks. If they do not fit, the world hangs, and its deadline ends it.
+NCCL refuses ranks that share a GPU, unless its version is 2.30 or newer and
+NCCL_MULTI_RANK_GPU_ENABLE is 1. A collective then waits for a kernel of every rank, so all these
+kernels must fit on the GPU at once: each rank therefore gets few thread blocks. If they do not fit,
+the world hangs until its deadline.
 """
 
 import os
@@ -16,7 +17,7 @@ _TO_SHARE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 
 
 def missing() -> str:
-    """Return why it cannot run here; empty if there is a GPU."""
+    """Return the reason why NCCL cannot run here; empty if there is a GPU."""
     if devices.gpu_count() == 0:
         return "backend nccl needs an NVIDIA GPU; this machine has none"
     return ""
@@ -27,14 +28,18 @@ def has_more_ranks_than_gpus(ranks: int) -> bool:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """Return the variables with which NCCL lets ranks share GPUs, except those set already."""
+    """Return the environment variables with which ranks can share GPUs, except those that are set
+    already.
+    """
     if not has_more_ranks_than_gpus(ranks):
         return {}
     return {name: value for name, value in _TO_SHARE.items() if name not in os.environ}
 
 
 def missing_for(ranks: int) -> str:
-    """Return why so many ranks cannot use torch's NCCL here; empty if they can. Imports torch."""
+    """Return the reason why this many ranks cannot use torch's NCCL here; empty if they can.
+    Imports torch.
+    """
     if not has_more_ranks_than_gpus(ranks) or can_share_gpu():
         return ""
     gpus = devices.gpu_count()
@@ -48,12 +53,12 @@ def missing_for(ranks: int) -> str:
 
 
 def can_share_gpu() -> bool:
-    """Return True if torch's NCCL lets ranks share a GPU. Imports torch."""
+    """Return True if ranks can share a GPU with torch's NCCL. Imports torch."""
     return devices.nccl_version()[:2] >= SHARED_SINCE
 
 
 def describe() -> str:
-    """Return its description for `distcheck doctor`. Imports torch."""
+    """Describe NCCL for `distcheck doctor`. Imports torch."""
     if not devices.nccl_version():
         return "torch has none"
     if can_share_gpu():

@@ -1,4 +1,4 @@
-"""The command line: selects the command, runs it, and exits. Commands are files in `commands/`."""
+"""Command line: selects a command, runs it, and exits. The commands are modules in `commands/`."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 def main() -> NoReturn:
-    """Run the console script. Every exit code is one of `ExitCode`."""
+    """Entry point of the console script. All exit codes are members of `ExitCode`."""
     output = streams.replace_standard_streams()
     interrupts.handle_signals()
     try:
@@ -52,8 +52,8 @@ def main() -> NoReturn:
 
 
 class _Commands(click.Group):
-    """A group that imports a command's file when the command is named, and lists the commands of
-    the add-ons that are installed.
+    """Command group that imports a command's module only when that command is used. It also lists
+    the commands of installed add-ons.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -61,12 +61,12 @@ class _Commands(click.Group):
         return [name for name in COMMANDS if name not in of or registry.is_installed(of[name])]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the summaries without importing the commands."""
+        """Write the summaries of the commands without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the names of commands without importing these, and options."""
+        """Complete names of commands, without importing their modules, and options."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=COMMANDS[name]) for name in names]
         return found + click.Command.shell_complete(self, ctx, incomplete)
@@ -84,8 +84,9 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; the error for an option unknown here says to put it after a command.
-        Arguments and the working directory must be UTF-8, since reports contain them.
+        """Parse arguments as click does. For an option that is unknown at this position, the error
+        asks to put it after a command. Arguments and the working directory must be UTF-8, because
+        reports contain them.
         """
         names = [*args]
         with contextlib.suppress(OSError):
@@ -150,7 +151,9 @@ def root_command(context: click.Context) -> ExitCode | None:
 
 
 def _print_unexpected_error(error: Exception) -> ExitCode:
-    """Print an error that no command handles: of the machine, or a defect of distcheck."""
+    """Print an error that no command handles: a problem of the machine, or a defect of
+    distcheck.
+    """
     if isinstance(error, MemoryError):
         _print_error(
             "memory is insufficient; free some, raise the limit (ulimit -v), or pass a smaller "

@@ -1,4 +1,6 @@
-"""`distcheck plan`: lists the cases that would run, their shards, and estimated durations."""
+"""Implementation of `distcheck plan`: lists the cases that would run, their shards, and estimated
+durations.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ _ALWAYS = ("outcome", "data", "initial state", "gradients", "loss", "agreement")
 
 @dataclass(frozen=True)
 class Estimate:
-    """The duration of a case in seconds; `recorded` if an earlier run took it, else of a model."""
+    """Estimated duration of a case in seconds. `recorded` is True if it was measured in an earlier
+    run, and False if it comes from a model.
+    """
 
     case: Case
     seconds: float
@@ -33,8 +37,8 @@ class Estimate:
 
 
 def print_plan_estimate(planned: Planned, *, costs: bool) -> None:
-    """Print on standard error, before ranks start, the settings from a file and the estimated cost
-    of the run.
+    """Print to standard error, before ranks start, the settings that come from a file and the
+    estimated cost of the run.
     """
     if planned.from_file:
         print_displayable(f"distcheck: {planned.file} sets: {planned.from_file}", err=True)
@@ -79,8 +83,8 @@ def _estimate(case: Case, recorded: dict[tuple[Any, ...], float]) -> Estimate:
 
 
 def _total_s(estimates: Sequence[Estimate], planned: Planned) -> float:
-    """Return the total duration in seconds; without up to a minute for shrinking each failure that
-    a search finds.
+    """Return the total duration in seconds. It does not include shrinking, which takes up to a
+    minute for each failure that a search finds.
     """
     searches_s = sum(each.budget_s for each in planned.extras.searches if not each.why_not)
     start_s = START_S

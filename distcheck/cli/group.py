@@ -1,4 +1,4 @@
-"""The command class of all commands: options in groups, and errors with suggestions."""
+"""Base class of all commands: help with grouped options, and errors with suggestions."""
 
 import re
 import shlex
@@ -37,10 +37,10 @@ _FEW = 12
 
 
 class Command(click.Command):
-    """A command whose help lists its options in groups."""
+    """Command whose help lists options in groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, each group under its heading, and defaults in one format."""
+        """Write the options in groups with headings, and all defaults in the same format."""
         records: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -68,7 +68,7 @@ class Command(click.Command):
                 formatter.write_dl(list(records.values()))
 
     def _check_for_missing_dashes(self, ctx: click.Context, given: Sequence[str]) -> None:
-        """Raise UsageError for a missing `--` if a job's command seems to begin before it."""
+        """Raise UsageError for a missing `--`, if the command of a job seems to begin before it."""
         takes = [p for p in self.get_params(ctx) if isinstance(p, click.Argument) and p.nargs == -1]
         program = next((word for word in given if not word.startswith("-")), "")
         if "--" in given or not takes or shutil.which(program) is None:
@@ -77,7 +77,9 @@ class Command(click.Command):
         raise click.UsageError(f"put -- before the command: {ctx.command_path} -- {words}", ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; for an extra word, the error names the option that takes it."""
+        """Parse arguments as click does. If there is an extra word, the error names the option that
+        takes it.
+        """
         given = list(args)  # click removes words from it
         try:
             return super().parse_args(ctx, args)
@@ -119,8 +121,8 @@ class Command(click.Command):
 
 
 class OnceCommand(Command):
-    """A command without ranks: under a launcher that started several processes, rank 0 runs it, and
-    the others return at once.
+    """Command that starts no ranks. If a launcher started several processes, rank 0 runs the
+    command, and the others return at once.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -136,8 +138,8 @@ _TAKE_NAMES = (
 
 
 def _option_for(word: str, spelled: dict[str, str]) -> tuple[str, str]:
-    """Return the option that takes a word, and the intended word; a strategy's name or file if
-    there is no indication.
+    """Return the option that takes an extra word, and the word that was intended. If nothing
+    indicates another option, the word is the name or file of a strategy.
     """
     from distcheck import backends
     from distcheck.training import loading

@@ -1,5 +1,5 @@
-"""Options that several commands share, and completion of values by a shell. Imports nothing heavy:
-a shell reads them at every press of Tab.
+"""Options that several commands share, and shell completion of their values. Imports nothing
+expensive, because shell completion imports this module at every press of Tab.
 """
 
 import re
@@ -16,8 +16,8 @@ from distcheck.plan.settings import CALLS, DEFAULTS, SETTINGS
 
 
 def completing(names: Callable[[], Iterable[str]], *, files: bool = False) -> dict[str, Any]:
-    """Return the argument of a click option that completes to these names, or to files, too. A name
-    that a shell would not read as one plain word (a folder `;command`) is not proposed.
+    """Return the keyword argument with which a click option completes to `names`, and to files with
+    `files`. Names that need quoting in a shell (a folder `;command`) are not proposed.
     """
 
     def complete(
@@ -45,7 +45,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def json_option(what: str) -> Callable[[F], F]:
-    """Return the option for a JSON file of a command's results."""
+    """Return the option that writes the results of a command to a JSON file."""
     return click.option(
         "--json",
         "json_file",
@@ -56,7 +56,7 @@ def json_option(what: str) -> Callable[[F], F]:
 
 
 def trust_option(command: F) -> F:
-    """Add the option of every command that runs code named by a file or folder."""
+    """Add the option `--trust`, for commands that run code named by a file or folder."""
     return click.option("--trust", is_flag=True, help="Run untrusted code without asking.")(command)
 
 
@@ -88,7 +88,7 @@ SECONDS = Seconds()
 
 
 class _WholeNumber(click.types.IntParamType):
-    """A whole number; the error for a repeatable option says so."""
+    """Integer parameter. If the option is repeatable, the error message says so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -109,8 +109,9 @@ _TYPES: dict[Any, Any] = {int: _WholeNumber()}
 
 
 def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callable[[F], F]:
-    """Return the option of a setting, as declared in `plan/settings.py`, with `changed` attributes.
-    With `single`, a repeatable option is given once, under its name in Python.
+    """Return the option for a setting that `plan/settings.py` declares, with the attributes in
+    `changed` replaced. With `single`, a repeatable option may be given only once, and has its name
+    from the Python API.
     """
     setting, default = SETTINGS[name], DEFAULTS[name]
     flag = setting.option
@@ -145,8 +146,8 @@ def setting_option(name: str, *, single: bool = False, **changed: Any) -> Callab
 
 
 def _single_value(ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """Return the value of an option that is repeatable in other commands, None without one. Raises
-    UsageError for several.
+    """Return the value of an option that is repeatable in other commands; None if it is not given.
+    Raises UsageError if it is given several times.
     """
     if len(set(values)) > 1:
         given = " and ".join(str(value) for value in values)
@@ -180,7 +181,7 @@ matrix_options = _combine_options(
 
 
 def given_options() -> frozenset[str]:
-    """Return the parameters of the running command whose options were on the command line."""
+    """Return the parameters of the running command that were set on the command line."""
     context = click.get_current_context()
     usual = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return frozenset(n for n in context.params if context.get_parameter_source(n) not in usual)

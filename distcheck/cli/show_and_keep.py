@@ -1,4 +1,4 @@
-"""Output and storage of a verification, for `verify`, `replay` and `recheck`."""
+"""Shows and saves a verification, for `verify`, `replay` and `recheck`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,9 @@ from distcheck.worlds.pool import Pool
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Outputs of a report: on the screen, by `screen`, and files by the format's name."""
+    """Selects the outputs of a report: on the screen (`screen`), and files by the name of their
+    format.
+    """
 
     files: Mapping[str, str]
     verbose: bool
@@ -43,8 +45,8 @@ def verify_command(
     pool: Pool | None = None,
     progress: type[LiveProgress] = LiveProgress,
 ) -> int:
-    """Run cases and searches, and show the report; return the exit code. With `digests`, saved
-    traces hold digests instead of tensors. A given `pool` stays open.
+    """Run cases and searches, and show the report. Return the exit code. With `digests`, saved
+    traces contain digests instead of tensors. If `pool` is given, it stays open.
     """
     check_outputs(showing.files)
     keep = (
@@ -76,8 +78,8 @@ def show_run(
     progress: type[LiveProgress] = LiveProgress,
     pool_stays: bool = False,
 ) -> int:
-    """Show the progress of a run on a pool, and its report; return the exit code. Closes the pool,
-    unless it is to stay and nothing interrupted the run.
+    """Show the progress of a run on a pool, then its report. Return the exit code. The pool is
+    closed, unless `pool_stays` is set and nothing interrupted the run.
     """
     stays = False
     try:
@@ -130,8 +132,8 @@ def show_run(
 
 
 def _show_and_write(report: Report, showing: OutputOptions) -> list[str]:
-    """Show the report and write its files; return the errors. They do not change the verdict: a
-    failure stays a failure on a full disk.
+    """Show the report and write its files. Return error messages. They do not change the verdict: a
+    failure stays a failure even if the disk is full.
     """
     problems = []
     ended_early = bool(report.interrupted or report.given_up) and not report.environment

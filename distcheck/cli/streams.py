@@ -1,7 +1,8 @@
-"""Standard output and error that cannot end the command.
+"""Makes errors on standard output and standard error harmless.
 
-A pipe without a reader, a stream closed before the start and a full disk raise no error: the
-verdict, its exit code and the end of the ranks do not depend on the reader.
+A pipe without a reader, a stream that was closed before the start, or a full disk raises no error.
+The verdict, the exit code and the shutdown of ranks therefore do not depend on the reader of the
+output.
 """
 
 import errno
@@ -13,8 +14,9 @@ _STANDARD = (0, 1, 2)
 
 
 class FaultTolerantStream:
-    """A text stream that drops output which cannot be written; otherwise it is the given stream.
-    `lost` is the reason, "" if the reader has closed the pipe, which is normal.
+    """Text stream that drops output which cannot be written, and otherwise behaves like the given
+    stream. `lost` is the reason for dropped output; it is empty if the reader has closed the pipe,
+    which is normal.
     """
 
     lost: str = ""
@@ -23,7 +25,7 @@ class FaultTolerantStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write text; return the number of characters, including those that are dropped."""
+        """Write text. Return the number of characters, including dropped ones."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -40,7 +42,9 @@ class FaultTolerantStream:
         return getattr(self._stream, name)
 
     def _drop(self, error: OSError) -> None:
-        """Redirect the stream to /dev/null, for later output and that of Python at exit."""
+        """Redirect the stream to /dev/null, for later output and for output that Python writes at
+        exit.
+        """
         if error.errno != errno.EPIPE:
             self.lost = error.strerror or type(error).__name__
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -49,10 +53,11 @@ class FaultTolerantStream:
 
 
 def replace_standard_streams() -> FaultTolerantStream:
-    """Replace both streams of this process by outputs; return standard output.
+    """Replace both standard streams of this process by fault-tolerant ones, and return standard
+    output.
 
-    Closed descriptors 0 to 2 are opened on /dev/null: otherwise a socket or a rank's file would get
-    these numbers, and printed text would go there.
+    Descriptors 0 to 2, if closed, are opened on /dev/null. Otherwise a socket or a file of a rank
+    would get one of these numbers, and receive printed text.
     """
     for number in _STANDARD:
         try:

@@ -1,7 +1,7 @@
-"""`distcheck train`: trains with a strategy, and reports loss, accuracy and time.
+"""Implementation of `distcheck train`: trains with a strategy, and reports loss, accuracy and time.
 
-`verify` records the same loop. Every rank computes with one thread, and so does a single process,
-so that durations are comparable.
+`verify` records the same training loop. Each rank, and the single process, computes with one
+thread, so that durations are comparable.
 """
 
 import statistics
@@ -45,7 +45,9 @@ def train_command(
     launch: Launch | None = None,
     **asked: Any,
 ) -> int:
-    """Train, and print a line per epoch; return the exit code. `asked` is for `plan_training`."""
+    """Train, and print a line per epoch. Return the exit code. `asked` are the arguments of
+    `plan_training`.
+    """
     case = plan_training(**asked)
     earlier = [read_training(Path(path)) for path in overlay]
     if overlay and html_file is None:
@@ -84,7 +86,7 @@ def plan_training(
     log_every: int,
     **options: Any,
 ) -> Case:
-    """Return the training as a case. Raises UsageError or CannotRunError."""
+    """Return the training run as a case. Raises UsageError or CannotRunError."""
     for option, value, least in (
         ("--epochs", epochs, 1), ("--steps", steps, 1), ("--log-every", log_every, 0),
     ):  # fmt: skip
@@ -164,7 +166,7 @@ def _train(
 
 
 class _Table:
-    """Prints an epoch when every rank has sent its figures."""
+    """Prints an epoch when all ranks have sent their figures for it."""
 
     def __init__(self, case: Case, epochs: int) -> None:
         self._case, self._epochs = case, epochs
@@ -216,7 +218,9 @@ class _Table:
 
 
 def _step_losses(figures: Sequence[EpochFigures]) -> list[float | None]:
-    """Return the batch's mean loss of every step; None if no rank has a loss."""
+    """Return the mean loss of the global batch at every step; None for a step at which no rank has
+    a loss.
+    """
     found: list[float | None] = []
     for step in range(min(len(one.losses) for one in figures)):
         having = [one for one in figures if one.sizes[step]]

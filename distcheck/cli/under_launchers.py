@@ -1,4 +1,4 @@
-"""The part of `distcheck verify` that concerns processes started by a launcher."""
+"""Runs `distcheck verify` in processes that a launcher has started."""
 
 import json
 import os
@@ -22,7 +22,9 @@ from distcheck.worlds.remote.coordinator import Coordinator, helper_for_launch
 
 
 def pool_for_launch(launch: Launch | None, cases: Sequence[Case]) -> Pool:
-    """Return the pool of the process that judges: a Fleet if a launcher has started others."""
+    """Return the pool of the process that judges: a Coordinator if a launcher has started other
+    processes.
+    """
     if launch is None:
         return Pool()
     pool = Coordinator(launch, deadline_s=cases[0].deadline_s, identity=run_identity(cases))
@@ -32,9 +34,9 @@ def pool_for_launch(launch: Launch | None, cases: Sequence[Case]) -> Pool:
 
 
 def lend_ranks(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: float) -> int:
-    """Lend this process's ranks to rank 0; return the verdict's exit code.
+    """Run ranks for the process with rank 0. Return the exit code of the verdict.
 
-    If `plan` fails because this process cannot take part, rank 0 gets the reason.
+    If `plan` fails because this process cannot take part, the reason is sent to rank 0.
     """
     pool = Pool(helper_for_launch(launch))
     host = Agent(pool, launch, deadline_s=deadline_s)
@@ -62,8 +64,8 @@ def lend_ranks(launch: Launch, plan: Callable[[], list[Case]], *, deadline_s: fl
 
 
 def end_other_processes(pool: Pool, exit_code: int, message: str) -> None:
-    """End the other processes with the verdict's exit code. A launcher that sees one of them exit
-    may signal this one, which only has to exit with the same code.
+    """End the other processes with the exit code of the verdict. If a launcher signals this process
+    because another one has exited, this process only has to exit with the same code.
     """
     if isinstance(pool, Coordinator):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -72,7 +74,9 @@ def end_other_processes(pool: Pool, exit_code: int, message: str) -> None:
 
 
 def write_error_file(exit_code: int, message: str) -> None:
-    """Write TORCHELASTIC_ERROR_FILE, which torchelastic shows for a failed rank, in its format."""
+    """Write the file TORCHELASTIC_ERROR_FILE, in which torchelastic expects the error of a failed
+    rank.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or exit_code == ExitCode.PASS:
         return
@@ -92,7 +96,7 @@ def write_error_file(exit_code: int, message: str) -> None:
 
 
 def _end_with_launcher(pool: Pool, launch: Launch) -> None:
-    """Interrupt this process when its launcher has ended, perhaps by SIGKILL."""
+    """Interrupt this process when its launcher has exited, for example by SIGKILL."""
     if launch.owned:
         pool.watch(os.pidfd_open(os.getppid()), _launcher_has_ended)
 

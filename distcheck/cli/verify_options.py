@@ -1,4 +1,4 @@
-"""Turns the options of `verify` and `plan`, and settings of a launcher, into a request and its
+"""Converts the options of `verify` and `plan`, and the settings of a launcher, to a request and its
 cases.
 """
 
@@ -27,7 +27,9 @@ _ALONE = {
 
 
 def check_exclusive_options(given: frozenset[str], *, launched: bool) -> None:
-    """Raise UsageError for an option that excludes another one, or a launcher."""
+    """Raise UsageError for options that exclude each other, or that cannot be used with
+    a launcher.
+    """
     for name, (others, why) in _ALONE.items():
         if name not in given:
             continue
@@ -42,10 +44,10 @@ def check_exclusive_options(given: frozenset[str], *, launched: bool) -> None:
 def plan_from_options(
     asked: dict[str, Any], given: frozenset[str]
 ) -> tuple[Launch | None, Callable[..., Planned]]:
-    """Return the launch, and a function that plans the cases, or a part of them, as "2/4": planning
-    is separate so that a process that lends its ranks can report to rank 0 why it cannot.
+    """Return the launch, and a function that plans the cases, or a shard of them such as "2/4".
 
-    `asked` has a value for every option, `given` names those on the command line.
+    Planning is a separate call so that a process that lends its ranks can tell rank 0 why it cannot
+    take part. `asked` has a value for every option; `given` names the options on the command line.
     """
     machines = {name: asked.pop(name) for name in OPTIONS}
     config, shard = asked.pop("config"), asked.pop("shard")
@@ -62,8 +64,8 @@ def plan_from_options(
 
 
 def order_by_last_run(cases: Sequence[Case], *, only: bool) -> tuple[list[Case], dict[str, str]]:
-    """Return the cases, those that failed in their last run here first; with `only`, just these,
-    and the reason for each case left out. If none failed, return all.
+    """Return the cases; those that failed in their last run come first. With `only`, return just
+    these, and the reason for each case left out. If none failed, return all cases.
     """
     failed = earlier_runs.ids_of_failed_cases(DEFAULT_FOLDER / "runs", cases)
     if not failed:

@@ -1,7 +1,8 @@
-"""`distcheck verify --watch`: repeats a run whenever its code changes.
+"""Implementation of `distcheck verify --watch`: repeats a run whenever its code changes.
 
-The helper and the additional interpreters are reused, with torch imported. Ranks are forked anew,
-and import the current code. The cheapest cases run first, and each verdict is printed immediately.
+The helper and the further interpreters, which have imported torch, are reused. Ranks are forked
+again and import the current code. The cheapest cases run first, and each verdict is printed
+immediately.
 """
 
 import importlib.util
@@ -31,10 +32,10 @@ _Contents = dict[Path, bytes | None]
 
 
 class VerdictPrinter(LiveProgress):
-    """Progress that prints a line for each judged case."""
+    """Progress display that prints a line for each judged case."""
 
     def finished(self, case: Case, verdict: str) -> None:
-        """Print also the verdict and the time since the run began."""
+        """Print the verdict, and the time since the run began."""
         super().finished(case, verdict)
         if self._console.is_terminal:
             spent = time.monotonic() - self._begun
@@ -43,7 +44,7 @@ class VerdictPrinter(LiveProgress):
 
 
 def watch_command(plan: Callable[[], Planned], showing: OutputOptions, *, download: bool) -> int:
-    """Run until Ctrl-C; return the exit code of the last run."""
+    """Repeat the run until Ctrl-C. Return the exit code of the last run."""
     if importlib.util.find_spec("watchfiles") is None:
         raise CannotRunError(
             "--watch needs watchfiles, which is not installed; run pip install 'distcheck[watch]'"
@@ -58,7 +59,7 @@ def watch_command(plan: Callable[[], Planned], showing: OutputOptions, *, downlo
 
 
 class _Rounds:
-    """Runs of the same cases, one after the other, on a pool that stays open."""
+    """Repeated runs of the same cases on a pool that stays open."""
 
     def __init__(
         self, plan: Callable[[], Planned], showing: OutputOptions, *, download: bool
@@ -67,7 +68,7 @@ class _Rounds:
         self.pool, self.code = Pool(), int(ExitCode.PASS)
 
     def go_on(self) -> int:
-        """Repeat runs until one is interrupted; return its exit code."""
+        """Repeat the run until one is interrupted, and return the exit code of that run."""
         files = set[Path]()
         while True:
             before = _contents(files)
@@ -87,7 +88,7 @@ class _Rounds:
             print_displayable(f"distcheck: {', '.join(map(str, changed))} changed", err=True)
 
     def _run(self, planned: Planned) -> int:
-        """Run once: cases that failed before first, then the cheapest."""
+        """Run once. Cases that failed before come first, then the cheapest."""
         if not self.pool.usable:
             self.pool.close()
             self.pool = Pool()
@@ -120,7 +121,7 @@ def _contents(files: Iterable[Path]) -> _Contents:
 
 
 def _wait(files: set[Path], before: _Contents) -> list[Path]:
-    """Block until one of the files changes; return the changed files."""
+    """Block until at least one of the files changes. Return the changed files."""
     from watchfiles import watch
 
     print_displayable(f"distcheck: watching {len(files)} files; Ctrl-C stops watching", err=True)

@@ -1,4 +1,4 @@
-"""Errors shown to users, each with one sentence and an exit code; and suggestions for misspelled
+"""Errors that users see, each with a message and an exit code; and suggestions for misspelled
 names.
 """
 
@@ -20,29 +20,29 @@ class ExitCode(IntEnum):
 
 
 class DistcheckError(Exception):
-    """Base of the errors whose text is meant for the user who ran distcheck."""
+    """Base class of errors whose message is addressed to the user who ran distcheck."""
 
     exit_code = ExitCode.UNKNOWN
 
 
 class UsageError(DistcheckError):
-    """The request is not valid: an unknown name, a bad value, a broken file."""
+    """The request is invalid: an unknown name, an invalid value, a damaged file."""
 
     exit_code = ExitCode.USAGE
 
 
 class LeftOutError(UsageError):
-    """All requested cases are left out, because they have nothing to show for this strategy."""
+    """All requested cases were left out, because the strategy does not support them."""
 
 
 class CannotRunError(DistcheckError):
-    """The request is valid, but this machine cannot run it."""
+    """The request is valid, but cannot be run on this machine."""
 
     exit_code = ExitCode.CANNOT_RUN
 
 
 class OtherBackendError(CannotRunError):
-    """The code under test works on another backend only; `name` is that one's."""
+    """The code under test works only on another backend, whose name is `name`."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -54,13 +54,13 @@ class NotSimulatedError(CannotRunError):
 
 
 class MembershipError(DistcheckError):
-    """The launcher changed the number of ranks of a running job: nothing is known."""
+    """The launcher changed the number of ranks during the job, so there is no verdict."""
 
     exit_code = ExitCode.UNKNOWN
 
 
 class RankLostError(CannotRunError):
-    """A process with ranks of the world is unreachable."""
+    """A process that runs ranks of the world became unreachable."""
 
     exit_code = ExitCode.RANK_FAILED
 
@@ -83,11 +83,11 @@ class HelperError(DistcheckError):
 
 
 class AnswerError(CannotRunError):
-    """A process of distcheck answered with a value that its field cannot hold."""
+    """A process of distcheck sent a result that is invalid for its type."""
 
 
 class InternalError(DistcheckError):
-    """A defect of distcheck; `traceback` is that of the process in which it occurred."""
+    """A defect of distcheck. `traceback` comes from the process in which it occurred."""
 
     exit_code = ExitCode.INTERNAL
 
@@ -97,7 +97,9 @@ class InternalError(DistcheckError):
 
 
 class VerdictError(DistcheckError, AssertionError):
-    """Raised by `Report.raise_for_verdict()`; its text is the failing part of the report."""
+    """Raised by `Report.raise_for_verdict()`. The message is the part of the report on
+    the failure.
+    """
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
@@ -108,7 +110,9 @@ _ALIKE = 0.6  # of difflib's ratio
 
 
 def most_similar_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name most similar to a given one, ignoring case; "" if none is."""
+    """Return the known name that is most similar to `name`, ignoring case; "" if none
+    is similar.
+    """
     import difflib  # only errors need it
 
     lower = {one.lower(): one for one in known}
@@ -117,6 +121,6 @@ def most_similar_name(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the question to append to the name; "" if no known name is similar."""
+    """Return a suggestion to append to an error message; "" if no known name is similar."""
     found = most_similar_name(name, known)
     return f" (did you mean {found}?)" if found else ""

@@ -1,8 +1,8 @@
-"""Recognition of defects of distcheck itself, and storage of their tracebacks.
+"""Recognizes defects of distcheck itself, and saves their tracebacks.
 
-An exception is a defect of distcheck if it was not raised as a message for the user, and every
-frame of its traceback is in distcheck, in the standard library, or in a library that distcheck
-calls. An error of the machine (memory, files) is not a defect.
+An exception is a defect of distcheck if it is not a message for the user, and every frame of its
+traceback is in distcheck, the standard library, or a library that distcheck calls. An error of the
+machine (memory, files) is not a defect.
 """
 
 import builtins
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 100_000
 
 
 def is_defect(kind: str, traceback: str) -> bool:
-    """Return True if an exception of class `kind` with this traceback is distcheck's defect."""
+    """Return True if an exception of class `kind` with this traceback is a defect of distcheck."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, _MACHINE):
         return False
@@ -48,15 +48,17 @@ def is_defect(kind: str, traceback: str) -> bool:
 
 
 def is_programming_error(kind: str) -> bool:
-    """Return True if a class of exceptions is raised by programming errors only, and never by a
-    lost peer, a device or a network.
+    """Return True if only programming errors raise this class of exceptions: not a lost peer, a
+    device or a network.
     """
     found = getattr(builtins, kind, None)
     return kind in _OF_MESSAGES or (isinstance(found, type) and issubclass(found, _OF_PROGRAMS))
 
 
 def innermost_own_place(traceback: str) -> str:
-    """Return the innermost place in distcheck's code: `distcheck/judge/job.py:61 in judge`."""
+    """Return the innermost frame in distcheck's code, such as
+    `distcheck/judge/job.py:61 in judge`.
+    """
     own = [found for found in _FRAME.findall(traceback) if _is_below(found[0], OWN_CODE)]
     if not own:
         return "an unknown place"
@@ -65,7 +67,7 @@ def innermost_own_place(traceback: str) -> str:
 
 
 def save_traceback(text: str) -> str:
-    """Write a traceback without secrets; return its path, or "" if it was not written."""
+    """Save a traceback with secrets masked. Return the path, or "" if it could not be saved."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     content = masked(text)[-_MOST_CHARACTERS:]
     # The working folder may be read-only, or its .distcheck another user's.

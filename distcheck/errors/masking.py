@@ -1,15 +1,16 @@
-"""Secrets in texts, masked in everything that is shown, stored, sent or packed.
+"""Masks secrets in every text that is shown, stored, sent or packed.
 
-An exception may quote the environment, and so may a strategy's output. Two kinds are recognized:
+Exceptions and the output of a strategy may contain environment variables. Two kinds of secrets are
+recognized:
 
-- Values of variables of this process whose names indicate a secret (`_NAMES`), if they have at
-  least `_LEAST_CHARACTERS` characters. For a value of several lines (a private key), every long
-  line as well; for an address, its password or token. They become `<$NAME>`.
-- Texts with the form of a secret (`_FORMS`), from any source: keys and tokens with known prefixes,
-  passwords in addresses, credentials in headers, and values after names such as `password=`. They
-  become `[masked]`.
+- Values of this process's environment variables whose names indicate a secret (`_NAMES`), if they
+  have at least `_LEAST_CHARACTERS` characters. For a value of several lines (a private key), every
+  long line is masked as well; for a URL, its password or token. They become `<$NAME>`.
+- Texts in the format of a secret (`_FORMS`), from any source: keys and tokens with known prefixes,
+  passwords in URLs, credentials in headers, and values after names such as `password=`. They become
+  `[masked]`.
 
-A secret of any other form and source is not recognized.
+Other secrets are not recognized.
 """
 
 import base64
@@ -149,7 +150,7 @@ _BASIC = re.compile(r"\bBasic ([A-Za-z0-9+/]{6,}={0,2})(?![A-Za-z0-9+/=])")
 
 
 def secrets_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that are masked, each with its variable's name; longer values first."""
+    """Return the values to mask, each with the name of its variable; longer values come first."""
     found = {
         value: name
         for name, value in environ.items()
@@ -174,8 +175,8 @@ def is_secret(name: str) -> bool:
 
 
 def masker() -> Callable[[str], str]:
-    """Return a function that masks secrets of both kinds in a text; values of variables also as
-    Python, JSON and URLs quote them.
+    """Return a function that masks both kinds of secrets in a text. Values of variables are also
+    masked in the form in which Python, JSON and URLs quote them.
     """
     return _masker(tuple(os.environ.items()))
 
@@ -200,7 +201,7 @@ def _masker(environ: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
 
 
 def mask_secret_patterns(text: str) -> str:
-    """Return the text with everything that has the form of a secret masked."""
+    """Return the text with everything in the format of a secret masked."""
     for hints, pattern in _FORMS:
         if any(hint in text for hint in hints):
             text = pattern.sub(_mask_match, text)
@@ -224,7 +225,7 @@ def _masked_literal(literal: str) -> str:
 
 
 def _is_assigned(found: "re.Match[str]") -> bool:
-    """Return True if a variable's name indicates a secret, and its value can be one."""
+    """Return True if the name of a variable indicates a secret and its value can be one."""
     name, value = found["name"], found["quoted"] or found["plain"]
     if not is_secret(name) or _NAMES_OF_NO_SECRET.search(name) or value.startswith("[masked"):
         return False
@@ -237,8 +238,8 @@ def _mask_match(found: "re.Match[str]") -> str:
 
 
 def _mask_assigned_values(text: str) -> str:
-    """Mask values after names such as `password=`. Texts are long and names rare, so the words in
-    the names are searched first.
+    """Mask values after names such as `password=`. Texts are long and such names are rare, so a
+    search for the words in these names comes first.
     """
     low, parts, done = text.lower(), [], 0
     if len(low) != len(text):  # some letters are longer in lower case
@@ -259,7 +260,9 @@ def _mask_assigned_values(text: str) -> str:
 
 
 def _masked_basic(found: "re.Match[str]") -> str:
-    """Mask Basic credentials; other words after "Basic" do not decode to `user:password`."""
+    """Mask Basic credentials. Other words after "Basic" are kept, because they do not decode to
+    `user:password`.
+    """
     try:
         is_one = b":" in base64.b64decode(found[1] + "=" * (-len(found[1]) % 4))
     except binascii.Error:
@@ -268,12 +271,14 @@ def _masked_basic(found: "re.Match[str]") -> str:
 
 
 def masked(text: str) -> str:
-    """Return the text without secrets, as far as this process knows them."""
+    """Return the text with the secrets masked that this process recognizes."""
     return masker()(text)
 
 
 def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> list[str]:
-    """Return the words of a command without secrets; a value may follow the name of its option."""
+    """Return the words of a command with secrets masked, including a secret that follows the name
+    of its option.
+    """
     found = [mask(word) for word in words]
     for place, word in enumerate(found[:-1]):
         pair = f"{word} {found[place + 1]}"
@@ -283,8 +288,8 @@ def masked_words(words: Iterable[str], mask: Callable[[str], str] = masked) -> l
 
 
 def masked_command(text: str, mask: Callable[[str], str] = masked) -> str:
-    """Return a command without secrets, quoted so that it remains a valid command: a value is found
-    quoted and unquoted.
+    """Return a command with secrets masked and quoted, so that it remains a valid command. A value
+    is found in quoted and in unquoted form.
     """
     plain = mask(text)
     try:

@@ -1,10 +1,10 @@
-"""Makes texts of user code safe to display, in every format but JSON. JSON has its own escapes, and
-includes every text in full.
+"""Makes texts of user code safe to display, in every format except JSON, which has its own escapes
+and contains every text in full.
 
-A strategy chooses its names, its exceptions and its output. Non-printing characters (controls,
-terminal escapes, direction marks, zero-width characters) are shown as Python's escapes, so that a
-text can neither move the cursor nor hide its contents. A text longer than `MOST_CHARACTERS` loses
-its middle before any wrapping.
+User code chooses names, exceptions and output. Non-printing characters (controls, terminal escapes,
+direction marks, zero-width characters) are shown as Python escapes, so that a text can neither move
+the cursor nor hide its contents. The middle of a text longer than `MOST_CHARACTERS` is removed
+before wrapping.
 """
 
 import dataclasses
@@ -54,20 +54,22 @@ _ESCAPES = _Escapes()
 
 
 def displayable(value: T) -> T:
-    """Return the value with every text in it safe to display and without secrets. The value is a
-    text, or made of lists, dictionaries and records.
+    """Return the value with every text in it safe to display and secrets masked. The value is a
+    text, or consists of lists, dictionaries and records.
     """
     mask = masker()
     return _map_texts(value, lambda key, text: _safe_text(_mask_text(key, text, mask)))  # type: ignore[no-any-return]
 
 
 def encodable(value: T) -> T:
-    """Return the value with every text in it encodable as UTF-8, and otherwise unchanged."""
+    """Return the value with every text in it encodable as UTF-8, and unchanged otherwise."""
     return _map_texts(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 
 def without_secrets(document: T) -> T:
-    """Return a document, or a part of one, without secrets; names and verdicts stay."""
+    """Return a document, or a part of one, with secrets masked. Names and verdicts are
+    not changed.
+    """
     mask = masker()
     return _map_texts(document, lambda key, text: _mask_text(key, text, mask))  # type: ignore[no-any-return]
 
@@ -80,7 +82,7 @@ def _mask_text(key: str, text: str, mask: Callable[[str], str]) -> str:
 
 def _map_texts(value: Any, of_text: Callable[[str, str], str], key: str = "") -> Any:
     """Return the value with each text replaced by `of_text(key, text)`. Elements of a list have the
-    key of the list; everything within one of `_FREE` has that key.
+    key of the list. Everything within a value whose key is in `_FREE` has that key.
     """
     if isinstance(value, str):
         return of_text(key, value)
@@ -108,7 +110,7 @@ def _safe_text(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return the text safe to display, and otherwise as it is: also with its secrets."""
+    """Return the text with non-printing characters escaped. Secrets are not masked."""
     return text if text.isprintable() else text.translate(_ESCAPES)
 
 
@@ -125,8 +127,9 @@ def shortened(
 
 
 def text_to_report(text: str) -> str:
-    """Return a text as its rank sends it, without secrets. In a long text they are masked in the
-    beginning and the end, and the text next to the cut is dropped, because it may be a part of one.
+    """Return a text with secrets masked, in the form in which its rank sends it. In a long text,
+    the beginning and the end are masked separately; text next to the cut is dropped, because it may
+    be part of a secret.
     """
     why, mask = f"; a rank reports {MOST_REPORTED:,} of a text", masker()
     if len(text) > 2 * MOST_REPORTED:
@@ -137,10 +140,11 @@ def text_to_report(text: str) -> str:
 
 
 def without_workflow_commands(text: str, *, form: str = "") -> str:
-    """Return text for a stream that GitHub Actions reads, without workflow commands.
+    """Return a text without GitHub Actions workflow commands, for a stream that GitHub Actions
+    reads.
 
-    `form` is "json", or "xml" for XML and HTML: those keep their meaning. Other text gets a
-    backslash.
+    `form` is "json", or "xml" for XML and HTML; in these formats, the meaning of the text does not
+    change. Other texts get a backslash.
     """
     if form == "json":
         return _OLD_COMMAND.sub(r"##\1\\u005b", text)
@@ -150,7 +154,7 @@ def without_workflow_commands(text: str, *, form: str = "") -> str:
 
 
 class FilteredStream:
-    """A stream of text without workflow commands, otherwise identical to the given stream."""
+    """Text stream that removes workflow commands, and otherwise behaves like the given stream."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -164,7 +168,7 @@ class FilteredStream:
 
 
 def one_line(text: str) -> str:
-    """Return text with its line ends and tabs as escapes, for output on one line."""
+    """Return the text with line breaks and tabs escaped, for output on one line."""
     return text.replace("\n", "\\n").replace("\t", "\\t")
 
 

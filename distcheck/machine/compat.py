@@ -1,7 +1,9 @@
-"""Private names of torch without a public equivalent. Update this file when a release renames one.
+"""Private names of torch without a public equivalent. Update this file when a torch release renames
+one.
 
-Classes are read when this module is imported, everything else when it is used, so that a renamed
-function breaks only its users. `tests/unit/test_compat.py` uses every name in the installed torch.
+Classes are read when this module is imported, and everything else when it is used, so a renamed
+function breaks only the code that uses it. `tests/unit/test_compat.py` uses every name with the
+installed torch.
 """
 
 import functools
@@ -35,7 +37,9 @@ __all__ = [
 
 
 class Replaceable(NamedTuple):
-    """A function of torch that distcheck replaces, where torch's own code looks it up."""
+    """A function of torch that distcheck replaces, in the place where torch's own code
+    looks it up.
+    """
 
     owner: Any
     name: str
@@ -69,25 +73,29 @@ OF_FSDP1 = ("_is_flat_param", "_fsdp_flattened")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if calling a module runs code compiled by torch.compile or `compile()`."""
+    """Return True if a call of the module runs code compiled by torch.compile or
+    `Module.compile()`.
+    """
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or COMPILED in getattr(module, "_modules", ())
 
 
 class OpMode(TorchDispatchMode):
-    """A mode under which torch.compile still compiles; under others it runs eagerly."""
+    """A dispatch mode under which torch.compile still compiles. (Under other modes, it runs
+    eagerly.)
+    """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled code is called under the mode."""
+        """Return True: compiled code is called with this mode active."""
         return True
 
 
 def written_arguments(operator: Any) -> dict[str, str]:
-    """Return the arguments of an operator, in order, each with how it is written: `out` if it is
-    only an output, `self` if it may be read as well, empty if it is not written.
+    """Return the arguments of an operator in order, each with the way it is written: `out` if it is
+    only an output, `self` if it may also be read, empty if it is not written.
     """
     schema = getattr(operator, "_schema", None)
     arguments = () if schema is None else schema.arguments
@@ -104,13 +112,13 @@ def draws_random_numbers(operator: Any) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return the count of writes to a tensor; None if it is not counted (inference_mode)."""
+    """Return the version counter of a tensor; None for an inference tensor, which has none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return the compute dtype and the gradient reduction dtype of a module's fully_shard policy,
-    each None if the policy does not set it.
+    """Return the compute dtype and the gradient reduction dtype of a module's fully_shard policy. A
+    dtype that the policy does not set is None.
     """
     state = getattr(module, "_get_fsdp_state", None)
     policy = None if state is None else getattr(state(), "_mp_policy", None)
@@ -118,16 +126,16 @@ def fsdp2_dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | N
 
 
 def fsdp2_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each parameter that fully_shard shards for a module, and its unsharded version: None
-    before the first forward pass.
+    """Yield each parameter that fully_shard shards for a module, and its unsharded version. The
+    unsharded version is None before the first forward pass.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, getattr(one, "_unsharded_param", None)
 
 
 def fsdp2_holding(module: nn.Module) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
-    """Yield the same parameters, each with a function that returns True if gradients of the
-    unsharded one were accumulated for a later exchange.
+    """Yield the parameters of `fsdp2_parameters`, each with a function that returns True if
+    gradients of the unsharded version were accumulated and will be reduced later.
     """
     for one in _fsdp2_records(module):
         yield one.sharded_param, functools.partial(_holds_gradient, one)
@@ -147,7 +155,7 @@ def _fsdp2_records(module: nn.Module) -> Iterator[Any]:
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
-    """Return the offset of this rank's shard in a DTensor, per dimension."""
+    """Return the offset of this rank's shard in a DTensor, one number per dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     given = tensor.shape, tensor.device_mesh, tensor.placements
@@ -159,21 +167,21 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def pipeline_stage() -> type:
-    """Return the base class of pipeline stages, hand-written or traced."""
+    """Return the base class of pipeline stages, whether written by hand or traced."""
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return _PipelineStageBase
 
 
 def hooks_of(owner: nn.Module | torch.Tensor) -> set[tuple[str, int]]:
-    """Return the hooks on a module or a tensor, each as (kind, key)."""
+    """Return the hooks on a module or a tensor as (kind, key) pairs."""
     kinds = OF_MODULES if isinstance(owner, nn.Module) else OF_TENSORS
     return {(kind, key) for kind in kinds for key in getattr(owner, kind, None) or ()}
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if hooks run before an optimizer's step: its own, if its class supports them, or
-    those of every optimizer.
+    """Return True if hooks run before an optimizer's step: hooks of this optimizer, if its class
+    supports them, or of all optimizers.
     """
     of_all = getattr(sys.modules["torch.optim.optimizer"], OF_ALL_OPTIMIZERS)
     return bool(of_all) or any(getattr(optimizer, kind, None) for kind in OF_OPTIMIZERS)
@@ -184,7 +192,7 @@ def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def ddp_times(model: Any) -> Mapping[str, Any]:
-    """Return the measurements of DistributedDataParallel; empty without a model."""
+    """Return the time measurements of DistributedDataParallel; empty if there is no model."""
     if model is None:
         return {}
     measured: Mapping[str, Any] = model._get_ddp_logging_data()
@@ -192,7 +200,7 @@ def ddp_times(model: Any) -> Mapping[str, Any]:
 
 
 def wrap_index_iterator(iterator: Any, noting: Callable[[Any], Any]) -> None:
-    """Replace a DataLoader iterator's iterator of indices by `noting(iterator)`."""
+    """Replace the iterator of indices in a DataLoader iterator by `noting(iterator)`."""
     iterator._sampler_iter = noting(iterator._sampler_iter)
 
 
@@ -216,13 +224,13 @@ BaseFuture: Any = torch.futures.Future.__bases__[0]  # the C++ class, without Py
 
 
 def is_in_backward() -> bool:
-    """Return True if this thread is running a node of a backward pass."""
+    """Return True if this thread is running an autograd node of a backward pass."""
     of_torch: Any = torch._C
     return of_torch._current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], Any]) -> None:
-    """Register `callback` for the end of the backward pass that is running."""
+    """Register `callback` for the end of the backward pass that is currently running."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -236,7 +244,7 @@ def output_of_node(node: Any, output: int) -> Any:
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the dispatch modes of this thread, the innermost last."""
+    """Return the active dispatch modes of this thread, the innermost last."""
     return dispatch._get_current_dispatch_mode_stack()
 
 
@@ -249,13 +257,13 @@ def pop_mode() -> None:
 
 
 def without_modes() -> Any:
-    """Return a context in which no mode sees the operations of this thread."""
+    """Return a context in which no dispatch mode observes the operations of this thread."""
     of_torch: Any = torch._C
     return of_torch._DisableTorchDispatch()
 
 
 def schema_of(operation: Any) -> Any:
-    """Return an operation's schema: its arguments, and which of them it writes."""
+    """Return the schema of an operation: its arguments, and which of them the operation writes."""
     return operation._schema
 
 
@@ -268,12 +276,14 @@ def groups() -> dict[Any, Any]:
 
 
 def count_of_created_groups() -> int:
-    """Return the number of groups that torch has made; it names the next one by that number."""
+    """Return the number of process groups that torch has created. torch names the next group by
+    this number.
+    """
     return int(c10d._world.group_count)
 
 
 def groups_state() -> Any:
-    """Return the object in which torch stores the groups of a process."""
+    """Return the object in which torch stores the process groups of this process."""
     return c10d._world
 
 
@@ -286,9 +296,9 @@ def default_store() -> Any:
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
-    """Return a weak reference to a tensor's storage, equal to others of the same storage. It keeps
-    no memory alive, and while it exists no other storage compares equal. Raises for a tensor
-    without one.
+    """Return a weak reference to the storage of a tensor. References to the same storage are equal.
+    A reference keeps no memory alive, and while it exists, no other storage equals it. Raises if
+    the tensor has no storage.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
@@ -298,28 +308,36 @@ def counts_calls() -> bool:
 
 
 def calls_counted(group: Any) -> int:
-    """Return the number of calls of a group. Raises RuntimeError if they are not counted."""
+    """Return the number of calls of a process group. Raises RuntimeError if torch does not count
+    them.
+    """
     return int(group._get_sequence_number_for_group())
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Return the timeout of a group's calls on CPU. Raises if its backend has none."""
+    """Return the timeout of a group's calls on the CPU. Raises if the group's backend has no
+    timeout.
+    """
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
 
 
 def functional_collectives() -> int:
-    """Return the number of functional collectives whose work torch stores until waited for."""
+    """Return the number of functional collectives whose work nothing has waited for yet."""
     return int(_c10d_module()._get_work_registry_size())
 
 
 def isolate_groups_by_thread() -> None:
-    """Give each thread its own registry of process groups, which C++ code searches by name."""
+    """Give each thread its own registry of process groups. C++ code looks up groups by name in this
+    registry.
+    """
     _c10d_module()._set_thread_isolation_mode(True)
 
 
 def recorded_calls(*, nccl: bool, stacks: bool) -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorder, or NCCL's, here, oldest first."""
+    """Return the collectives of this process in torch's flight recorder, or in NCCL's recorder,
+    oldest first.
+    """
     dump = "_dump_nccl_trace" if nccl else "_dump_fr_trace"
     with _block_inductor():
         dumped = getattr(_c10d_module(), dump)(includeCollectives=True, includeStackTraces=stacks)
@@ -334,11 +352,11 @@ def forget_recorded_calls() -> None:
 
 @contextmanager
 def _block_inductor() -> Iterator[None]:
-    """Prevent the recorder from importing torch._inductor, which it asks about frames. Code that
-    has not imported it has no frames in it.
+    """Prevent the flight recorder from importing torch._inductor, which it asks about stack frames.
+    If the code has not imported torch._inductor, no frame belongs to it.
 
-    Measured: with that import the report of a rank with stacks takes 1.4 s of CPU, without it less
-    than 1 ms. A rank reports while it hangs, so the time counts.
+    Measured: with this import, the report of a rank with stacks takes 1.4 s of CPU time; without
+    it, less than 1 ms. A rank reports while it hangs, so this time delays the end of the run.
     """
     if "torch._inductor" in sys.modules:
         yield
@@ -387,7 +405,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # (getter, setter)
 
 
 def process_settings() -> list[Setting]:
-    """Return the settings that torch stores in C++, without those that this torch lacks."""
+    """Return the settings that torch stores in C++, except those that the installed torch lacks."""
     of_torch: Any = torch._C
     pairs: list[Setting] = [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -423,7 +441,9 @@ def print_options() -> Any:
 
 
 def flags_may_change() -> Any:
-    """Return a context in which flags of torch.backends may be set, even if disabled."""
+    """Return a context in which flags of torch.backends may be set, even if torch has disabled
+    that.
+    """
     context: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
     return context()
 

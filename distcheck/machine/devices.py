@@ -1,8 +1,9 @@
-"""Devices of this machine, and a rank's own device.
+"""The devices of this machine, and the device of a rank.
 
-`gpu_count` and `missing` are called by the front end and touch neither torch nor CUDA: a process
-that has initialized CUDA cannot fork ranks that use it. Functions that take a `torch.device` run in
-ranks and judges, which are forked from a helper that has not initialized it.
+The front end calls `gpu_count` and `why_device_unavailable`, which use neither torch nor CUDA: a
+process that has initialized CUDA cannot fork ranks that use CUDA. Functions that take a
+`torch.device` run in ranks and judges, which are forked from a helper that has not initialized
+CUDA.
 """
 
 import ctypes
@@ -24,7 +25,9 @@ _CONTEXT_BYTES = 1 << 30
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of GPUs that CUDA will show, from device files and the environment."""
+    """Return the number of GPUs that CUDA will find, according to device files and environment
+    variables.
+    """
     environ = os.environ if environ is None else environ
     files = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
     if not files and Path("/dev/dxg").exists():  # WSL: one device file for all GPUs
@@ -42,7 +45,7 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 def why_device_unavailable(device: str, backend: str) -> str:
-    """Return the reason that ranks cannot run on a device of this machine; empty if they can."""
+    """Return the reason why ranks cannot run on a device of this machine; empty if they can."""
     if device == "cpu":
         if backend == "nccl":
             return "backend nccl moves tensors between GPUs only; pass --device cuda as well"
@@ -58,8 +61,8 @@ def why_device_unavailable(device: str, backend: str) -> str:
 
 
 def enter(device: str, local_rank: int) -> "torch.device":
-    """Return this process's device and make it the current one. Ranks share GPUs in turn if there
-    are fewer than ranks. Raises CannotRunError if torch finds none.
+    """Make a device the current device of this process, and return it. If there are fewer GPUs than
+    ranks, ranks share GPUs in turn. Raises CannotRunError if torch finds no GPU.
     """
     import torch
 
@@ -78,7 +81,7 @@ def enter(device: str, local_rank: int) -> "torch.device":
 
 
 def rng_state(device: "torch.device") -> bytes:
-    """Return the states of the generators used on a device: the CPU's, then the GPU's."""
+    """Return the RNG states that a device uses: the CPU's, followed by the GPU's."""
     import torch
 
     from distcheck.machine.shared_tensors import raw_bytes
@@ -90,7 +93,7 @@ def rng_state(device: "torch.device") -> bytes:
 
 
 def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
-    """Restore the generators; the CPU's state is in the first `cpu_bytes`."""
+    """Restore the RNG states. The first `cpu_bytes` bytes are the CPU's state."""
     import torch
 
     whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -100,15 +103,17 @@ def set_rng_state(state: bytes, device: "torch.device", cpu_bytes: int) -> None:
 
 
 def gpu_bytes_taken() -> int:
-    """Return the maximum memory that torch has reserved on this process's GPU; 0 without one."""
+    """Return the peak memory in bytes that torch has reserved on this process's GPU; 0 without a
+    GPU.
+    """
     import torch
 
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
 
 
 def count_of_further_processes(taken: int) -> int:
-    """Return how many further processes, each with `taken` bytes of tensors, may run concurrently:
-    as many as fit on this process's GPU in addition to its own needs, up to a fixed limit.
+    """Return how many further processes may run concurrently if each holds `taken` bytes of
+    tensors: as many as fit on this process's GPU in addition to its own needs, up to a fixed limit.
     """
     import torch
 
@@ -120,7 +125,9 @@ def count_of_further_processes(taken: int) -> int:
 
 
 def describe(device: str) -> dict[str, object]:
-    """Return the GPU and libraries that bits depend on in addition to the CPU. Empty on the CPU."""
+    """Describe the GPU and its libraries, on which results depend bitwise in addition to the CPU.
+    Empty for the CPU.
+    """
     if device != "cuda":
         return {}
     import torch
@@ -140,9 +147,9 @@ def describe(device: str) -> dict[str, object]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that this process has loaded; empty if torch has none.
+    """Return the version of the NCCL library that this process has loaded; empty if torch has none.
 
-    The library itself is queried: `torch.cuda.nccl.version()` is a constant of torch's build, which
+    The library itself is asked. `torch.cuda.nccl.version()` is a constant of torch's build, so it
     does not change if LD_PRELOAD loads another library.
     """
     import torch
@@ -161,7 +168,9 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _cudnn_version() -> int | None:
-    """Return cuDNN's version; None if it is not of torch's build, or too new for this GPU."""
+    """Return the version of cuDNN; None if it differs from that of torch's build, or is too new for
+    this GPU.
+    """
     import torch
 
     try:

@@ -1,9 +1,9 @@
 """Floating-point arithmetic of each dtype: unit roundoff, smallest number, and gamma(k).
 
-No other module defines these numbers. It imports without torch. u is half the distance from 1.0 to
-the next number: 2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p = 8).
-gamma(k) = k u / (1 - k u) bounds the relative error of k roundings (Higham, Accuracy and Stability
-of Numerical Algorithms, 2nd ed., lemma 3.1).
+No other module defines these numbers. This module is imported without torch. u is half the distance
+from 1.0 to the next number: 2^-p for p bits of precision (IEEE 754-2019, table 3.5; bfloat16 has p
+= 8). gamma(k) = k u / (1 - k u) bounds the relative error of k roundings (Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., lemma 3.1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONTAINED = {
 
 
 class NotBoundedError(Exception):
-    """No bound is known for a correct result, so there is nothing to compare with."""
+    """Raised if no bound is known for a correct result, so that nothing can be compared."""
 
 
 def _name(dtype: torch.dtype | str) -> str:
@@ -41,17 +41,19 @@ def _name(dtype: torch.dtype | str) -> str:
 
 
 def unit_roundoff(dtype: torch.dtype | str) -> float:
-    """Return half the distance from 1.0 to the next number; for complex dtypes, of their parts."""
+    """Return half the distance from 1.0 to the next number. For complex dtypes, that of the real
+    part.
+    """
     return _UNITS[_name(dtype)][0]
 
 
 def smallest(dtype: torch.dtype | str) -> float:
-    """Return the smallest number above zero; for complex dtypes, of their parts."""
+    """Return the smallest positive number. For complex dtypes, that of the real part."""
     return _UNITS[_name(dtype)][1]
 
 
 def holds_all_of(dtype: torch.dtype | str, other: torch.dtype | str) -> bool:
-    """Return True if every number of `other` is exact in `dtype`."""
+    """Return True if every number of dtype `other` is exact in `dtype`."""
     return _name(other) in _CONTAINED[_name(dtype)]
 
 
@@ -79,24 +81,26 @@ def perturbed(
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of real ones, in a last dimension of 2."""
+    """Return complex numbers as pairs of real numbers, in an additional last dimension
+    of size 2.
+    """
     import torch
 
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's numbers in float64, complex ones as pairs."""
+    """Return the numbers of a tensor in float64; complex numbers as pairs."""
     return real_parts(tensor).double()
 
 
 def every_nth_number(stride: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return every `stride`-th number [n] of a tensor; a complex element is two."""
+    """Return every `stride`-th number [n] of a tensor. A complex element has two numbers."""
     return real_parts(tensor).reshape(-1)[::stride]
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the L2 norm of a difference, in float64."""
+    """Return the L2 norm of the difference of two tensors, computed in float64."""
     return float((as_float64(one) - as_float64(other.to(one.device))).norm())
 
 

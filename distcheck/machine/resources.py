@@ -1,5 +1,5 @@
-"""Cores and memory that this process may use, with the limits of its container, and the settings
-that make the C library reuse freed memory.
+"""The cores and the memory that this process may use, including the limits of its container, and
+the settings with which the C library reuses freed memory.
 """
 
 import ctypes
@@ -14,17 +14,20 @@ _OF_THIS_PROCESS = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Return the number of cores, at least 1. A quota of 1.5 cores (docker --cpus=1.5) is two."""
+    """Return the number of cores, at least 1. A quota of 1.5 cores (docker --cpus=1.5) counts as
+    two.
+    """
     linux = hasattr(os, "sched_getaffinity")
     may_run_on = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     return max(1, min([may_run_on, *(math.ceil(share) for share in _quotas())]))
 
 
 def _quotas() -> list[float]:
-    """Return the CPU limits, in cores, of each control group over this process that has one.
+    """Return the CPU limits, in cores, of all control groups above this process that have one.
 
-    Version 2 writes "QUOTA PERIOD" in cpu.max, or "max PERIOD"; version 1 has a file for each, and
-    -1 for no quota (Linux, Documentation/admin-guide/cgroup-v2.rst, scheduler/sched-bwc.rst).
+    Version 2 writes "QUOTA PERIOD", or "max PERIOD", to cpu.max. Version 1 has a file for each
+    value, and writes -1 for no quota (Linux, Documentation/admin-guide/cgroup-v2.rst,
+    scheduler/sched-bwc.rst).
     """
     found = []
     for folder in _groups():
@@ -42,7 +45,7 @@ def _quotas() -> list[float]:
 
 
 def _groups() -> list[Path]:
-    """Return the folders of this process's CPU control groups and of their parents."""
+    """Return the folders of this process's CPU control groups and of their parent groups."""
     found: dict[Path, None] = {}
     for line in _read(_OF_THIS_PROCESS).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -75,14 +78,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Make this process reuse freed memory from now on, if its C library is glibc."""
+    """Make this process reuse freed memory from now on. Has an effect only if its C library is
+    glibc.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory available: the machine's, or the container's if less."""
+    """Return the available memory in bytes: that of the machine, or that of the container if it is
+    less.
+    """
     available: int = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,8 +1,8 @@
-"""Shared memory whose size cannot be changed by any process that has its descriptor.
+"""Shared memory whose size no process can change, even if it has the descriptor.
 
-Ranks receive the descriptors of traces and data. Code under test that truncates such memory would
-otherwise end every process that reads it, by SIGBUS or by an internal error; with a seal
-(memfd_create(2), fcntl(2)) the call fails in the rank that made it.
+Ranks receive the descriptors of traces and data. If code under test could truncate such memory,
+every process that reads it would end by SIGBUS or an internal error. With a seal (memfd_create(2),
+fcntl(2)), the truncation fails in the rank that attempts it.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
-    """Return the descriptor of new sparse memory of a fixed size. Raises OSError."""
+    """Create sparse memory of a fixed size and return its descriptor. Raises OSError."""
     fd = open_memory(name)
     try:
         os.ftruncate(fd, size_bytes)
@@ -24,10 +24,10 @@ def sealed_memory(name: str, size_bytes: int) -> int:
 
 
 def open_memory(name: str) -> int:
-    """Return the descriptor of new, empty memory, for `seal_content` once it is filled."""
+    """Create empty memory and return its descriptor. Call `seal_content` after filling it."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def seal_content(fd: int) -> None:
-    """Prevent every process from writing to the memory or changing its size."""
+    """Prevent all processes from writing to the memory and from changing its size."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)

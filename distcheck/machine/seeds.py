@@ -1,7 +1,7 @@
-"""Random streams, and the settings that change bits.
+"""RNG streams, and the settings that affect results bitwise.
 
-Every random stream of a run is `derive(root seed, purpose, numbers...)`, so that two streams never
-coincide by accident and each can be reproduced without running what precedes it.
+Every RNG stream of a run is seeded by `derive(root seed, purpose, numbers...)`. Streams therefore
+never coincide by accident, and each can be reproduced without running what precedes it.
 """
 
 import contextlib
@@ -33,15 +33,17 @@ PINNED_ENVIRONMENT = {
 
 
 def derive(root: int, purpose: str, *numbers: int) -> int:
-    """Return a 63-bit seed for `purpose` (and a rank, a step, ...) from the root seed of a case."""
+    """Return a 63-bit seed that depends on the root seed of a case, a purpose, and numbers such as
+    rank and step.
+    """
     text = ":".join([str(root), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch, `random` and, if it is loaded, numpy.
+    """Seed torch, `random` and, if it is imported, NumPy.
 
-    A forked rank inherits its parent's generators, so all three must be set in every rank.
+    A forked rank inherits the generators of its parent, so every rank must seed all three.
     """
     import torch
 
@@ -57,8 +59,8 @@ def seed_everything(seed: int) -> None:
 
 @cache
 def _may_have_accelerator() -> bool:
-    """Return True if torch could find a device other than the CPU here: CUDA's, ROCm's, one of the
-    Direct Rendering Manager, WSL's, or one that a library registered.
+    """Return True if torch could find a device other than the CPU: with CUDA, ROCm, the Direct
+    Rendering Manager or WSL, or one that a library has registered.
     """
     from distcheck.machine import compat  # imports torch, which the front end must not
 
@@ -73,9 +75,9 @@ LIBRARY_STATES_BYTES = 2 * _TWISTER.size
 
 
 def library_rng_states() -> bytes:
-    """Return the states of the global generators of `random` and, if it is loaded, NumPy, from
-    which they repeat their next draws. At most LIBRARY_STATES_BYTES; `random`'s state is first and
-    always present.
+    """Return the states of the global generators of `random` and, if it is imported, of NumPy. The
+    result has at most LIBRARY_STATES_BYTES bytes. The state of `random` comes first and is always
+    present.
     """
     _, words, kept = random.getstate()
     packed = _TWISTER.pack(*words, kept is not None, kept or 0.0)
@@ -91,7 +93,7 @@ def library_rng_states() -> bytes:
 
 
 def set_library_states(states: bytes) -> None:
-    """Restore the generators; NumPy's only if it is loaded."""
+    """Restore the generators. NumPy's is restored only if NumPy is imported."""
     *words, is_kept, kept = _TWISTER.unpack_from(states)
     random.setstate((3, tuple(words), kept if is_kept else None))
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -103,11 +105,11 @@ def set_library_states(states: bytes) -> None:
 
 
 def pin_determinism() -> None:
-    """Pin the settings that change bits: in every rank and reference, and again after a user's file
-    was loaded, because training scripts change them.
+    """Pin the settings that affect results bitwise. Called in every rank and reference, and again
+    after a user's file was loaded, because training scripts change these settings.
 
     Deterministic algorithms are requested with `warn_only`, because code under test may use an
-    operation that has none; the rerun check shows whether that matters.
+    operation that has none. The rerun check shows if this matters.
     """
     import torch
 
@@ -134,9 +136,9 @@ _SMALLEST = smallest("float32")  # a denormal number
 
 
 def result_settings() -> int:
-    """Return the settings that change the results of one process and that user code controls, as
-    bits: the default dtype (four bits), mkldnn disabled, denormal numbers flushed to zero, the
-    number of threads (at most 256). 0 stands for torch's defaults with one thread.
+    """Return, encoded in an integer, the settings that user code controls and that change the
+    results of a process: the default dtype (four bits), mkldnn disabled, denormal numbers flushed
+    to zero, and the number of threads (at most 256). 0 stands for torch's defaults with one thread.
     """
     import torch
 
@@ -150,7 +152,7 @@ def result_settings() -> int:
 
 @contextlib.contextmanager
 def under(wanted: int) -> Iterator[None]:
-    """Apply the `settings` of another process within the block."""
+    """Apply the settings of another process (see `result_settings`) within the block."""
     before = result_settings()
     _set(wanted, before)
     try:
@@ -177,11 +179,11 @@ def _set(wanted: int, before: int) -> None:
 
 
 def _compute_float32_in_float32() -> None:
-    """Disable reduced precision: TensorFloat-32 keeps 10 bits of every factor and bfloat16 7, so
-    that no float32 bound would hold.
+    """Disable reduced precision in float32 operations. TensorFloat-32 keeps 10 bits of each factor
+    and bfloat16 keeps 7, so no bound for float32 would hold.
 
-    torch has two interfaces for it, and reading the older one raises if the two disagree; set in
-    this order they agree, whatever was set before.
+    torch has two interfaces for this setting, and reading the older one raises if they disagree.
+    Set in this order, they agree whatever was set before.
     """
     import torch
 
@@ -197,11 +199,11 @@ def _compute_float32_in_float32() -> None:
 
 def pin_default_dtype(dtype: str) -> None:
     """Make code that names no dtype (`torch.empty(p.grad.size())`) use float64 in a float64 case,
-    as in a script that sets torch's default dtype. Call it before code under test is loaded, and in
+    as in a script that sets torch's default dtype. Called before code under test is loaded, and in
     every reference.
 
-    Models are built in float32 in any case (`Ingredients.model`). For shorter dtypes, scripts cast
-    and leave the default.
+    Models are always built in float32 (`Ingredients.model`). For lower-precision dtypes, scripts
+    cast the model and do not change the default.
     """
     import torch
 
@@ -209,7 +211,7 @@ def pin_default_dtype(dtype: str) -> None:
 
 
 def describe_settings() -> dict[str, Any]:
-    """Return the current settings that change bits, for the report."""
+    """Return, for the report, the current settings that affect results bitwise."""
     import torch
 
     return {

@@ -9,7 +9,9 @@ import torch
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense CPU tensor, not copied; valid while the tensor exists."""
+    """Return the bytes of a dense CPU tensor without copying them. They are valid while the tensor
+    exists.
+    """
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -28,7 +30,9 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 def mapped_tensor(
     mapping: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return the tensor at `offset` of a read-only mapping, not copied; do not write to it."""
+    """Return the tensor at `offset` of a read-only mapping without copying it. Do not write to the
+    tensor.
+    """
     count = 1
     for extent in shape:
         count *= extent

@@ -1,7 +1,7 @@
-"""The first screen of a report: verdict, cause, fix; then coverage, and the next command.
+"""The first screen of a report: verdict, cause, repair; then coverage, and the next command.
 
-About twelve lines at most for the cases of one strategy in one world; `terminal` prints the rest
-for `--verbose`. Long text is cut at the end of a clause, and repetitions are printed once.
+For the cases of one strategy in one world it has at most about twelve lines; `terminal` prints the
+rest with `--verbose`. Long text is cut at the end of a clause, and repetitions are printed once.
 """
 
 import shlex
@@ -57,8 +57,8 @@ _LARGER_WORLDS = (3, 5)
 
 
 def next_step(report: Report) -> str:
-    """Return the next command: a replay of a failure; for an interrupted run the same command; else
-    a run that covers more.
+    """Return the next command for the user: a replay of a failure; the same command after an
+    interrupt; otherwise a run that covers more.
     """
     failed = most_telling_first([case for case in report.cases if case.verdict != "pass"])
     if failed and all((c.verdict, c.case.world, c.case.job) == ("unknown", 1, ()) for c in failed):
@@ -98,7 +98,7 @@ def next_step(report: Report) -> str:
 
 
 def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
-    """Return the command that exercises a missing feature."""
+    """Return the command that exercises a feature which no case has exercised."""
     option = options_that_exercise(gap).split()
     own = [word for word in option if word.startswith("--")]
     kept = words_without(words, (*own, "--workload", "--thorough", "--without", "--steps"))
@@ -106,13 +106,13 @@ def _closing(gap: Diagnosis, words: Sequence[str]) -> str:
 
 
 def unexercised_features(report: Report) -> list[Diagnosis]:
-    """Return the features of the code that no case has exercised, each once."""
+    """Return the features of the code that no case has exercised, without duplicates."""
     remarks = dict.fromkeys(one for case in report.cases for one in case.remarks)
     return [one for one in remarks if one.cause == NOT_EXERCISED]
 
 
 def options_that_exercise(gap: Diagnosis) -> str:
-    """Return the options that exercise a feature, or ""."""
+    """Return the options that exercise a feature; "" if there are none."""
     return gap.suggestion.partition("--")[1] and "--" + gap.suggestion.partition("--")[2]
 
 
@@ -123,7 +123,7 @@ def _is_recorded(report: Report) -> bool:
 
 
 def _typed_words(report: Report) -> list[str] | None:
-    """Return the typed words of `distcheck verify`; None for another command."""
+    """Return the words of the command line, if it is `distcheck verify`; otherwise None."""
     words = shlex.split(report.made.command) if report.made is not None else []
     if words[:2] == ["distcheck", "verify"]:
         return words
@@ -152,7 +152,7 @@ _FLAGS = ("--thorough", *_ONLY_THEN)  # omitted options without a value
 def words_without(
     words: Sequence[str], options: Sequence[str], *, flags: Sequence[str] = _FLAGS
 ) -> list[str]:
-    """Return a command line without some options and their values; `flags` have none."""
+    """Return a command line without some options. `options` have values, `flags` have none."""
     kept: list[str] = []
     value_follows = False
     for word in words:
@@ -182,8 +182,9 @@ def print_group(
     alone: bool,
     said: "PrintedCauses",
 ) -> None:
-    """Print the cases of one strategy in one world: in full if they are `alone` or did not pass,
-    else one line. Causes already printed for other worlds (`said`) are not repeated.
+    """Print the cases of one strategy in one world. They are printed in full if they are `alone` on
+    the screen or did not pass, and in one line otherwise. Causes that were printed for another
+    world (`said`) are not repeated.
     """
     print_headline(cases, verdict, console)
     lines = LabeledLines(console)
@@ -216,8 +217,8 @@ def print_group(
 
 
 def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = False) -> None:
-    """Print the end for all cases: uncovered properties, the run's folder, the next command, and
-    the place of complete lines if some were `cut`.
+    """Print the end of the screen for all cases: properties that are not covered, the folder of the
+    run, and the next command. If lines were `cut`, also print where the complete lines are.
     """
     if report.verdict == "pass" and report.not_shown and not verbose:
         gaps = [
@@ -254,7 +255,9 @@ def print_end(report: Report, console: Console, *, verbose: bool, cut: bool = Fa
 
 
 def _open_command(saved_to: str | None) -> list[str]:
-    """Return the command that opens the report's page; a run saved elsewhere is named."""
+    """Return the command that opens the HTML page of the report. It names the run if that was saved
+    elsewhere.
+    """
     if saved_to is None:
         return []
     is_last = saved_to.startswith(".distcheck/")
@@ -262,7 +265,9 @@ def _open_command(saved_to: str | None) -> list[str]:
 
 
 def headline(cases: Sequence[CaseReport]) -> str:
-    """Return strategy, world and size of the run, and the cause if there is one."""
+    """Return the strategy, the world size and the size of the run, and the cause if
+    there is one.
+    """
     case = cases[0].case
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     if case.backend not in ("gloo", "none"):
@@ -288,7 +293,9 @@ def print_headline(cases: Sequence[CaseReport], verdict: VerdictName, console: C
 
 
 def _add_pass(cases: Sequence[CaseReport], lines: LabeledLines) -> None:
-    """Add the results of a pass: equal results, the largest error, and the sensitivity."""
+    """Add the lines of a pass: the largest error, and the mistakes that would have been
+    detected.
+    """
     results = [r for case in cases for r in case.checks if r.verdict == "pass"]
     for label, layer, how in (
         (EXACT, EXACT, "bit-identical in integer arithmetic"),
@@ -337,8 +344,8 @@ def _ok(checks: Sequence[str]) -> str:
 
 
 def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: int) -> str:
-    """Return the simplest mistakes that comparisons would have revealed, with the number of tensors
-    unless that is all.
+    """Return the basic mistakes that the comparisons would have revealed; with the number of
+    tensors, unless that is all tensors.
     """
     several = list(shown)
     by_share: dict[str, list[str]] = {}
@@ -360,7 +367,7 @@ def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: in
 
 
 def _worst(results: Iterable[CheckResult]) -> tuple[float, str] | None:
-    """Return the largest error in percent of its bound, and its check."""
+    """Return the largest error in percent of its bound, and the check in which it occurred."""
     layers = (ROUNDING, *FULL_BATCH_LAYERS)
     bounded = [
         (float(r.worst.error) / float(r.worst.bound), r)
@@ -384,7 +391,7 @@ def _passed_checks(cases: Sequence[CaseReport]) -> list[str]:
 
 
 def _add_failures(cases: Sequence[CaseReport], lines: LabeledLines, said: PrintedCauses) -> None:
-    """Add each failure once, with the names of the other cases that have it."""
+    """Add each failure once, with the names of the other cases that have the same failure."""
     alike = group_equal_failures(cases)
     new = [key for key in alike if key not in said.failures]
     failed, not_run = list[CaseReport](), dict[str, list[CaseReport]]()
@@ -420,12 +427,14 @@ def _add_failures(cases: Sequence[CaseReport], lines: LabeledLines, said: Printe
 
 
 def _above(case: CaseReport, world: int) -> str:
-    """Refer to causes printed further up, of a world of the same strategy."""
+    """Refer to causes that are printed further up, for another world of the same strategy."""
     return "described above" if world == case.case.world else f"as with {world} ranks, see above"
 
 
 def _why_not_run(case: CaseReport) -> str:
-    """Return the one reason why nothing of a case was judged; "" if there is more to print."""
+    """Return the reason why nothing of a case was judged, if there is just one and nothing else to
+    print; else "".
+    """
     reasons = {result.reason if result.verdict == "unknown" else "" for result in case.checks}
     return reasons.pop() if len(reasons) == 1 and not (case.outcomes or case.diagnosis) else ""
 
@@ -435,7 +444,7 @@ def _cases(cases: Sequence[CaseReport]) -> str:
 
 
 def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: LabeledLines) -> None:
-    """Add the description of a failure, with its causes that are new on this screen."""
+    """Add the description of a failure, and its causes that are not yet on this screen."""
     for label, text in describe_rank_exits(
         case.outcomes, lines=_MOST_TRACEBACK + 1, says_cut=False
     ):
@@ -477,7 +486,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: LabeledLin
 
 
 def _format_place(check: str, difference: Difference) -> str:
-    """Format place and values: "gradients, step 0, parameter fc.weight, rank 2: got ..."."""
+    """Format a place and its values: "gradients, step 0, parameter fc.weight, rank 2: got ..."."""
     where = f"{check}, {difference.place}"
     if check.endswith(("gradients", "parameters")):
         where = where.replace(f"step {difference.step}, ", f"step {difference.step}, parameter ", 1)

@@ -1,4 +1,4 @@
-"""The table of causes on a screen: all causes, or one with its example."""
+"""Prints causes on a screen: the table of all causes, or one cause with its example."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _MORE = "Run distcheck explain CAUSE for its symptoms, its fix, and an example."
 
 
 def cause_list() -> Iterator[str]:
-    """List every cause with its description, by family."""
+    """Yield lines that list every cause with its description, grouped by family."""
     table = causes()
     longest = max(map(len, table))
     for family in FAMILIES:
@@ -40,7 +40,7 @@ def _format_labeled(label: str, text: str, width: int) -> Iterator[str]:
 
 
 def search_results(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Iterator[str]:
-    """Print the result of a search: symptoms with their commands, then causes."""
+    """Yield the lines of a search result: symptoms with their commands, then causes."""
     for one in symptoms:
         yield one.text
         for number, line in enumerate(one.commands):
@@ -63,7 +63,7 @@ def search_results(symptoms: Sequence[Symptom], found: Sequence[Cause]) -> Itera
 
 
 def cause_explanation(cause: Cause) -> Iterator[str]:
-    """Explain one cause: its description, symptoms, fix and example."""
+    """Yield lines that explain one cause: its description, symptoms, repair and example."""
     yield from wrap(f"{cause.name}: {_text(cause.what)}", _WIDTH, subsequent_indent="  ")
     yield ""
     yield "symptoms:" if len(cause.when) > 1 else "symptom:"

@@ -1,9 +1,9 @@
-"""Reads reports from files: validates their form and their consistency.
+"""Reads reports from files, and checks that they are valid and consistent.
 
-A verdict in a file is a claim. It follows from the checks, the exit status of ranks and the plan in
-the same file, so it is recomputed from these, and a file that contradicts itself is damaged; so is
-a file whose plan lacks cases of its own command line. (A consistently changed file is a forgery
-that no reader can detect; keep reports where only your runs can write.)
+A verdict in a file is only a claim. It follows from the checks, the exit status of ranks and the
+plan in the same file, so it is recomputed from these. A file that contradicts itself is damaged. So
+is a file whose plan lacks cases of its own command line. (No reader can detect a file that was
+changed consistently; keep reports where only your runs can write.)
 """
 
 import math
@@ -50,7 +50,7 @@ _WITH_PLAN = (["distcheck", "verify"], ["distcheck", "record"])  # commands that
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read the document of a file. Raises UsageError if it is damaged or contradicts itself."""
+    """Read the document in a file. Raises UsageError if it is damaged or contradicts itself."""
     document = read_document(path)
     found = check_document(document, str(path))
     for problem in _missing(found):
@@ -101,7 +101,7 @@ def _contradictions(document: Document) -> Iterator[str]:
 
 
 def _errors_in_totals(document: Document) -> Iterator[str]:
-    """Yield errors in the totals: a failed case is not one that was left out."""
+    """Yield errors in the totals. Failed cases do not count as left out."""
     totals = totals_of([case.verdict for case in document.cases], document.left_out)
     if document.totals is None and document.left_out:
         yield "it lists excluded cases but has no totals"
@@ -147,8 +147,8 @@ def _errors_in_case(case: CaseReport) -> Iterator[str]:
 
 
 def _errors_in_pass(case: CaseReport, ended: Collection[str]) -> Iterator[str]:
-    """Yield violations of a passing case: it needs the checks of every case, a nonempty comparison
-    in each, and no error beyond a bound.
+    """Yield errors in a passing case. A pass needs the checks of every case, a nonempty comparison
+    in each, and no error beyond its bound.
     """
     if not ended:
         yield "passed without an outcome check"
@@ -164,7 +164,9 @@ def _errors_in_pass(case: CaseReport, ended: Collection[str]) -> Iterator[str]:
 
 
 def _compared_too_little(case: CaseReport, check: CheckResult) -> str:
-    """Return the missing part of a passing check's coverage, as far as its case implies it."""
+    """Return a description of coverage that a passing check lacks, as far as its case implies that
+    coverage.
+    """
     seen = check.compared
     if not any(msgspec.structs.astuple(seen)):
         return "nothing"
@@ -185,8 +187,8 @@ def _is_beyond(worst: Difference) -> bool:
 
 
 def _wrong_bound(check: CheckResult) -> str:
-    """Return the error in a bound. No error is within an infinite or NaN bound, so a pass has none;
-    a failure may, if a reference overflows.
+    """Return a description of an invalid bound. Nothing is within an infinite or NaN bound, so a
+    pass has no such bound. A failure may have one, if the reference overflows.
     """
     bounds = [float(place.bound) for place in (check.worst, check.first) if place is not None]
     if any(bound < 0 for bound in bounds):
@@ -197,7 +199,7 @@ def _wrong_bound(check: CheckResult) -> str:
 
 
 def _is_command(text: str) -> bool:
-    """Return True if a text is a single distcheck command: people paste it into their shell."""
+    """Return True if a text is a single distcheck command. Users paste it into their shell."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -241,7 +243,7 @@ def _differences_from_plan(document: Document, plan: RunPlan) -> Iterator[str]:
 
 
 def _missing(document: Document) -> Iterator[str]:
-    """Yield planned items missing in a passing report. A merge of parts adds them as unknown."""
+    """Yield planned items that a passing report lacks. (A merge of parts adds them as unknown.)"""
     plan = document.plan
     if plan is None or document.exit_code != ExitCode.PASS:
         return
@@ -262,8 +264,8 @@ def _not_planned(document: Document, plan: RunPlan) -> Iterator[str]:
 
 
 def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
-    """Yield requests of `command` that `plan` lacks. Only typed options are compared, not those of
-    a matrix or defaults, and the plan may have further cells and searches.
+    """Yield requests of `command` that `plan` lacks. Only options on the command line are compared,
+    not those of a matrix file or defaults. The plan may contain further cells and searches.
     """
     typed = _typed_values(command)
     named = {name: typed[option] for option, name in _SEVERAL.items() if option in typed}
@@ -277,7 +279,7 @@ def not_in_plan(command: str, plan: RunPlan) -> Iterator[str]:
 
 
 def _typed_values(command: str) -> dict[str, list[str]]:
-    """Return the values of the options above, as far as they can be parsed with certainty."""
+    """Return the values of the options above, as far as they can be parsed reliably."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -306,7 +308,7 @@ def _option_values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _normalize_number(value: str) -> str:
-    """Normalize a number as in a plan: 4 for 04."""
+    """Return a number in the form that a plan uses: 4 for 04."""
     try:
         return str(int(value))
     except ValueError:

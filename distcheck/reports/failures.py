@@ -1,4 +1,4 @@
-"""Formats a case that did not pass, for a screen: ranks, first divergence, causes, replay."""
+"""Formats a case that did not pass: ranks, first divergence, causes, replay."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,15 +28,17 @@ Key = tuple[object, ...]
 
 @dataclass
 class PrintedCauses:
-    """Causes and failures already printed on a screen, each with its world."""
+    """The causes and failures that are already on a screen, each with the world for which it was
+    printed.
+    """
 
     failures: dict[Key, int] = field(default_factory=dict)
     causes: dict[tuple[str, str, str], int] = field(default_factory=dict)
     cut: bool = False  # if some line was cut
 
     def new_and_known(self, case: CaseReport) -> tuple[list[Diagnosis], list[Diagnosis]]:
-        """Return a case's causes, each once: new ones, and those printed before for its strategy.
-        Unexplained failures are always new.
+        """Return the causes of a case without duplicates: new ones, and those already printed for
+        its strategy. Unexplained failures are always new.
         """
         once = {one.cause: one for one in reversed(case.diagnosis)}
         new, old = list[Diagnosis](), list[Diagnosis]()
@@ -46,8 +48,8 @@ class PrintedCauses:
         return new, old
 
     def add(self, case: CaseReport, causes: Iterable[Diagnosis]) -> None:
-        """Record printed causes of a case. One of several indistinguishable causes is printed again
-        when it is the only one.
+        """Record the printed causes of a case. A cause that was printed as one of several
+        indistinguishable candidates is printed again when it is the only one.
         """
         self.causes |= {
             self._key(case, one.cause): case.case.world
@@ -56,7 +58,7 @@ class PrintedCauses:
         }
 
     def world_of(self, case: CaseReport, one: Diagnosis) -> int:
-        """Return the world in which a cause was first printed for this case's strategy."""
+        """Return the world for which a cause was first printed for this case's strategy."""
         return self.causes[self._key(case, one.cause)]
 
     def _key(self, case: CaseReport, cause: str) -> tuple[str, str, str]:
@@ -66,7 +68,9 @@ class PrintedCauses:
 def group_by_evidence(
     causes: Sequence[Diagnosis], first: CheckResult | None
 ) -> dict[str, list[Diagnosis]]:
-    """Group causes with equal evidence. The prefix that the `first` check differs is removed."""
+    """Group causes with equal evidence. If the evidence begins by saying that the `first` check
+    differs, that prefix is removed.
+    """
     found: dict[str, list[Diagnosis]] = {}
     for one in causes:
         differs, _, rest = one.evidence.partition("; ")
@@ -83,16 +87,16 @@ _MARKS = re.compile(r"\s*[~^]+\s*")
 
 
 def group_equal_failures(cases: Sequence[CaseReport]) -> dict[Key, list[CaseReport]]:
-    """Group cases that did not pass by equal description, the most informative first. Cases given
-    up before they began, whose note has the reason, are excluded.
+    """Group cases that did not pass by equal description, the most informative first. Excluded are
+    cases that were given up before they began; their note has the reason.
     """
     failed = [case for case in cases if case.verdict != "pass" and case.replay]
     return grouped(most_telling_first(failed), _key)
 
 
 def _key(case: CaseReport) -> Key:
-    """Return the key of equal failures: a strategy's causes, in any order; if something is
-    unexplained, everything.
+    """Return the key of equal failures: the causes of a strategy, in any order. If a failure is
+    unexplained, the key contains its whole description.
     """
     about = (case.case.strategy, case.case.backend, case.verdict)
     causes = tuple(found.cause for found in case.diagnosis)
@@ -112,7 +116,7 @@ def print_failure(case: CaseReport, console: Console) -> None:
 
 
 def describe_failure(case: CaseReport) -> list[tuple[str, str]]:
-    """Describe a failed case as (label, text): ranks, first place, causes."""
+    """Describe a failed case as (label, text) pairs: ranks, first divergence, causes."""
     return list(_failure_lines(displayable(case)))
 
 
@@ -146,8 +150,8 @@ def _failure_lines(case: CaseReport) -> Iterator[tuple[str, str]]:
 def describe_rank_exits(
     outcomes: Sequence[Outcome], *, lines: int = _DETAIL_LINES, says_cut: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yield the ends of ranks that did not finish as (label, text), limited in lines: causes in
-    full, secondary failures grouped.
+    """Yield (label, text) pairs on how ranks ended that did not finish, in at most `lines` lines.
+    Root causes are complete, and secondary failures are grouped.
     """
     alike = grouped(
         [one for one in outcomes if one.outcome != RankEnd.FINISHED],
@@ -162,7 +166,7 @@ def describe_rank_exits(
 
 def _shorten(detail: list[str], last_call: str, most: int, *, says_cut: bool) -> list[str]:
     """Return the first line, the last call, and the end of a rank's text, without the markers that
-    Python puts below a line of code.
+    Python prints below a line of code.
     """
     detail = [line for line in detail if not _MARKS.fullmatch(line)]
     if len(detail) <= most:

@@ -1,8 +1,8 @@
-"""Writes a report to files in addition to the screen: `--NAME FILE` for every format here.
+"""Writes a report to files in addition to the screen, with an option `--NAME FILE` for each format.
 
-A format is a module of `distcheck.reports` with `render(document) -> str`; its only input is the
-document that `--json` writes, so a saved JSON can be rendered again. `--github` has no file: its
-annotations are lines of standard output, and its summary goes to GitHub's file.
+A format is a module of `distcheck.reports` with `render(document) -> str`. Its only input is the
+document that `--json` writes, so a saved JSON file can be rendered again. `--github` takes no file:
+annotations are lines of standard output, and the summary goes to a file that GitHub names.
 """
 
 import contextlib
@@ -40,7 +40,9 @@ _STDOUT = "-"
 
 
 def output_options(command: F) -> F:
-    """Add `--json FILE` and the other formats to a command, as parameters `json_file` etc."""
+    """Add `--json FILE` and the options of the other formats to a command, as parameters
+    `json_file` etc.
+    """
     command = click.option(
         f"--{GITHUB}",
         is_flag=True,
@@ -63,8 +65,8 @@ def output_names() -> list[str]:
 
 
 def pop_output_files(asked: dict[str, Any]) -> dict[str, str]:
-    """Remove the files of `output_options` from `asked`, and return them by format. That of
-    `--github` is the step's summary, "" if GitHub names none.
+    """Remove the parameters of `output_options` from `asked`, and return the files by format. The
+    file of `--github` is the summary of the step; "" if GitHub names none.
     """
     given = {name: asked.pop(f"{name}_file") for name in FORMATS}
     if asked.pop(GITHUB):
@@ -73,8 +75,8 @@ def pop_output_files(asked: dict[str, Any]) -> dict[str, str]:
 
 
 def check_outputs(files: Mapping[str, str]) -> None:
-    """Check output files before a run, whose verdict would otherwise be lost. Raises
-    CannotRunError; UsageError if two outputs have the same place.
+    """Check before a run that output files can be written, because the verdict would otherwise be
+    lost. Raises CannotRunError; UsageError if two outputs have the same path.
     """
     for name, path in files.items():
         if name != GITHUB:
@@ -101,7 +103,9 @@ def write_outputs(files: Mapping[str, str], report: Report) -> None:
 
 
 def write_answer(path: str | None, schema: str, **answer: Any) -> bool:
-    """Write the answer of a command without a report as JSON. Return False if no file is named."""
+    """Write the result of a command that has no report as JSON. Return False if `path`
+    is not set.
+    """
     from distcheck.reports.json_report import render
 
     if path is not None:
@@ -111,7 +115,7 @@ def write_answer(path: str | None, schema: str, **answer: Any) -> bool:
 
 
 def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
-    """Write a document in every format, without secrets. Raises CannotRunError."""
+    """Write a document in every requested format, with secrets masked. Raises CannotRunError."""
     document = without_secrets(document)
     for name, path in files.items():
         if name == GITHUB:
@@ -123,8 +127,9 @@ def write_document(files: Mapping[str, str], document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def damaged_file_as_usage_error(*files: str | Path) -> Iterator[None]:
-    """Raise UsageError for any exception caused by documents read from `files`: their keys have the
-    right form, but contents may contradict each other, such as a map with fewer rows than names.
+    """Raise UsageError for any exception within the block, which processes documents read from
+    `files`. The documents are valid JSON of the right schema, but may contradict themselves, such
+    as a map with fewer rows than names.
     """
     try:
         yield
@@ -140,7 +145,7 @@ def damaged_file_as_usage_error(*files: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_annotated(files: Mapping[str, str]) -> Iterator[None]:
-    """Annotate, for GitHub, an error that prevents a report."""
+    """Annotate an error that prevents a report, for GitHub."""
     try:
         yield
     except DistcheckError as error:
@@ -189,7 +194,7 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
 
 
 def write_text(path: str, text: str, *, option: str = "--json") -> None:
-    """Write a file, or standard output for "-", masking secrets again. Raises CannotRunError."""
+    """Write a file, or standard output for "-". Secrets are masked again. Raises CannotRunError."""
     text = masked_json(text) if option in _IN_JSON else mask_secret_patterns(text)
     if path == _STDOUT:
         form = "json" if option in _IN_JSON else "xml"

@@ -1,5 +1,5 @@
-"""Summaries of cases that did not pass, for formats with a few lines each, and the screen of a
-report that was read from JSON, merged or single.
+"""Summarizes cases that did not pass, for formats with a few lines per case; and prints the screen
+of a report that was read from JSON, such as a merged one.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from distcheck.reports.wrapping import CUT, VERDICT, wrap_limited
 
 @dataclass(frozen=True)
 class FailureSummary:
-    """The summary of a case that did not pass; texts may be empty."""
+    """Summary of a case that did not pass. Texts may be empty."""
 
     headline: str  # one line
     first: str  # the first divergence, or missing coverage
@@ -31,7 +31,7 @@ class FailureSummary:
 
 
 def cell_name(case: Case) -> str:
-    """Return the distinguishing properties of a cell, except the strategy."""
+    """Return the properties that distinguish a cell, except the strategy."""
     device = "" if case.device == "cpu" else f", {case.device}"
     seed = f", seed {case.seed}" if case.seed else ""
     about = f"world {case.world}, {case.backend}{device}, {case.workload} {case.dtype}"
@@ -39,7 +39,7 @@ def cell_name(case: Case) -> str:
 
 
 def cell_names(cases: Sequence[CaseReport]) -> list[str]:
-    """Return names of cells that are unique per strategy, with the id if necessary."""
+    """Return names of cells that are unique for each strategy. They contain the id if necessary."""
     names = [(case.case.strategy, cell_name(case.case)) for case in cases]
     times = Counter(names)
     return [
@@ -76,9 +76,9 @@ def portable_command(case: CaseReport) -> str:
 
 
 def source_place(case: CaseReport, root: Path) -> tuple[str, int]:
-    """Return the file and line of a case's cause, or of its strategy. The file is a path in the
-    repository `root`, which may be checked out elsewhere on the machine that ran the case: then the
-    longest suffix of the path that exists here.
+    """Return the file and line of the cause of a case, or of its strategy. The file is relative to
+    the repository `root`. If the machine that ran the case had another path to the repository, it
+    is the longest suffix of the path that exists here.
     """
     file, line = case.strategy_file, case.strategy_line or 1
     if case.where and case.where.file:
@@ -97,7 +97,9 @@ def source_place(case: CaseReport, root: Path) -> tuple[str, int]:
 
 
 def describe_origin(made: Origin | None) -> str:
-    """Return the origin of a report in a line: date, commit and command; "" if not recorded."""
+    """Return the origin of a report in one line: date, commit and command; "" if it is not
+    recorded.
+    """
     if made is None:
         return ""
     state = {True: "", False: " with changes", None: " (changes not known)"}[made.clean]
@@ -113,8 +115,8 @@ _MOST_CAUSES = 2  # of a failure; the rest is in the HTML page and the JSON
 
 
 def summary_lines(document: Document, *, width: int, quiet: bool = False) -> list[str]:
-    """Return the number of cases per verdict, and each kind of failure once; only the first line if
-    `quiet`. Commands are not wrapped.
+    """Return the number of cases per verdict, and each kind of failure once; with `quiet`, only the
+    first line. Commands are not wrapped.
     """
     cases = document.cases
     count = {v: sum(case.verdict == v for case in cases) for v in COUNTED}
@@ -148,7 +150,9 @@ def _group_similar_cases(cases: Sequence[CaseReport]) -> list[list[CaseReport]]:
 
 
 def _failure(cases: Sequence[CaseReport], width: int, said: set[tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines of equal failures; repairs already `said` for the strategy are omitted."""
+    """Yield the lines of equal failures. Repairs already printed for the strategy (`said`) are
+    omitted.
+    """
     case, *others = cases
     finding = failure_summary(case)
     causes = ", ".join(dict.fromkeys(one.cause for one in case.diagnosis))

@@ -1,6 +1,6 @@
-"""The report for GitHub Actions: annotations as workflow commands, and the summary of a step.
+"""Renders a report for GitHub Actions: annotations as workflow commands, and the summary of a step.
 
-GitHub shows 10 errors and 10 warnings of a step, and accepts a summary of at most 1 MiB; the number
+GitHub shows 10 errors and 10 warnings per step, and accepts a summary of at most 1 MiB. The number
 of omitted items is printed.
 """
 
@@ -30,9 +30,9 @@ _MARKS = {"pass": "✅ pass", "unknown": "❔ unknown", "fail": "❌ fail"}
 
 
 def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
-    """Return a line for each cell that did not pass, at its cause's or strategy's file and line
-    relative to `root`: an error if it failed, a warning if it is unknown, a notice for a pass with
-    a warning.
+    """Return an annotation for each cell that did not pass, at the file and line of its cause or
+    strategy, relative to `root`: an error if it failed, a warning if it is unknown, a notice for a
+    pass with a warning.
     """
     every = decode_document(displayable(document)).cases
     lines = []
@@ -50,7 +50,7 @@ def annotations(document: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def error(message: str) -> str:
-    """Return the annotation of a run without a verdict."""
+    """Return the annotation for a run without a verdict."""
     return f"::error title=distcheck::{_data(_shorten(displayable(message), _MOST_MESSAGE))}"
 
 
@@ -125,7 +125,7 @@ def _labeled_texts(found: FailureSummary) -> list[tuple[str, str]]:
 
 
 def _join_fitting(pieces: Sequence[str], room_bytes: int) -> str:
-    """Join as many whole pieces as fit, and the number of omitted ones."""
+    """Join as many complete pieces as fit, followed by the number of omitted ones."""
     closing = "\n{} more lines do not fit here; the JSON report has all of them.\n"
     room = room_bytes - len(closing.encode()) - 10
     taken: list[str] = []

@@ -1,4 +1,4 @@
-"""The report for GitLab's code quality widget: a JSON list with an entry for each failure."""
+"""Renders a report for GitLab's code quality widget: a JSON list with an entry for each failure."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,8 @@
-"""The report as one self-contained page: no script, no font, no external request.
+"""Renders a report as one self-contained HTML page: no script, no font, no external request.
 
-The page has its own policy, `default-src 'none'`, with the digest of its style sheet. If a server
-blocks even that, plain HTML in reading order remains, with pictures that include their colors. All
-contents of the report are escaped.
+The page has its own content security policy, `default-src 'none'`, with the digest of its style
+sheet. If a server blocks even the style sheet, plain HTML in reading order remains, with pictures
+that contain their colors. All texts from the report are escaped.
 """
 
 import base64
@@ -45,8 +45,8 @@ _BAR = 56
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError for one
-    with missing parts.
+    """Render a document as HTML. Raises ValidationError, KeyError, TypeError or ValueError if parts
+    of the document are missing.
     """
     read = decode_document(displayable(document))
     cases = read.cases
@@ -82,7 +82,9 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    """Render a template with the style sheet, and its digest for the page's policy."""
+    """Render a template with the style sheet, and with its digest for the content
+    security policy.
+    """
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     given = {**values, "style": Markup(style), "style_digest": digest}
@@ -119,8 +121,8 @@ def _style() -> str:
 
 
 def breakable(text: object) -> Markup:
-    """Return text with possible breaks in long words, so that paths fit a phone; options get none,
-    since browsers break at their hyphens.
+    """Return text with possible line breaks in long words, so that paths fit a phone. Options get
+    none, because browsers break at their hyphens.
     """
     found = []
     for number, part in enumerate(_OPTION.split(str(text))):
@@ -153,7 +155,7 @@ def _headline(cases: Sequence[CaseReport]) -> str:
 
 
 def _is_job(case: CaseReport) -> bool:
-    """Return True for a whole job, which has a script and no settings of a case."""
+    """Return True for a whole job. It has a script, and none of the settings of a case."""
     return case.case.workload == "job"
 
 
@@ -209,7 +211,7 @@ def _case_view(anchor: str, case: CaseReport, *, name: str, opened: bool, pictur
 
 
 def _causes(views: list[View]) -> list[View]:
-    """Return each cause once with its cases, in page order."""
+    """Return each cause once with its cases, in the order of the page."""
     found: dict[str, View] = {}
     for view in views:
         for one in view["case"].diagnosis:
@@ -220,7 +222,7 @@ def _causes(views: list[View]) -> list[View]:
 
 
 def _reasons(checks: Sequence[CheckResult]) -> list[tuple[str, str, str]]:
-    """Return verdict, names and reason: one entry for all checks with equal reasons."""
+    """Return (verdict, names, reason) of the checks. Checks with equal reasons share an entry."""
     names: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         if check.reason:
@@ -249,7 +251,9 @@ def _check_view(check: CheckResult) -> View:
 
 
 def _worst(check: CheckResult) -> tuple[str, float | None]:
-    """Return the worst error against its bound: as text, and as a bar if it is within."""
+    """Return the largest error relative to its bound: as text, and as the length of a bar if it is
+    within the bound.
+    """
     worst = check.worst
     if worst is None:
         same = check.verdict == "pass" and check.compared.elements
@@ -279,7 +283,9 @@ def _pictures(anchor: str, case: CaseReport) -> Iterator[Picture]:
 
 
 def _scale_pictures(cases: Sequence[CaseReport]) -> list[Picture]:
-    """Return a picture of error against world size per order; those of a strategy share axes."""
+    """Return a picture of error against world size for each reduction order. Pictures of one
+    strategy share axes.
+    """
     found = scale.curves(cases)
     alike: dict[tuple[str, str, str, str], list[scale.Curve]] = {}
     for curve in found:
@@ -302,7 +308,7 @@ def _has_differences(check: CheckResult) -> bool:
 
 
 def _bit_identical_checks(checks: Sequence[CheckResult]) -> list[str]:
-    """Return checks whose bits were all equal: listed, not drawn."""
+    """Return the checks whose results were all bit-identical. They are listed and not drawn."""
     return [
         check_with_layer(check.check, check.layer)
         for check in checks
@@ -311,8 +317,8 @@ def _bit_identical_checks(checks: Sequence[CheckResult]) -> list[str]:
 
 
 def _elements(checks: Sequence[CheckResult]) -> list[View]:
-    """Return the first and the worst element of the failed checks that no other explains, at the
-    first wrong step: later ones may be consequences.
+    """Return the first and the worst element of the failed checks, at the first wrong step, because
+    later errors may be consequences. Checks that another one explains are left out.
     """
     failed = [(check, check.first) for check in checks if check.verdict == "fail" and check.first]
     own = [(check, first) for check, first in failed if _FOLLOWS not in check.reason] or failed
@@ -332,7 +338,9 @@ def _elements(checks: Sequence[CheckResult]) -> list[View]:
 
 
 def _digits(value: float | str, bits: str) -> str:
-    """Format enough digits to distinguish numbers of the dtype: 17 for float64, 9 for others."""
+    """Format a number with enough digits to distinguish numbers of its dtype: 17 for float64, 9 for
+    others.
+    """
     return value if isinstance(value, str) else f"{value:.{17 if len(bits) > 8 else 9}g}"
 
 
@@ -358,7 +366,9 @@ _STATES = {
 
 
 class Node(NamedTuple):
-    """A module in the tree, with its submodules; `opened` if one of all these is wrong."""
+    """A module in the module tree, with its submodules. `opened` is True if it or a submodule is
+    wrong.
+    """
 
     name: str
     tone: str
@@ -369,7 +379,7 @@ class Node(NamedTuple):
 
 
 def tree(modules: Sequence[ComparedModule]) -> list[Node]:
-    """Return the module tree, by dotted names."""
+    """Build the module tree from dotted names."""
     return _nodes("", {one.name: one for one in modules}, [one.name for one in modules])
 
 

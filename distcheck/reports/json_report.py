@@ -1,7 +1,9 @@
-"""The document `distcheck.report/1`: written by `--json`, read again, with its JSON Schema.
+"""The document `distcheck.report/1`, which `--json` writes and distcheck reads again, with its JSON
+Schema.
 
-docs/report.md explains every key. Its cases are the structs of `distcheck.records`. Unknown keys
-are preserved. Numbers have bounds, so that a damaged file cannot exhaust its reader.
+docs/report.md explains every key. The cases are the structs of `distcheck.records`. Unknown keys
+are preserved. Numbers have bounds, so that a damaged file cannot exhaust the resources of its
+reader.
 """
 
 import re
@@ -70,19 +72,21 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a document. Unknown keys are allowed."""
+    """Return the JSON Schema (2020-12) of the document. Unknown keys are allowed."""
     schema = msgspec.json.schema(Document)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def decode_document(document: Mapping[str, Any]) -> Document:
-    """Convert a document. Raises ValidationError if `check_shape` would refuse it."""
+    """Convert a dictionary to a document. Raises ValidationError if `check_shape` would
+    reject it.
+    """
     return msgspec.convert(document, Document)
 
 
 def check_shape(document: dict[str, Any], path: Path | str) -> Document:
-    """Return the document read from `path`, in its form. Raises UsageError if a required field is
-    missing or has another form.
+    """Convert the dictionary read from `path` to a document. Raises UsageError if a required field
+    is missing or has the wrong type.
     """
     try:
         return decode_document(document)
@@ -91,7 +95,7 @@ def check_shape(document: dict[str, Any], path: Path | str) -> Document:
 
 
 def error_map(result: CheckResult) -> ErrorMap | None:
-    """Return the map of a check; None if it would show nothing."""
+    """Return the map of errors of a check; None if it would be empty."""
     shares = result.shares
     if not shares or not _shows_something(result):
         return None
@@ -154,8 +158,8 @@ def render(document: dict[str, Any] | list[Any]) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a document from its file. Raises UsageError if it is another file, damaged, or of
-    another schema.
+    """Read a document from its file. Raises UsageError if it is another kind of file, damaged, or
+    of another schema.
     """
     try:
         document = decode_json(read_bounded(path), dict[str, Any])
@@ -181,8 +185,8 @@ def _is_deep(value: Any, most: int) -> bool:
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """Return the report as plain dictionaries and sequences, without secrets; docs/report.md
-    explains every key.
+    """Return the report as dictionaries and sequences, with secrets masked. docs/report.md explains
+    every key.
     """
     built: dict[str, Any] = without_secrets(msgspec.to_builtins(document_of(report)))
     return built
@@ -221,8 +225,9 @@ def _in_document(report: CaseReport) -> CaseReport:
 
 
 def summarized_result(result: CheckResult) -> CheckResult:
-    """Return a result as a document holds it: with summaries of what it lists by tensor, the place
-    of the first divergence in its reason, and nothing that is in the reason as well.
+    """Return a check result in the form of a document. Lists by tensor are summarized, the place of
+    the first divergence is part of the reason, and fields whose contents the reason repeats are
+    dropped.
     """
     reason = result.reason
     if result.verdict == "fail" and result.first is not None:

@@ -1,8 +1,8 @@
-"""The report as JUnit XML: a test suite for each strategy, a test case for each cell.
+"""Renders a report as JUnit XML: a test suite for each strategy, a test case for each cell.
 
-A failed cell is a <failure>; one with crashed or hung ranks, or an unknown verdict, an <error>; one
-that does not apply to its strategy is <skipped>. Services identify test cases by `classname` and
-`name`, and drop duplicates: here, no two share both.
+A failed cell is a <failure>. A cell with crashed or hung ranks, or an unknown verdict, is an
+<error>. A cell that does not apply to its strategy is <skipped>. Services identify test cases by
+`classname` and `name`, and drop duplicates, so no two test cases share both.
 """
 
 import re
@@ -48,7 +48,9 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
-    """Add date, command and commit: an attribute and properties, which come first in a suite."""
+    """Add the date, the command and the commit of the report: an attribute and properties, which
+    must come first in a suite.
+    """
     if not made:
         return
     suite.set("timestamp", _valid(made.date[: len("2026-01-31T12:00:00")]))
@@ -60,7 +62,9 @@ def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
 
 
 def _search(explored: ExploredSearch) -> ElementTree.Element:
-    """Return a search in addition to the cases. Cases that it found are test cases, too."""
+    """Return the test case of a search. Cases that the search has found have their own
+    test cases.
+    """
     about = {"classname": _valid(explored.strategy), "name": "explore"}
     element = ElementTree.Element("testcase", about)
     element.set("time", f"{explored.spent_s:.3f}")
@@ -114,7 +118,7 @@ def _test_case(case: CaseReport, name: str) -> ElementTree.Element:
 
 
 def _failures(case: CaseReport) -> str:
-    """Return every check that did not pass, one line each, and the notes."""
+    """Return a line for every check that did not pass, and the notes."""
     lines = [
         f"{check.verdict} {check_with_layer(check.check, check.layer)}: {check.reason}"
         for check in case.checks

@@ -1,5 +1,5 @@
-"""Progress of a verification: a changing line on a terminal, and elsewhere one line per judged
-case, so that a CI log shows the position of a run.
+"""Displays the progress of a verification: a changing line on a terminal; elsewhere, one line per
+judged case, so that a CI log shows how far the run is.
 """
 
 import time
@@ -16,7 +16,7 @@ _QUIET_S = 30.0  # maximum interval of lines outside a terminal
 
 
 class LiveProgress:
-    """Context manager that displays progress; a `quiet` console shows nothing. `cost` returns the
+    """Context manager that displays progress. A `quiet` console shows nothing. `cost` returns the
     relative work of a case.
     """
 
@@ -44,11 +44,11 @@ class LiveProgress:
             self._status.stop()
 
     def __rich__(self) -> Text:
-        """Return the current line, whose seconds advance continuously."""
+        """Return the current line. Its seconds advance continuously."""
         return Text(self._format_line(self._text), overflow="ellipsis", no_wrap=True)
 
     def preparing(self, what: str) -> None:
-        """Show work before any case, or during a search."""
+        """Show work that precedes all cases, or that belongs to a search."""
         self._show(what)
 
     def phase(self, what: str) -> None:
@@ -57,14 +57,14 @@ class LiveProgress:
         self._write(what)
 
     def counted(self, done: int, total: int, what: str) -> None:
-        """Show the progress of work without cases."""
+        """Show the progress of work that does not consist of cases."""
         if not self._parts[1]:
             self._planned_at = time.monotonic()
         self._parts = (done, total)
         self._show(what)
 
     def planned(self, cases: Sequence[Case], *, before: int = 0) -> None:
-        """Set the cases to run; `before` others were judged by an earlier start of the run."""
+        """Set the cases to run. `before` cases were judged before the run was restarted."""
         self._cases, self._before = list(cases), before
         self._planned_at = time.monotonic()
         judged = f"; {before} were judged before a restart" if before else ""
@@ -74,7 +74,7 @@ class LiveProgress:
         self._show(f"{case.id}: {what}")
 
     def finished(self, case: Case, verdict: str) -> None:
-        """Record a judged case; a rerun case is counted once."""
+        """Record a judged case. A case that is run again counts once."""
         self._done.add(case.id)
         beside = self._cases and all(case.id != planned.id for planned in self._cases)
         text = f"{'inspecting failures, ' * bool(beside)}{case.id}: {verdict}"
@@ -82,7 +82,9 @@ class LiveProgress:
         self._write(text)
 
     def _format_line(self, text: str) -> str:
-        """Return a text after the number of judged cases, if known, and the times."""
+        """Return a text preceded by the number of judged cases, if known, and followed by the
+        times.
+        """
         done, total = self._parts
         count = f"{done} of {total}, " if total else ""
         if self._cases:
@@ -92,7 +94,9 @@ class LiveProgress:
         return f"[{count}{self._times()}] {without_workflow_commands(one_line(displayable(text)))}"
 
     def _times(self) -> str:
-        """Return the elapsed time and, once the speed is known, an estimate of the rest."""
+        """Return the elapsed time and, once the speed is known, an estimate of the
+        remaining time.
+        """
         now = time.monotonic()
         text = f"{_duration(now - self._begun)}"
         costs = {case.id: self._cost(case) for case in self._cases}
@@ -111,7 +115,7 @@ class LiveProgress:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        """Write a line for a log; on a terminal the changing line suffices."""
+        """Write a line to a log. On a terminal, the changing line is enough."""
         self._written = time.monotonic()
         if self._status is None:
             line = Text(f"progress: {self._format_line(text)}")

@@ -1,7 +1,8 @@
-"""The report as SARIF 2.1.0, for code scanning: a rule for each cause, a result for each failure.
+"""Renders a report as SARIF 2.1.0, for code scanning: a rule for each cause, a result for each
+failure.
 
-Paths are relative to the checkout (`GITHUB_WORKSPACE`, or the current folder). A result has a
-fingerprint of its cause and case, so that a service recognizes it in the next run.
+Paths are relative to the checkout (`GITHUB_WORKSPACE`, or the current folder). The fingerprint of a
+result depends on its cause and case, so that a service recognizes the result in the next run.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ _ROOT = "%SRCROOT%"
 
 @dataclass(frozen=True)
 class LocatedFinding:
-    """A failure, an unknown case or a warning, with the line that it concerns."""
+    """A failure, an unknown case or a warning, with the line of code to which it refers."""
 
     rule: str  # a cause, or "unknown"
     level: str  # of SARIF: error, warning or note

@@ -1,8 +1,8 @@
-"""Growth of one strategy's error with the world size: curves over the cases of a document.
+"""How the error of one strategy grows with the world size: curves over the cases of a document.
 
-A curve has one strategy, workload, dtype and summation order. Its error is that of the check
-`gradients`, in the first of the layers below that has one: the place where the error is closest to
-its bound, or exceeds it most.
+A curve has one strategy, workload, dtype and reduction order. Its error is that of the check
+`gradients`, in the first of the layers below that was compared, at the element whose error is
+largest relative to its bound.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _BACKEND = "simulated"
 
 @dataclass(frozen=True)
 class Point:
-    """A world of a curve. `error` and `bound` are None if no rank got so far."""
+    """One world of a curve. `error` and `bound` are None if no rank reached the comparison."""
 
     world: int
     verdict: VerdictName
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """The worlds of one order, from the smallest to the largest."""
+    """The worlds of one reduction order, from smallest to largest."""
 
     strategy: str
     workload: str
@@ -68,7 +68,7 @@ class Curve:
 
 
 class ScaleEntry(msgspec.Struct, kw_only=True):
-    """The error in a simulated world of one size and summation order."""
+    """The error in one simulated world: its size and reduction order."""
 
     strategy: str
     workload: str
@@ -85,7 +85,9 @@ class ScaleEntry(msgspec.Struct, kw_only=True):
 
 
 def curves(cases: Sequence[CaseReport]) -> list[Curve]:
-    """Return the curves of a document's cases; empty unless simulated worlds differ in size."""
+    """Return the curves of a document's cases; none unless it has simulated worlds of different
+    sizes.
+    """
     found: dict[tuple[str, str, str, str], list[CaseReport]] = {}
     for report in cases:
         case = report.case
@@ -106,7 +108,7 @@ def curves(cases: Sequence[CaseReport]) -> list[Curve]:
 
 
 def scale_entries(cases: Sequence[CaseReport]) -> list[ScaleEntry]:
-    """Return the curves for `--json`: a row for each world and order."""
+    """Return the curves for `--json`: one entry for each world and reduction order."""
     return [
         ScaleEntry(
             strategy=curve.strategy,

@@ -1,4 +1,4 @@
-"""The report for the terminal: one screen, the verdict first."""
+"""Renders a report for the terminal: the verdict comes first."""
 
 import io
 import os
@@ -42,7 +42,9 @@ _COLUMNS = (("tensors", "ranks", "steps", "elements"), ("elements",), ())
 
 
 def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> Console:
-    """Return a console that respects NO_COLOR and the terminal's width; 100 columns elsewhere."""
+    """Return a console that respects NO_COLOR and the width of the terminal; 100 columns if there
+    is no terminal.
+    """
     filtered = cast("IO[str]", FilteredStream(stream))
     console = Console(file=filtered, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
@@ -52,7 +54,7 @@ def console_for(stream: IO[str] | None = None, *, width: int | None = None) -> C
 
 
 def render_failure(report: Report) -> str:
-    """Return the error text of `Report.raise_for_verdict`."""
+    """Return the error message for `Report.raise_for_verdict`."""
     return f"{summarize(report)}\n\n{render_text(report, width=100)}"
 
 
@@ -64,7 +66,9 @@ def render_text(report: Report, *, width: int, verbose: bool = False) -> str:
 
 
 def summarize(report: Report) -> str:
-    """Return the verdict in one line: the first failure and its place, or a failed save."""
+    """Return the verdict in one line, with the first failure and its place, or an error while
+    saving the run.
+    """
     report = displayable(report)
     failed = most_telling_first([c for c in report.cases if c.verdict != "pass"])
     case = next(iter(failed), report.cases[0])
@@ -86,7 +90,7 @@ def summarize(report: Report) -> str:
 
 def render(report: Report, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print the report: verdict, cause and repair in about twelve lines for each strategy and
-    world; with `verbose` every table in full, with `quiet` only verdict lines.
+    world. With `verbose`, print every table in full; with `quiet`, only the lines with verdicts.
     """
     report = displayable(report)
     judged = [case for case in report.cases if not case.unfinished]
@@ -132,7 +136,7 @@ def _environment_line(report: Report) -> str:
 def _print_headline(
     cases: Sequence[CaseReport], verdict: VerdictName, report: Report, console: Console
 ) -> None:
-    """Print the verdict and its subject: the first line can be searched for, at any width."""
+    """Print the verdict and its subject. At any width, the first line can be searched for."""
     case = cases[0].case
     dtypes: dict[tuple[str, int], dict[str, None]] = {}
     for c in cases:
@@ -193,7 +197,7 @@ def _table(cases: Sequence[CaseReport], shown: Sequence[str]) -> Table:
 
 
 def _format_counts(compared: Compared, shown: Sequence[str]) -> list[str]:
-    """Format numbers for the table; a dash for none."""
+    """Format numbers for the table; zero as a dash."""
     numbers = [getattr(compared, what) for what in shown]
     return [format_count(n) if n else "-" for n in numbers]
 
@@ -218,7 +222,7 @@ def _rows(cases: Sequence[CaseReport]) -> list[CheckResult]:
 
 
 def _remarks(cases: Sequence[CaseReport]) -> list[str]:
-    """Return notes on the cases, and messages of passing checks; each sentence once."""
+    """Return the notes on cases, and the messages of passing checks, without duplicates."""
     notes = [describe_accepted(case.accepted) for case in cases if case.accepted is not None]
     notes += [
         f"module: {sentence_on_modules(case.modules)}" for case in cases if case.modules is not None
@@ -273,7 +277,7 @@ _HEIGHT = 640  # pixels, resizable
 
 
 def terminal_text(report: Report) -> str:
-    """Return the command line's output, in the terminal's width."""
+    """Return the output of the command line, at the width of the terminal."""
     if not report.cases:
         return report.given_up or f"{report.verdict}: no case was judged"
     width = shutil.get_terminal_size((100, 24)).columns
@@ -281,14 +285,15 @@ def terminal_text(report: Report) -> str:
 
 
 def json_document(report: Report) -> dict[str, Any]:
-    """Return the parsed `--json` document."""
+    """Return the document of `--json`, parsed."""
     read: dict[str, Any] = msgspec.json.decode(json_report.render_json(report))
     return read
 
 
 def html_for_notebook(report: Report) -> str:
-    """Return the HTML page in a frame that separates its styles from the notebook's; `sandbox`
-    without permissions runs no script, whatever the report's contents.
+    """Return the HTML page in a frame, which separates its styles from those of the notebook. The
+    frame has the attribute `sandbox` without permissions, so that no script runs, whatever the
+    report contains.
     """
     from distcheck.reports import html_report  # slow import of templates
 

@@ -1,5 +1,5 @@
 """Reports of `distcheck train`: a JSON document; a screen with a line per epoch and the failed
-ranks; a page with a table of the runs and their curves.
+ranks; an HTML page with a table of the runs and their curves.
 """
 
 import shlex
@@ -23,7 +23,7 @@ SCHEMA = "distcheck.training/1"
 
 
 class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """The training; without a `strategy`, a single process."""
+    """Settings of a training run. A run without a `strategy` used a single process."""
 
     strategy: str
     world: int
@@ -35,7 +35,7 @@ class TrainedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an epoch; a loss of None is not finite."""
+    """Figures of an epoch. A loss of None was not finite."""
 
     loss: float | None
     accuracy: float | None
@@ -46,7 +46,7 @@ class TrainedEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """A training run: settings, epochs and environment."""
 
     schema: str
     case: TrainedCase
@@ -54,7 +54,7 @@ class TrainedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_training(path: Path) -> TrainedRun:
-    """Read a document of `train --json`. Raises UsageError."""
+    """Read the document that `train --json` has written. Raises UsageError."""
     return read_distcheck_document(
         path, TrainedRun, schema=SCHEMA, name=f"--overlay {path}",
         why="has no measurements of distcheck train: {error}; pass a file that distcheck train "
@@ -76,7 +76,7 @@ def format_heading(case: Case, torch: object, *, width: int) -> Iterator[str]:
 
 
 def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
-    """Format the figures of an epoch; `row` is its --json entry."""
+    """Format the figures of an epoch. `row` is its entry in the document."""
     accuracy = "not measured"  # some buffers of the model are complete on no rank
     if row["tested"]:
         accuracy = f"{100 * row['accuracy']:.2f}% on {row['tested']:,} test samples"
@@ -91,7 +91,7 @@ def epoch(row: Mapping[str, Any], epochs: int, *, width: int) -> Iterator[str]:
 
 
 def print_failure(case: Case, outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print the failed ranks, their errors, and the command that names the cause."""
+    """Print the failed ranks, their errors, and the command that finds the cause."""
     case = displayable(case)
     ranks = f"{case.world} rank{'s' * (case.world != 1)}"
     name = case.strategy or case.workload
@@ -112,7 +112,7 @@ _SHARED = ("workload", "data", "batch", "seed", "dtype")
 
 
 def render(runs: Sequence[TrainedRun], *, version: str) -> str:
-    """Render the runs in order, numbered from 1; `version` is that of distcheck."""
+    """Render the runs in order, numbered from 1. `version` is the version of distcheck."""
     rows = [_row(number, run) for number, run in enumerate(runs, 1)]
     cases = [msgspec.to_builtins(run.case) for run in runs]
     apart = [name for name in _SHARED if len({case[name] for case in cases}) > 1]
@@ -132,7 +132,9 @@ def render(runs: Sequence[TrainedRun], *, version: str) -> str:
 
 
 def _name_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Return the name of a run; with its number if several trained in the same way."""
+    """Return the name of a run. If several runs have the same settings, it includes the number of
+    the run.
+    """
     alike = [one for one in rows if (one["how"], one["world"]) == (row["how"], row["world"])]
     ranks = f", {row['world']} ranks" if row["world"] > 1 else ""
     number = f" ({row['number']})" if len(alike) > 1 else ""
@@ -156,7 +158,7 @@ def _row(number: int, run: TrainedRun) -> dict[str, Any]:
 
 
 def _losses_by_step(run: TrainedRun) -> list[float | None]:
-    """Return the loss of every step; without these, of every epoch."""
+    """Return the loss of every step or, if steps are not recorded, of every epoch."""
     return [loss for epoch in run.epochs for loss in epoch.step_losses or (epoch.loss,)]
 
 
@@ -165,6 +167,6 @@ def _accuracy(run: TrainedRun) -> list[float | None]:
 
 
 def _seconds(run: TrainedRun) -> list[float | None]:
-    """Return seconds per step without the very first, which includes setup."""
+    """Return the seconds per step, without the first step of the run, which includes setup."""
     found = [spent for epoch in run.epochs for spent in epoch.step_s or (epoch.mean_step_s,)]
     return [None, *found[1:]] if len(found) > 1 else list(found)

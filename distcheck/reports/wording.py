@@ -1,4 +1,4 @@
-"""Phrases shared by all formats."""
+"""Phrases that all formats share."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,9 @@ STYLE: dict[VerdictName, str] = {"pass": "bold green", "unknown": "bold yellow",
 
 
 def describe_place(difference: Difference) -> str:
-    """Format place and size: "step 0, fc.weight[3,1], rank 2: got ..., expected ..."."""
+    """Format a difference with its place: "step 0, fc.weight[3,1], rank 2: got ...,
+    expected ...".
+    """
     where = difference.place
     if difference.unit == "":
         if difference.actual == "" and difference.expected == "":
@@ -41,7 +43,9 @@ def describe_place(difference: Difference) -> str:
 
 
 def describe_site(site: CallSite | None, strategy_file: str) -> str:
-    """Format the line of a cause with its text, relative to the strategy's folder; else ""."""
+    """Format the line of code of a cause and its text, relative to the strategy's folder; "" if
+    there is none.
+    """
     if site is None:
         return ""
     if not site.file:
@@ -53,7 +57,9 @@ def describe_site(site: CallSite | None, strategy_file: str) -> str:
 
 
 def describe_worst(result: CheckResult) -> tuple[str, str]:
-    """Format the worst error and its bound, in one unit; "identical" for bits."""
+    """Format the largest error and its bound, in the same unit; "identical" for bitwise
+    comparisons.
+    """
     worst = result.worst
     if worst is None and result.check != SENSITIVITY:
         same = result.compared.elements and result.verdict == "pass"
@@ -67,13 +73,15 @@ def describe_worst(result: CheckResult) -> tuple[str, str]:
 
 
 def advice_lines(suggestion: str) -> list[tuple[str, str]]:
-    """Split advice into a labeled line for each situation: "divide once; if ..., reduce once"."""
+    """Split a suggestion into a labeled line for each situation: "divide once; if ..., reduce
+    once".
+    """
     first, *others = re.split(r"; (?:or, )?(?=if )", suggestion)
     return [("try", first), *(("or", one) for one in others)] if first else []
 
 
 def sentence_on_modules(found: ModuleComparison) -> str:
-    """Return the sentence on the first wrong module, and on modules that were not recorded."""
+    """Return a sentence about the first wrong module, and about modules that were not recorded."""
     said = [found.first]
     if found.compiled:
         names = ", ".join(name or "the model" for name in found.compiled[:3])
@@ -87,14 +95,17 @@ def sentence_on_modules(found: ModuleComparison) -> str:
 
 
 def describe_accepted(allowance: AcceptedChanges) -> str:
-    """Format an accepted deviation, its new expectation, and the properties no longer checked."""
+    """Format an accepted deviation: the expectation that replaces the default, and the properties
+    that are no longer checked.
+    """
     lost = "; ".join(allowance.not_owed)
     return f"accepted: {allowance.kind} {allowance.widened}; not checked: {lost}"
 
 
 def describe_sensitivity(cases: Sequence[CaseReport]) -> Iterator[str]:
-    """Yield the mistakes that passing cases would have revealed, over all tensors of all cases (the
-    JSON has each case). Limits by an accepted deviation are given per case.
+    """Yield the mistakes that passing cases would have revealed, over the tensors of all cases (the
+    JSON document has each case). If an accepted deviation limits them, there is a sentence per
+    case.
     """
     together: dict[str, RevealedMistakes] = {}
     ranks, factors = 0, dict[str, float]()
@@ -133,7 +144,7 @@ def format_count(number: int) -> str:
 
 
 def show(value: Number) -> str:
-    """Format a number with nine digits (as float32 needs), or return a word."""
+    """Format a number with nine digits, which float32 needs; return a word unchanged."""
     return value if isinstance(value, str) else f"{value:.9g}"
 
 
@@ -141,8 +152,8 @@ _TELLS_LITTLE = {"crash": 1, "unexplained": 2}
 
 
 def most_telling_first(cases: Sequence[CaseReport]) -> list[CaseReport]:
-    """Sort cases with a named cause before crashes, and those before unexplained ones: one mistake
-    may appear in several cases, and be recognizable only in some.
+    """Sort cases: first those with a named cause, then crashes, then unexplained failures. One
+    mistake may appear in several cases and be recognizable in only some of them.
     """
 
     def little(case: CaseReport) -> int:

@@ -1,5 +1,5 @@
-"""Wraps text for a screen: no number is broken or separated from its unit, and no line ends in
-spaces.
+"""Wraps text for a screen. Numbers are not broken or separated from their units, and no line ends
+in spaces.
 """
 
 import re
@@ -25,7 +25,7 @@ _LEAST = 20  # columns of text, however narrow the screen
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return the lines of a text, each at most `width` characters without trailing spaces."""
+    """Return the lines of a text. Each has at most `width` characters and no trailing spaces."""
     lines: list[str] = []
     for line in text.splitlines() or [""]:
         glued = _COUNTED.sub(_GLUE, _NAMED.sub(rf"\1{_GLUE}", line))
@@ -56,15 +56,15 @@ def _break_word(word: str, width: int) -> str:
 
 
 def wrap_hanging(text: str, width: int, *, first: str, indent: int) -> list[str]:
-    """Return the wrapped lines: the first begins with `first`, and all have the same indent."""
+    """Wrap a text with a hanging indent. The first line begins with `first`."""
     head, *rest = wrap(text, max(width - indent, _LEAST))
     lines = [f"{first:<{indent}}{head}", *(f"{'':<{indent}}{line}" for line in rest)]
     return [line.rstrip() for line in lines]
 
 
 def wrap_limited(text: str, width: int, *, first: str, indent: int, most: int) -> list[str]:
-    """Return a text in at most `most` lines: complete, without its last clauses, or cut. An
-    incomplete one ends with `CUT`.
+    """Wrap a text in at most `most` lines. A text that does not fit loses its last clauses or is
+    cut, and ends with `CUT`.
     """
     lines = wrap_hanging(text, width, first=first, indent=indent)
     clauses = text.split("; ")
@@ -85,7 +85,7 @@ def print_hanging(
 
 
 def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: str) -> None:
-    """Print a verdict and its subject, which begins with the `bold` part."""
+    """Print a verdict and its subject. The subject begins with the `bold` part."""
     head, *rest = wrap_hanging(text, console.width, first=verdict.upper(), indent=VERDICT)
     first = Text(head)
     first.stylize(STYLE[verdict], 0, VERDICT)
@@ -95,21 +95,22 @@ def print_verdict(text: str, verdict: VerdictName, console: Console, *, bold: st
 
 
 class LabeledLines:
-    """Labeled lines, printed with aligned texts."""
+    """Lines with labels; their texts are aligned when they are printed."""
 
     def __init__(self, console: Console, *, indent: int = 6) -> None:
         self._console, self._indent = console, indent
         self._found: list[tuple[str, str, int | None]] = []
 
     def add(self, label: str, text: str, *, most: int | None = 1) -> None:
-        """Add a text, if nonempty, of at most `most` lines; excess clauses are omitted. None:
-        complete; 0: complete on one line, so that it can be copied.
+        """Add a text, unless it is empty. It may have at most `most` lines; clauses that do not fit
+        are omitted. None means no limit; 0 means one complete line that is not wrapped, so that it
+        can be copied.
         """
         if text:
             self._found.append((label, text, most))
 
     def print(self) -> bool:
-        """Print all lines; return True if any was cut."""
+        """Print all lines. Return True if any text was cut."""
         cut = False
         width = max((len(label) for label, *_ in self._found), default=0)
         indent = self._indent + width + 2
@@ -131,7 +132,7 @@ class LabeledLines:
 
 
 def print_trimmed(what: RenderableType, console: Console) -> None:
-    """Print without the spaces that fill lines up to the console's width."""
+    """Print without the trailing spaces that fill lines up to the width of the console."""
     for line in console.render_lines(what, pad=False):
         while line and not line[-1].text.rstrip():
             line.pop()

@@ -1,7 +1,7 @@
-"""One file per command, with its name; click calls its `command`.
+"""One module per command, with the name of the command; click calls its function `command`.
 
-A file with many options imports nothing heavy at its top, because a shell reads it at every press
-of Tab.
+A module with many options imports nothing expensive at its top, because shell completion imports it
+at every press of Tab.
 """
 
 # In the order of `distcheck --help`, with a summary of at most 80 columns.

@@ -1,5 +1,5 @@
-"""`distcheck list`: lists strategies, workloads, data sets and checks from their source files;
-imports none of them.
+"""`distcheck list`: lists strategies, workloads, data sets and checks. It reads their source files
+and imports none of them.
 """
 
 import ast
@@ -20,7 +20,9 @@ from distcheck.workloads.cells import CELLS
 
 
 def catalog() -> list[tuple[str, list[tuple[str, str]]]]:
-    """(heading, [(name, summary)]) for strategies, workloads, cells, data sets and checks."""
+    """Return sections as (heading, [(name, summary)]): strategies, workloads, cells, data sets and
+    checks.
+    """
     return [
         ("strategies", _entry_point_summaries(loading.strategy_names())),
         ("workloads", _module_summaries(loading.workload_names())),
@@ -31,8 +33,8 @@ def catalog() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def summary_of(module: str, name: str = "") -> str:
-    """Return the first sentence of the docstring of a module, or of a function or class in it, read
-    from its source without importing it.
+    """Return the first sentence of the docstring of a module, or of a function or class in it. The
+    source is read; the module is not imported.
     """
     try:
         spec = importlib.util.find_spec(module)
@@ -49,8 +51,8 @@ def summary_of(module: str, name: str = "") -> str:
 
 
 def _entry_point_summaries(points: dict[str, EntryPoint]) -> list[tuple[str, str]]:
-    """Return (name, summary) of strategies. The module's docstring describes a file's only
-    strategy; of several, each has its own.
+    """Return (name, summary) of the strategies that entry points define. If a file has only one
+    strategy, its module's docstring describes it; otherwise, each strategy's own docstring does.
     """
     files = [point.module for point in points.values()]
     return [

@@ -1,4 +1,4 @@
-"""`distcheck merge`: joins the reports of the parts of a plan."""
+"""`distcheck merge`: merges the reports of the shards of a plan."""
 
 from typing import Any
 

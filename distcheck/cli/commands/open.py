@@ -1,4 +1,4 @@
-"""`distcheck open`: shows a saved run as a page."""
+"""`distcheck open`: opens the HTML report of a saved run."""
 
 import webbrowser
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`distcheck report`: writes a report in another format."""
+"""`distcheck report`: converts a report to another format."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,8 +52,8 @@ def command(run: str | None, *, schema: bool, **asked: Any) -> int:
 
 
 def convert(run: str, *, files: Mapping[str, str]) -> None:
-    """Write a report in other formats, or print a summary if there are no `files`. `run` is a JSON
-    file, or a run's folder.
+    """Write a report in other formats, or print a summary if `files` is empty. `run` is a JSON
+    file, or the folder of a run.
 
     Raises UsageError for an invalid report, CannotRunError if writing fails.
     """

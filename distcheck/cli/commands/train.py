@@ -1,4 +1,4 @@
-"""`distcheck train`: trains without checking anything."""
+"""`distcheck train`: trains without running any checks."""
 
 from typing import Any
 

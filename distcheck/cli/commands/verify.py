@@ -1,4 +1,4 @@
-"""`distcheck verify`: turns options into a request, and runs it."""
+"""`distcheck verify`: converts options to a request and runs it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +125,9 @@ def command(
 
 
 def _use_mpi_if_needed(run: Callable[[], int], asked: dict[str, Any]) -> int:
-    """Runs one strategy that works by MPI alone on that backend; others may work on no other."""
+    """Run a strategy that works only with MPI on the MPI backend, if it is the only strategy. With
+    several strategies, the others may not work on that backend.
+    """
     from distcheck.errors import OtherBackendError
 
     try:

@@ -1,8 +1,9 @@
-"""Pictures of a report in SVG: one file each, from entries of a document to a `Picture`.
+"""Pictures of a report in SVG; one module per kind, which converts entries of a document to a
+`Picture`.
 
-A picture needs neither script nor style sheet: every shape has a class for the page's style sheet,
-and attributes that display it without one, in the color of the surrounding text. Color is never the
-only carrier of information. Sizes are in CSS pixels.
+A picture needs neither scripts nor a style sheet. Every shape has a class for the page's style
+sheet, and attributes with which it is visible without one, in the color of the surrounding text.
+Information is never shown by color alone. Sizes are in CSS pixels.
 """
 
 import math
@@ -46,7 +47,7 @@ _WITHOUT_STYLE = {
 
 @dataclass(frozen=True)
 class Table:
-    """The numbers behind a picture: `rows` begin with their own heading."""
+    """The numbers behind a picture. Each of the `rows` begins with its heading."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -54,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with its description and its numbers."""
+    """A picture with its description and its table of numbers."""
 
     title: str
     says: str
@@ -64,7 +65,9 @@ class Picture:
 
 
 class Drawing:
-    """An SVG under construction; `name` makes the ids of its title and description unique."""
+    """An SVG element under construction. `name` makes the ids of its title and
+    description unique.
+    """
 
     def __init__(self, name: str, width: int) -> None:
         self._name = name
@@ -76,7 +79,7 @@ class Drawing:
         return self._width
 
     def path(self, kind: str, d: str, *, title: str = "") -> None:
-        """Add a path of class `kind`; nothing for an empty one."""
+        """Add a path of class `kind`. Does nothing if the path is empty."""
         if d:
             within = f"<title>{escape(title)}</title>" if title else ""
             self._parts.append(
@@ -84,7 +87,7 @@ class Drawing:
             )
 
     def text(self, x: float, y: float, words: str, *, kind: str = "label", end: str = "") -> None:
-        """Add text at its baseline; `end` is SVG's text-anchor."""
+        """Add text at its baseline. `end` is the value of SVG's text-anchor."""
         anchor = f' text-anchor="{end}"' if end else ""
         self._parts.append(
             f'<text class="{kind}" {_WITHOUT_STYLE[kind]} x="{short(x)}" y="{short(y)}"{anchor}>'
@@ -92,7 +95,7 @@ class Drawing:
         )
 
     def markup(self, height: float, *, title: str, says: str) -> Markup:
-        """Return the complete element. It shrinks if space is missing, and never grows."""
+        """Return the complete element. It shrinks if there is too little space, and never grows."""
         name = self._name
         return Markup(
             f'<svg class="w{self._width}" role="img" aria-labelledby="{name}-t {name}-d" '
@@ -115,7 +118,7 @@ def cross(x: float, y: float, width: float, height: float) -> str:
 
 
 def line_path(points: Sequence[tuple[float, float] | None]) -> str:
-    """Return the path through points, with gaps for None; an isolated point is a short dash."""
+    """Return the path through points. None is a gap, and an isolated point becomes a short dash."""
     d, before = [], False
     for at, point in enumerate(points):
         if point is None:
@@ -130,12 +133,14 @@ def line_path(points: Sequence[tuple[float, float] | None]) -> str:
 
 
 def short(value: float) -> str:
-    """Format a coordinate to a tenth of a pixel."""
+    """Format a coordinate with one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def shorten_middle(words: str, most: int) -> str:
-    """Shorten text in the middle to `most` characters: both ends of a parameter's name matter."""
+    """Shorten text to `most` characters by removing its middle: both ends of a parameter's name
+    matter.
+    """
     if len(words) <= most:
         return words
     left = (most - 1) // 2
@@ -143,7 +148,9 @@ def shorten_middle(words: str, most: int) -> str:
 
 
 def ticks(count: int, most: int = 8) -> range:
-    """Return evenly spaced positions from the first, about `most` of `count` at most."""
+    """Return evenly spaced positions among `count`, beginning with the first; about
+    `most` at most.
+    """
     if count <= most:
         return range(count)
     rough = count / most
@@ -152,17 +159,19 @@ def ticks(count: int, most: int = 8) -> range:
 
 
 def figure(value: float | None) -> str:
-    """Format a number for a table or an axis: three digits; a dash for None."""
+    """Format a number with three digits for a table or an axis; None as a dash."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def plural(number: int, what: str) -> str:
-    """Format "1 step", "2 steps"."""
+    """Format a number with a noun: "1 step", "2 steps"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 class RoundAxis:
-    """Maps numbers to pixels, upwards, between round ends; None for numbers that are not finite."""
+    """Vertical axis between round numbers. It maps numbers to pixels, and numbers that are not
+    finite to None.
+    """
 
     def __init__(self, values: list[float], top: float, height: float) -> None:
         finite = [v for v in values if math.isfinite(v)] or [0.0]
@@ -179,7 +188,7 @@ class RoundAxis:
         self.marks = tuple(n * stride for n in range(first, last + 1))
 
     def figure(self, value: float) -> str:
-        """Format a number of the axis, with enough digits to distinguish its ends."""
+        """Format a number of the axis with enough digits to distinguish the ends of the axis."""
         largest = max(abs(self._low), abs(self._high))
         digits = 2 + math.ceil(math.log10(largest / (self._high - self._low) + 1))
         return f"{value:.{min(9, max(3, digits))}g}"

@@ -1,4 +1,4 @@
-"""One curve per run, over steps or epochs."""
+"""Draws one curve per run, over steps or epochs."""
 
 from collections.abc import Sequence
 
@@ -25,8 +25,8 @@ def draw(
     name: str, what: str, unit: str, curves: Sequence[Curve], *, runs: Sequence[str], shares: bool,
     first: int = 1,
 ) -> Picture | None:  # fmt: skip
-    """Draw the curves of `what` over `unit`, with run names at their ends; None if all are empty.
-    `shares` are shown in percent, from 0 to 100. Units are numbered from `first` on.
+    """Draw the curves of `what` over `unit`, with the names of the runs at their ends. Return None
+    if all are empty. `shares` are shown in percent, from 0 to 100. Units are numbered from `first`.
     """
     longest = max(map(len, curves), default=0)
     if not longest:
@@ -73,7 +73,9 @@ def draw(
 
 
 def _labels(ends: Sequence[float | None], names: Sequence[str]) -> list[tuple[float, str]]:
-    """Return places and texts; lines with close ends share a text, if it fits."""
+    """Return the positions and texts of the labels. Curves that end close to each other share a
+    label, if it fits.
+    """
     placed: list[tuple[float, str]] = []
     for place, name in sorted(
         (y, name) for y, name in zip(ends, names, strict=True) if y is not None
@@ -86,7 +88,7 @@ def _labels(ends: Sequence[float | None], names: Sequence[str]) -> list[tuple[fl
 
 
 def _means(curve: Curve, stretch: int) -> list[float | None]:
-    """Return the mean of every interval; None for one with a gap."""
+    """Return the mean of each interval; None for an interval with a gap."""
     found: list[float | None] = []
     for first in range(0, len(curve), stretch):
         part = [v for v in curve[first : first + stretch] if v is not None]

@@ -1,4 +1,6 @@
-"""Error over bound by parameter and step; separately, places with different bits."""
+"""Draws error relative to bound by parameter and step and, in a separate picture, the places whose
+bits differ.
+"""
 
 from collections.abc import Sequence
 
@@ -131,7 +133,7 @@ class _Grid:
 
 
 def layer_in_label(check: CheckResult) -> str:
-    """Return the layer after a comma, if there is one."""
+    """Return the layer in the label of a check, which follows a comma; empty if there is none."""
     name = layer_label(check.layer)
     return f", {name}" if name else ""
 
@@ -144,7 +146,7 @@ def _level_of(share: float) -> int:
 
 
 def _legend(drawing: Drawing, y: float) -> float:
-    """Draw levels with their upper ends; return the height of the picture."""
+    """Draw the levels with their upper limits. Return the height of the picture."""
     for level, end in enumerate(_LEVELS):
         x = 34.0 * level
         drawing.path(f"h{level}", cell(x, y, 33, 10))

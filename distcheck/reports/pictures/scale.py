@@ -1,4 +1,4 @@
-"""The error against the world size, and its bound: both axes logarithmic."""
+"""Draws the error, and its bound, against the world size. Both axes are logarithmic."""
 
 import math
 
@@ -12,7 +12,9 @@ _MOST_DECADES = 6  # numbered decades
 
 
 def draw(name: str, curve: Curve, beside: list[Curve]) -> Picture:
-    """Draw one order; its axes are those of all curves `beside` it, itself included."""
+    """Draw the curve of one reduction order. Its axes fit all curves in `beside`, which includes
+    this curve.
+    """
     drawing = Drawing(name, 320)
     right, bottom = drawing.width - _RIGHT, _TOP + _HEIGHT
     worlds = sorted({point.world for one in beside for point in one.points})
@@ -80,7 +82,9 @@ def _is_drawable(value: float | None) -> bool:
 
 
 def _range(curves: list[Curve]) -> tuple[int, int]:
-    """Return the decades that include every error and bound; at least two."""
+    """Return the first and last decade of a range with all errors and bounds; at least
+    two decades.
+    """
     values = [v for c in curves for p in c.points for v in (p.error, p.bound)]
     logs = [math.log10(v) for v in values if v is not None and _is_drawable(v)] or [0.0]
     low, high = math.floor(min(logs)), math.ceil(max(logs))

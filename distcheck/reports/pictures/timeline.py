@@ -1,4 +1,4 @@
-"""The last collectives of every rank in columns: missing ranks, deviating calls."""
+"""Draws the last collectives of every rank in columns; marks missing ranks and deviating calls."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ Ends = Sequence[Outcome | Outcome]
 
 
 def draw(name: str, outcomes: Ends) -> Picture | None:
-    """Draw the calls; None if no rank reported any."""
+    """Draw the calls. Return None if no rank reported any."""
     calls = {o.rank: {_key(c): c for c in o.collectives or ()} for o in outcomes}
     keys = _columns({key for of_rank in calls.values() for key in of_rank})
     if not keys:
@@ -103,7 +103,7 @@ def _columns(keys: set[Key]) -> list[Key]:
 
 
 def _group_labels(keys: list[Key]) -> dict[int, str]:
-    """Return the first column of each group's calls, and its label."""
+    """Return the label of each group, by the index of the first column with its calls."""
     found: dict[int, str] = {}
     for column, key in enumerate(keys):
         if column == 0 or keys[column - 1][:2] != key[:2]:
@@ -147,7 +147,7 @@ def _legend(drawing: Drawing, y: float) -> float:
 
 
 def _describe_deviations(outcomes: Ends, calls: odd_ranks.Calls) -> str:
-    """Describe deviating or missing calls with the diagnosis's sentence."""
+    """Describe deviating or missing calls, in the words of the diagnosis."""
     parts = []
     apart = first_call_mismatch(calls)
     proven = [o.why or "" for o in outcomes if o.proven == "mismatch"]
