@@ -263,7 +263,9 @@ def _cause_by_hypothesis(found: _Comparison) -> Diagnosis | None:
     rivals = {one for residual, _, one, _ in matches if best > _CLOSER * residual} - {cause}
     if not matches or rivals:
         return None
-    return name_cause(cause, f"{text}; the rest is {best / found.level:.2g}x the noise floor")
+    return name_cause(
+        cause, f"{text}; the remaining difference is {best / found.level:.2g}x the noise floor"
+    )
 
 
 def _cause_of_variant(found: _Comparison) -> Diagnosis | None:

@@ -44,8 +44,9 @@ def render(comparison: RunsComparison, console: Console, *, quiet: bool = False)
     common = common_changes(comparison)
     if not quiet:
         print_hanging(headline(comparison), console, indent=0, style="bold")
-        changes = "; ".join(map(str, common)) or "no recorded setting"
-        print_hanging(f"changed between the runs: {changes}", console, indent=0, style="dim")
+        changes = "; ".join(map(str, common))
+        text = f"changed between the runs: {changes}" if common else "no recorded setting changed"
+        print_hanging(text, console, indent=0, style="dim")
     for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
         said = f"{case.id}: bits {case.bits}; {case.reason}"
         print_verdict(said, case.verdict, console, bold=case.id)

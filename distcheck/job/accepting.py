@@ -1,12 +1,13 @@
 """Accepted deviations from the single-process reference: `distcheck job --accept CAUSE`.
 
-Some deviations are so common that they are warnings unless `--strict` is given: one dropout seed
-for all ranks, a learning rate multiplied by the world size or its square root, and accelerate's
-convention of stepping a schedule once per rank.
+Some deviations are so common that they are only warnings unless `--strict` is given: one dropout
+seed for all ranks, a learning rate multiplied by the world size or its square root, and
+accelerate's convention of stepping a schedule once per rank.
 
-An accepted cause fails no check, but its promise is checked instead: a scaled learning rate is the
-reference's times one factor at every step, and a schedule that steps once per rank equals the
-reference's schedule at step k * world size. For shared RNG streams nothing remains to be checked.
+An accepted cause fails no check, but what the user accepts with it is checked: a scaled learning
+rate must be the reference's times the same factor at every step, and a schedule that steps once per
+rank must equal the reference's schedule at step k * world size. For shared RNG streams there is
+nothing further to check.
 """
 
 import math
@@ -39,7 +40,9 @@ _SAME_RATE = 1e-9
 
 
 def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
-    """Raise UsageError for a cause that cannot be accepted (by a guard if `guards`)."""
+    """Raise UsageError for a cause that cannot be accepted; with `guards`, that a guard cannot
+    accept.
+    """
     for kind in kinds:
         if guards and kind != RANDOMNESS:
             raise UsageError(
@@ -57,7 +60,7 @@ def check_kinds(kinds: Sequence[str], *, guards: bool = False) -> None:
 def kinds_that_only_warn(
     job: JobRecording, reference: Reference | None, results: Sequence[CheckResult]
 ) -> tuple[str, ...]:
-    """Return the kinds of deviation that are only warnings."""
+    """Return the kinds of deviation in this job that are only warnings."""
     alike = all(r.verdict != "fail" for r in results if (r.check, r.layer) == _OF_RANKS)
     if reference is None or not alike:
         return (RANDOMNESS,)
@@ -74,8 +77,9 @@ def accept(
     results: Sequence[CheckResult],
     named: Sequence[Diagnosis],
 ) -> list[CheckResult]:
-    """Return the results without the checks that failed because of an accepted cause; a check with
-    a remaining promise is replaced by the comparison with that promise.
+    """Return the results without the checks that failed because of an accepted cause. If the cause
+    has a condition that can be checked, the comparison with this condition replaces the failed
+    check.
     """
     causes = {one.cause for one in named}
     meant = {_CHECKS[kind]: kind for kind in kinds if kind in causes}
@@ -104,7 +108,9 @@ def allowance_of_job(kinds: Sequence[str], named: Sequence[Diagnosis]) -> Accept
 
 
 def _rates(kind: str, job: JobRecording, reference: Reference, result: CheckResult) -> CheckResult:
-    """Compare learning rates with the promised ones, and all other settings as usual."""
+    """Compare learning rates with those that the accepted cause implies, and all other settings as
+    usual.
+    """
     tally = Tally(result.check, result.layer)
     compare = _check_scaled_rate if kind == RATES else _check_schedule
     for step, name, actual, expected in compare(job, reference, tally):
@@ -132,7 +138,7 @@ def _settings_pairs(job: JobRecording, reference: Reference) -> Compared:
 
 
 def is_rate(name: str) -> bool:
-    """Return True if a setting is a learning rate, or the initial rate of a schedule."""
+    """Return True if a setting is a learning rate, or the initial learning rate of a schedule."""
     return name.rpartition("/")[2].rpartition("_")[2] == "lr"
 
 
@@ -145,9 +151,10 @@ def _factor(job: JobRecording, reference: Reference) -> float:
 
 
 def _check_scaled_rate(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
-    """Expect every rate to be the reference's times the factor of the first nonzero rate.
+    """Expect every learning rate to be the reference's times the factor of the first nonzero
+    learning rate.
 
-    A warm-up may begin at the same rate in both runs; then only the increase is scaled.
+    A warm-up may begin at the same learning rate in both runs; then only its increase is scaled.
     """
     factor = _factor(job, reference)
     tally.remark(f"learning rates are {factor:.6g}x the single-process reference")
@@ -162,7 +169,7 @@ def _check_scaled_rate(job: JobRecording, reference: Reference, tally: Tally) ->
 
 
 def _check_schedule(job: JobRecording, reference: Reference, tally: Tally) -> Compared:
-    """Expect scheduled settings to be the reference's at step k * world size."""
+    """Expect scheduled settings to equal the reference's at step k * world size."""
     pairs = list(_settings_pairs(job, reference))
     rates = {(step, name): expected for step, name, _, expected in pairs}
     first, later = job.steps[0], 0

@@ -1,4 +1,6 @@
-"""Compares the modules of a job with those of its reference; reruns a failed job to record them."""
+"""Compares the modules of a job with those of its reference. If a failed job did not record
+modules, reruns it.
+"""
 
 import dataclasses
 import math
@@ -37,9 +39,8 @@ _ABOUT = ("gradients", "clipped gradients", "loss")
 
 
 def by_module(case: CaseReport, job: JobRecording, reference: Reference) -> ModuleComparison | None:
-    """Return the first module whose inputs match the reference and whose outputs do not, or None if
-    modules were not recorded. Modules of steps after the first wrong gradient, or after ranks
-    diverge, are not considered: their parameters are wrong.
+    """Return the first module whose inputs match the reference and whose outputs do not; None if
+    modules were not recorded.
     """
     about = (*_ABOUT, "agreement")
     wrong = (one.first for one in case.checks if one.verdict == "fail" and one.check in about)
@@ -72,9 +73,9 @@ def _reference_modules(reference: Reference, step: int, rank: int) -> WatchedSte
 
 
 class _Moved:
-    """Distance that tensors of a step move when parameters are perturbed by one ULP.
+    """How far the tensors of a step change when parameters are perturbed by one ULP.
 
-    If a step has no measurement, the largest relative change at an earlier step applies.
+    For a step without a measurement, the largest relative change at an earlier step is used.
     """
 
     def __init__(

@@ -139,8 +139,8 @@ def _data_causes(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
 
 
 def _sampling(job: JobRecording) -> tuple[str, str]:
-    """Return the variant of the advice for samples that ranks share, and the fact it is based on:
-    a custom batch sampler, or samplers whose settings do not fit together.
+    """Return the variant of the advice for samples that ranks share, and the fact on which it is
+    based: a custom batch sampler, or samplers with inconsistent settings.
     """
     if not any(record.batches for record in job.records.values()):
         return "job-draws", ""
@@ -251,8 +251,9 @@ def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
 
 def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
     """Yield a warning for a loss that is a sum over samples although the all-reduce averages. It
-    fails nothing, since the learning rate may have been chosen for a rank's sum. A sum that is
-    divided by an unknown number may be a mean over other items, such as padded positions.
+    does not fail the job, because the learning rate may have been chosen for a sum over one rank's
+    samples. A sum that is divided by an unknown number may be a mean over other items, such as
+    padded positions.
     """
     replayed = None if reference is None else reference.replayed
     if reference is None or replayed is None or reference_scale(reference) == 1.0:
@@ -351,7 +352,9 @@ def _reduction_causes(job: JobRecording, step: int) -> Iterator[Diagnosis]:
 def causes_of_wrong_gradients(
     job: JobRecording, step: int, kind: Kind = Kind.EXCHANGED
 ) -> list[Diagnosis]:
-    """Return the causes of wrong gradients at a step, in the stage `kind`."""
+    """Return the causes of wrong gradients at a step. `kind` is the stage at which they were
+    recorded.
+    """
     view = exchange.gradients_at_step(job, step, kind, of_all=True)
     others = [exchange.gradients_at_step(job, s, kind, of_all=True) for s in _near(job, step)]
     others = [one for one in others if one.specs == view.specs]
@@ -362,7 +365,9 @@ def causes_of_wrong_gradients(
 
 
 def _near(job: JobRecording, step: int) -> list[int]:
-    """Return the earlier steps whose stale gradients may appear at `step`, and the next step."""
+    """Return the next step, and the earlier steps whose gradients may appear at `step` as stale
+    gradients.
+    """
     place = job.steps.index(step)
     return [*job.steps[max(0, place - MOST_EARLIER) : place], *job.steps[place + 1 : place + 2]]
 
@@ -400,7 +405,7 @@ def _unexplained(failed: Failed, step: int) -> Diagnosis:
 def _reference_causes(
     job: JobRecording, reference: Reference, failed: Failed
 ) -> Iterator[Diagnosis]:
-    """Explain failed comparisons with the reference when the checks without it passed."""
+    """Explain failed comparisons with the reference, if all checks without a reference passed."""
     rates = failed.get(("learning rate", IN_FLOAT32))
     if rates is not None and ("learning rate", "-") not in failed:
         yield _rate_cause(job, rates)
@@ -594,7 +599,9 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
 
 
 def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | None:
-    """The gradients of one process in which one term of the loss is W or 1/W times as large."""
+    """Detect gradients that equal the reference's except that one term of the loss is W or 1/W
+    times as large.
+    """
     step = job.steps[0]
     found, own = reference.tensors(step), gradients_of_rank(job, Kind.EXCHANGED, 0, step)
     passes = job.records[0, step].trained
@@ -620,7 +627,9 @@ def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | Non
 def _rank_weights(
     job: JobRecording, found: Gradients, step: int
 ) -> tuple[tuple[float, ...], float] | None:
-    """Return the weights with which the ranks' local gradients add up to the reference."""
+    """Return the weights with which the ranks' local gradients add up to the reference, and the
+    residual.
+    """
     fitted = fit(
         found,
         *(gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step) for rank in range(job.world)),
@@ -633,9 +642,9 @@ def _rank_weights(
 
 
 def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
-    """Return True if the joint batch is a mean of the ranks' with other weights, at every step and
-    for the loss as well: then its samples do not interact, but the ranks' means are over different
-    numbers, such as the targets within a mask.
+    """Return True if the reference is a mean of the ranks' results with other weights, at every
+    step and for the loss as well. Samples then do not interact, but the ranks' means have different
+    denominators, such as the number of targets within a mask.
     """
     if _divisors_explain(job, reference):
         return True
@@ -654,8 +663,8 @@ def reference_weights_ranks(job: JobRecording, reference: Reference) -> bool:
 
 
 def _divisors_explain(job: JobRecording, reference: Reference) -> bool:
-    """Return True if the reference's losses, and not the job's, are those of the passes weighted by
-    the number that each pass divides its sum by.
+    """Return True if the reference's losses, and not the job's, equal the losses of the passes
+    weighted by the number by which each pass divides its sum.
     """
     explains = False
     for seen in reference.replayed.steps:
@@ -709,7 +718,7 @@ def _weight_causes(job: JobRecording, found: Gradients, step: int) -> Diagnosis 
 
 
 def _loss_causes(job: JobRecording, step: int) -> Diagnosis | None:
-    """Detect a rank whose loss has weight 0 or other terms than the loss of rank 0."""
+    """Detect a rank whose loss has weight 0, or other terms than the loss of rank 0."""
     records = job.at(step)
     local = [
         gradients_of_rank(job, Kind.LOCAL_GRADIENT, rank, step).values()

@@ -1,5 +1,5 @@
-"""The main sequence of `distcheck job --guard`: run the command to its end while its ranks
-compare.
+"""Implementation of `distcheck job --guard`: runs the command to its end while its ranks compare
+replicas.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class GuardOptions(CommandOptions, frozen=True, kw_only=True):
 
 
 def guard_job(asked: GuardOptions) -> tuple[Report, int]:
-    """Run the job to its end; return the report and the exit code. The exit code is the command's
-    own if ranks agreed and the command failed.
+    """Run the job to its end. Return the report and the exit code, which is that of the command if
+    ranks agreed and the command failed.
     """
     command = running.command_of(asked.words, asked.nproc)
     bundles = Path(asked.save or FOLDER).absolute()
@@ -115,7 +115,7 @@ def _judge(asked: GuardOptions, found: Sequence[GuardProgress], ran: CommandResu
 def _agreement(
     found: Sequence[GuardProgress], world: int, first: GuardProgress | None
 ) -> CheckResult:
-    """Return the check of all ranks' agreement; unknown if nothing was compared."""
+    """Return the check that all ranks agreed; unknown if nothing was compared."""
     checks, tensors = max(one.checks for one in found), max(one.compared for one in found)
     verdict, reason = "pass", f"{checks} checks of {tensors} tensors"
     if first is not None:

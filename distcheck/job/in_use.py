@@ -24,7 +24,7 @@ def begin(folder: str) -> None:
 
 
 def keep_in_use(folder: str) -> None:
-    """Keep a job's folder, or its parent, in use until this process exits."""
+    """Mark a job's folder, or its parent, as in use until this process exits."""
     for place in (folder, os.path.dirname(folder)):
         with contextlib.suppress(OSError):  # there is no mark, or no lock is available
             held = os.open(os.path.join(place, NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -34,7 +34,7 @@ def keep_in_use(folder: str) -> None:
 
 
 def is_free(folder: str) -> bool:
-    """Return True if a folder was marked on this machine and no process uses it."""
+    """Return True if a folder was marked on this machine and no process uses it any more."""
     try:
         mark = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -46,11 +46,11 @@ _COLLECTIVE = "collective"
 def only_source_line(
     job: JobRecording, script: str, found: Sequence[Diagnosis], results: Sequence[CheckResult]
 ) -> CallSite | None:
-    """Return the only source line of the kind that all causes concern, over all recorded steps and
-    ranks, or None if there are several or it is in a package.
+    """Return the source line that all causes concern, if there is only one over all recorded steps
+    and ranks. Return None if there are several, or if the line is in a package.
 
-    A collective is the location if reduced gradients differ from the mean of the local ones;
-    otherwise an additional division came with the loss.
+    If reduced gradients differ from the mean of the local ones, the line is that of a collective.
+    Otherwise an additional division came with the loss.
     """
     exchange = "".join(
         {r.verdict for r in results if (r.check, r.layer) == ("gradients", ROUNDING)}
@@ -74,7 +74,9 @@ def _kinds_of_lines(cause: str, exchange: str) -> Iterator[str]:
 
 
 def _lines(step: StepRecord, kind: str) -> Iterable[str]:
-    """Return the lines of a kind; of collectives, those after backward with several elements."""
+    """Return the source lines of a kind. For collectives, only those after backward and of several
+    elements.
+    """
     if kind != _COLLECTIVE:
         return step.lines.get(kind, ())
     calls = [one for one in step.calls if one.after_backward and one.elements > 1]
@@ -95,7 +97,9 @@ def judge(
     reference: Reference | None,
     missing: str,
 ) -> CaseReport:
-    """Judge a recording; `missing` is the reason why there is no reference."""
+    """Judge a recording. `missing` is the reason why there is no reference; empty if
+    there is one.
+    """
     ends = ran.outcomes(job.processes)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:
@@ -310,7 +314,9 @@ def _unknown_without_reference(
 
 
 def _unknown_if_ranks_divide_samples(reference: Reference, result: CheckResult) -> CheckResult:
-    """Ranks that read the same samples may each give their model another part of them."""
+    """Turn a failure into unknown if ranks read the same samples, because each rank may give its
+    model another part of them.
+    """
     if not (reference.replayed.divides and result.first_kind is FindingKind.SAME_SAMPLES):
         return result
     said = "ranks read the same samples, and each gives its model a different part of them"
@@ -325,8 +331,8 @@ def _with_verdict(
 
 def _loss_is_unseen(job: JobRecording) -> bool:
     """Return True if losses may use tensors that no recording has: the script generates its samples
-    and calls no loss of torch. A replay injects only the model's inputs, not other tensors of the
-    loss, such as an environment's rewards.
+    and calls no loss function of torch. A replay replaces only the model's inputs, and not other
+    tensors of the loss, such as rewards of an environment.
     """
     passes = [one for record in job.records.values() for one in record.trained]
     return bool(passes) and not any(one.losses or one.batches for one in passes)
@@ -378,9 +384,10 @@ def _unknown_if_noise_differs(result: CheckResult, ranks: list[int]) -> CheckRes
 def unknown_if_samples_interact(
     job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult]
 ) -> CheckResult:
-    """Turn a failure into unknown if a loss term is not a mean over samples, so that it differs for
-    the joint batch, such as a load-balancing loss over each rank's samples. If the mean of the
-    ranks' losses equals the reference's, the term covers all samples there, too.
+    """Turn a failure into unknown if a term of the loss is not a mean over samples, such as a
+    load-balancing loss over each rank's samples, because it has another value for the joint batch.
+    If the mean of the ranks' losses equals the reference's loss, the term covers the samples of all
+    ranks in the job as well.
     """
     losses = [one for one in all_of if (one.check, one.layer) == ("loss", IN_FLOAT32)]
     if any(one.verdict == "pass" and one.compared.elements for one in losses):

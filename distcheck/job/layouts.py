@@ -1,4 +1,6 @@
-"""Causes of wrong gradients in model-parallel jobs, by the mesh axis that they come from."""
+"""Finds causes of wrong gradients in model-parallel jobs, by the mesh axis along which
+they occur.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ Failed = Mapping[tuple[str, str], CheckResult]
 
 
 def explain(job: JobRecording, reference: Reference, failed: Failed) -> list[Diagnosis]:
-    """Explain the gradients of ranks that share a model by comparing them with the reference."""
+    """Explain the gradients of ranks that share a model, by comparison with the reference."""
     wrong = failed.get(("gradients", IN_FLOAT32)) or failed.get(("loss", IN_FLOAT32))
     later = failed.get(("agreement", "-"))
     if wrong is None and later is not None and job.apart is not None and job.world == 1:
@@ -117,7 +119,7 @@ def _measure(
     kind: Kind, times: Mapping[int, float],
 ) -> tuple[list[LayoutParameter], list[str]]:  # fmt: skip
     """Return the wrong gradients, and the modules after the last of them, whose gradients are
-    right. `times` rescales the gradients of some ranks first.
+    correct. The gradients of some ranks are first multiplied by `times`.
     """
     found, wrong, right = reference.tensors(step), list[LayoutParameter](), list[str]()
     bounds, stem = gradient_tolerances(job, found, step), STEMS[kind]
@@ -140,8 +142,8 @@ def _measure(
 def _undo_clipping(
     apart: JobRecording, reference: Reference, step: int, kind: Kind
 ) -> dict[int, float]:
-    """Return factors that undo clipping by a wrong total norm, for ranks whose gradients have
-    several factors: the most common factor, or else that of the last parameter.
+    """Return factors that undo clipping by a wrong total norm. If the gradients of a rank have
+    several factors, the factor is the most common one, or else that of the last parameter.
     """
     found, times, others = reference.tensors(step), dict[int, float](), False
     for rank, record in enumerate(apart.at(step)):
@@ -176,7 +178,7 @@ def _rename_axis(axis: MeshAxis) -> MeshAxis:
 
 
 def _losses_differ(job: JobRecording, apart: JobRecording, step: int, bound: float) -> bool:
-    """Return True if ranks that compute one loss together have different losses."""
+    """Return True if ranks that compute one loss together have different values of it."""
     if any(axis.kind in ("sequence", "pipeline") for axis in job.ranks[0].axes):
         return False
     for replica in job.replicas:

@@ -15,7 +15,9 @@ PREFIX = "distcheck-job-"
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Yield a new folder for a job, removed at the end; first remove leftover ones."""
+    """Yield a new folder for a job, and remove it at the end. Leftover folders are
+    removed first.
+    """
     clear()
     with scratch.folder(prefix=PREFIX) as made:
         with contextlib.suppress(OSError):  # a file system without locks: it is not cleared later

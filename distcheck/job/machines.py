@@ -1,5 +1,5 @@
-"""Merges the recordings of a job on several machines. Each runs `distcheck job`; one of them
-judges.
+"""Merges the recordings of a job on several machines. `distcheck job` runs on each machine; one of
+them judges.
 
 Ranks write on their own machine. After the command has ended on every machine, the port of the
 job's master is free again: the machine with the master's address listens there, and the others send
@@ -36,7 +36,7 @@ _NOTE = re.compile(r"raised-\d+|drawn-\d{4}-\w+-\w+")
 
 
 class FileChunk(msgspec.Struct, tag=True):
-    """Part of a recorded file; the parts of a file are sent in order."""
+    """Part of a recorded file. The parts of a file are sent in order."""
 
     name: str
     data: bytes
@@ -70,8 +70,8 @@ class GatheredMachines:
 def gather_recording(
     folder: Path, ran: CommandResult, *, patience_s: float = PATIENCE_S
 ) -> Iterator[GatheredMachines]:
-    """Complete the recording if ranks are on other machines. Raises JudgedThereError on all
-    machines but one, and CannotRunError if a machine does not connect.
+    """Complete the recording if there are ranks on other machines. Raises JudgedThereError on all
+    machines except one, and CannotRunError if a machine does not connect.
     """
     own = [read_record(file, RankRecord) for file in sorted(folder.glob("rank-*/rank.json"))]
     if not own or len(own) >= own[0].world or not _run_on_other_machines(own[0], ran):
@@ -98,7 +98,7 @@ def gather_recording(
 
 
 class JudgedThereError(DistcheckError):
-    """Raised when another machine has judged the job; `exit_code` is the verdict's."""
+    """Raised if another machine has judged the job. `exit_code` is that of the verdict."""
 
     def __init__(self, code: int, summary: str) -> None:
         super().__init__(summary)
@@ -129,8 +129,8 @@ def _run_of(own: list[RankRecord]) -> secret.RunSecret:
 
 
 def _listening(own: list[RankRecord], patience_s: float) -> socket.socket | None:
-    """Listen if this machine has the master's address, else return None. If two processes have it,
-    as in a trial on one machine, the one with rank 0 is first.
+    """Listen if this machine has the master's address; otherwise return None. If two processes have
+    that address, as in a trial on one machine, the process with rank 0 is first.
     """
     host, port = _place_of(own)
     if own[0].rank:

@@ -11,8 +11,8 @@ from distcheck.records import MOST_DEADLINE_S, Case
 
 
 class CommandOptions(JobSettings, frozen=True, kw_only=True):
-    """The settings of the job's processes, the user's command, with `nproc` ranks if it is a
-    script, and accepted deviations.
+    """The user's command, the settings of the job's processes, and accepted deviations. If the
+    command is a script, it runs on `nproc` ranks.
     """
 
     words: tuple[str, ...]
@@ -21,7 +21,7 @@ class CommandOptions(JobSettings, frozen=True, kw_only=True):
 
 
 class JobOptions(CommandOptions, frozen=True, kw_only=True):
-    """The user's options for a job; budgets in bytes, deadlines in seconds."""
+    """The user's options for a job. Budgets are in bytes, and deadlines in seconds."""
 
     save: str | None = None
     resumed_from: str | None = None

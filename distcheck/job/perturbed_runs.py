@@ -1,4 +1,4 @@
-"""Reads recordings as whole models, and reruns a job's command in a copy of the project."""
+"""Reads recordings as complete models, and reruns a job's command in a copy of the project."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from distcheck.records.mesh import parse_mesh
 
 
 def read_whole(recorded: Path, folder: Path, asked: str = "") -> JobRecording:
-    """Read a recording; unshard model-parallel ranks into a new folder. Raises UsageError for axes
-    that do not fit the ranks.
+    """Read a recording. If ranks share a model, unshard it into a new folder. Raises UsageError for
+    axes that do not fit the ranks.
     """
     job = reading.read_recording(recorded)
     axes: tuple[MeshAxis, ...] = ()
@@ -45,8 +45,8 @@ def record_again(
     *,
     deadline_s: float,
 ) -> Path:
-    """Rerun the command in a copy of the project, and return the folder of its recording, within a
-    new `folder`. Raises DistcheckError, OSError or shutil.Error if it cannot run.
+    """Rerun the command in a copy of the project. Return the folder of the new recording, which is
+    within `folder`. Raises DistcheckError, OSError or shutil.Error if the command cannot run.
     """
     recorded, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
     private.folder(recorded, is_new=True)

@@ -38,7 +38,9 @@ _OF_AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 class NoReferenceError(Exception):
-    """The reason why the reference cannot run, as text for the report. `retry`: how it may run."""
+    """Raised with the reason why the reference cannot run, as text for the report. `retry` names
+    another way to run it, if there is one.
+    """
 
     def __init__(self, why: str, retry: Retry = "") -> None:
         super().__init__(why)
@@ -47,7 +49,7 @@ class NoReferenceError(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of the single-process run, with its tensors."""
+    """Results of the single-process run, including its tensors."""
 
     folder: Path
     replayed: ReplayResult
@@ -67,8 +69,9 @@ def replay(
     job: JobRecording, copy: ProjectCopy, folder: Path, *, on_cpu: bool = False, weights: str = "",
     command: str = "", deadline_s: float = 300.0, modules: bool = False, own_inputs: str = "",
 ) -> Reference:  # fmt: skip
-    """Run rank 0's script, or `command`, as a single process; with the script's own inputs if
-    `own_inputs` says why it cannot have the ranks'. Raises NoReferenceError.
+    """Run rank 0's script, or `command`, as a single process. If `own_inputs` is set, the script
+    keeps its own inputs; it is the reason why it cannot have those of the ranks. Raises
+    NoReferenceError.
     """
     first = job.ranks[0]
     if first.backend == "mpi":
@@ -126,7 +129,7 @@ def _is_spawned(words: Sequence[str]) -> bool:
 
 
 def _command_of_launcher(job: JobRecording) -> Sequence[str]:
-    """Return the command of the process that started rank 0, or of an ancestor."""
+    """Return the command of the process that started rank 0, or of one of its ancestors."""
     process = job.ranks[0].parent
     for _ in range(_MOST_PARENTS):
         note = job.folder / f"python-{process}"
@@ -143,8 +146,8 @@ def _command_of_launcher(job: JobRecording) -> Sequence[str]:
 
 
 def with_one_rank(words: Sequence[str], *sizes: int) -> tuple[list[str], tuple[str, ...]]:
-    """Replace numbers of ranks, machines or GPUs (one of `sizes`) in a command's options by 1;
-    return the command and the replaced options.
+    """Replace the numbers of ranks, machines or GPUs in a command's options, if they are in
+    `sizes`, by 1. Return the command and the replaced options.
     """
     found, replaced = list(words), []
     for place, word in enumerate(words):

@@ -1,9 +1,9 @@
-"""Judges a resumed job against the recording of the uninterrupted job.
+"""Judges a resumed job by the recording of the uninterrupted job.
 
-The resumed step is the step of the earlier job that starts with the same parameters. All state at
-that step is compared bitwise; then both jobs are compared in execution order
-(`judge/divergence/job_recordings.py`). Each item that a checkpoint must restore has its own cause.
-Results computed from different state are consequences and are not judged.
+The step at which the job resumed is the step of the earlier job that starts with the same
+parameters. All state at that step is compared bitwise. Then both jobs are compared in execution
+order (`judge/divergence/job_recordings.py`). Each item that a checkpoint must restore has its own
+cause. Results that were computed from different state are consequences and are not judged.
 """
 
 import dataclasses
@@ -39,7 +39,9 @@ Digests = Mapping[str, str]
 
 @dataclasses.dataclass
 class ResumedJob:
-    """Both jobs and the findings; `at` is the index of the earlier job's step at the resume."""
+    """Both jobs, and the findings. `at` is the index of the earlier job's step at which this job
+    resumed.
+    """
 
     then: JobRecording
     now: JobRecording
@@ -51,7 +53,7 @@ class ResumedJob:
 
     @property
     def step(self) -> int:
-        """The step of the earlier job that corresponds to the first step here."""
+        """The step of the earlier job at which this job resumed."""
         return self.then.steps[self.at]
 
     @property
@@ -59,7 +61,7 @@ class ResumedJob:
         return self.now.steps[0]
 
     def rounded_to(self, step: int, names: Sequence[str]) -> str:
-        """Return the dtype to which all recorded values were rounded since a step, or ""."""
+        """Return the dtype to which all recorded values since a step were rounded, or ""."""
         then, now = self.then.tensors(0, step), self.now.tensors(0, self.first)
         pairs = [(then[name], now[name]) for name in names if name in then and name in now]
         for dtype in _CASTS if pairs else ():
@@ -75,7 +77,9 @@ class ResumedJob:
 
 
 def digests(job: JobRecording, step: int, stem: str) -> Digests:
-    """Return the digests of all ranks at a step, by name; the ranks may hold different shards."""
+    """Return the digests of all ranks at a step, by name. Different ranks may hold different
+    shards.
+    """
     return {
         name.removeprefix(stem): one
         for rank in reversed(range(job.world))
@@ -95,7 +99,7 @@ def _is_rounded(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> boo
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """The recording of the uninterrupted job, and its noise floor."""
+    """Recording of the uninterrupted job, and the noise floor of that job."""
 
     folder: Path
     job: JobRecording
@@ -103,12 +107,14 @@ class Earlier:
 
 
 def read(folder: Path) -> Earlier:
-    """Read a kept recording. Raises UsageError if it is not the complete recording of a job."""
+    """Read a saved recording. Raises UsageError if it is not the complete recording of a job."""
     return Earlier(folder, read_saved_recording(folder), noise_floor.read_noise_floor(folder))
 
 
 def judged(case: CaseReport, earlier: Earlier, job: JobRecording) -> CaseReport:
-    """Add the comparison with the earlier job to a report. Raises UsageError for another model."""
+    """Add the comparison with the earlier job to a report. Raises UsageError if the jobs train
+    different models.
+    """
     results, causes, note = judge(earlier, job)
     return msgspec.structs.replace(
         case,
@@ -123,7 +129,7 @@ Judged = tuple[list[CheckResult], list[Diagnosis], str]
 
 
 def judge(earlier: Earlier, job: JobRecording) -> Judged:
-    """Return the checks, the causes of failed ones, and a sentence on the comparison."""
+    """Return the checks, the causes of failed checks, and a sentence about the comparison."""
     if not job.steps or job.divided_by:
         missing = Tally(STATE, NO_LAYER)
         missing.missing(job.divided_by and f"ranks hold shards of one model ({job.divided_by})")
@@ -166,7 +172,9 @@ def _check_model(earlier: Earlier, job: JobRecording) -> None:
 
 
 def _find_step(both: ResumedJob) -> bool:
-    """Find the resume step by its parameters; return False if nothing else is comparable."""
+    """Find the step at which the job resumed, by its parameters. Return False if nothing else can
+    be compared.
+    """
     own = digests(both.now, both.first, "before/")
     places = range(len(both.then.steps))
     known = [digests(both.then, step, "before/") for step in both.then.steps]
@@ -216,7 +224,7 @@ def _find_step(both: ResumedJob) -> bool:
 
 
 def _count_matches(both: ResumedJob, place: int) -> int:
-    """Count further state that matches a step: optimizer state, counters, settings."""
+    """Return how much further state matches at a step: optimizer state, counters, settings."""
     step, one = both.then.steps[place], both.now.records[0, both.first]
     other = both.then.records[0, step]
     state = [digests(job, at, "optim/") for job, at in ((both.then, step), (both.now, both.first))]
@@ -224,7 +232,7 @@ def _count_matches(both: ResumedJob, place: int) -> int:
 
 
 def _began_anew(both: ResumedJob) -> bool:
-    """Report a job that starts with the initial parameters, so that no checkpoint was loaded."""
+    """Report a job that starts with the initial parameters: it loaded no checkpoint."""
     both.differs(
         both.state, "weights-not-restored",
         f"the job starts with the initial parameters of the earlier job, before step {both.step}: "
@@ -234,7 +242,7 @@ def _began_anew(both: ResumedJob) -> bool:
 
 
 def _cast(both: ResumedJob, own: Digests) -> tuple[int, str] | None:
-    """Find the step whose parameters match after rounding; return its index and the dtype."""
+    """Find the step whose parameters match after rounding. Return its index and the dtype."""
     names = [f"before/{name}" for name in own]
     for place in reversed(range(len(both.then.steps))):
         kept = both.then.tensors(0, both.then.steps[place]), both.now.tensors(0, both.first)
@@ -341,7 +349,7 @@ def _compare_settings(both: ResumedJob) -> None:
 
 
 def _name_settings(both: ResumedJob, later: int) -> None:
-    """Name the cause of optimizer settings that differ `later` steps after the resume."""
+    """Name the cause of optimizer settings that differ `later` steps after the job resumed."""
     step = both.then.steps[both.at + later]
     own, was = both.now.records[0, both.now.steps[later]].groups, both.then.records[0, step].groups
     found = [
@@ -392,7 +400,7 @@ def _compare_scaler(both: ResumedJob) -> None:
 
 def _compare_averages(both: ResumedJob) -> None:
     """Compare averages of the model (EMA): tensors of the earlier job that change at every step and
-    never equal the model. A copy of the best model so far also changes, and is excluded.
+    never equal the model. A copy of the best model so far changes as well; it is excluded.
     """
     held = [set(both.then.records[0, step].held) for step in both.then.steps]
     beside = [held[at] for at in (both.at - 1, both.at + 1) if 0 <= at < len(held)]
@@ -419,7 +427,7 @@ def _copies(job: JobRecording) -> set[str]:
 
 
 def _common_steps(both: ResumedJob) -> tuple[JobRecording, JobRecording]:
-    """Return both jobs, restricted to their common steps from the resume step on."""
+    """Return both jobs, restricted to the steps that both have from the resumed step on."""
     steps = both.then.steps[both.at :]
     most = min(len(steps), len(both.now.steps))
     return (
@@ -439,7 +447,7 @@ def _compare_samples(both: ResumedJob) -> None:
 
 
 def _name_samples(both: ResumedJob, later: int, rank: int) -> None:
-    """Name the cause of samples that differ `later` steps after the resume."""
+    """Name the cause of samples that differ `later` steps after the job resumed."""
     whole, here = comparable_recordings(both.then, both.now)
     place = both.at + later
     rows = here.header(rank, later).ids
@@ -481,7 +489,9 @@ def _begins_epoch(job: JobRecording, rank: int, step: int) -> bool:
 
 
 def _compare_random(both: ResumedJob) -> None:
-    """Compare the RNG streams of the first step's forward passes, at the same world size."""
+    """Compare the RNG streams of the first step's forward passes, if both jobs have the same world
+    size.
+    """
     one, two = comparable_recordings(*_common_steps(both))
     if one.as_one:
         return
@@ -531,7 +541,9 @@ def _training(both: ResumedJob) -> CheckResult:
 
 
 def _name_parted(both: ResumedJob, comparison: JobComparison, tally: Tally) -> None:
-    """Name the first input (settings, samples, RNG) that matched at the resume but not later."""
+    """Name the first input (settings, samples, RNG) that matched when the job resumed, but not
+    later.
+    """
     pair = comparison.diverged
     if pair is None:
         return

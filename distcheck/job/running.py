@@ -1,4 +1,4 @@
-"""Starts a job's command with recording enabled, and reports why nothing was recorded."""
+"""Starts the command of a job with recording enabled, and reports why nothing was recorded."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ _ANSWER_S = 2.0
 
 
 class Watch:
-    """Watches a command whose ranks write into a folder."""
+    """Watches a command whose ranks write to a folder."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, deadline_s: float) -> None:
         self._process, self._folder, self._deadline_s = process, folder, deadline_s
@@ -46,7 +46,7 @@ class Watch:
         self._asked_at = _FIRST_S
 
     def wait(self) -> tuple[Outcome, ...]:
-        """Wait for the command to end; return the state of ranks if they hang."""
+        """Wait until the command ends. If its ranks hang, return the state of each rank."""
         last = time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,7 +80,7 @@ class Watch:
             self._idle_s += elapsed_s
 
     def _request_positions(self) -> tuple[Outcome, ...]:
-        """Ask all ranks for their position; those without a reply are unknown."""
+        """Ask all ranks for their position. The position of ranks that do not reply is unknown."""
         pipes = sorted(self._folder.glob("ask-*"))
         for pipe in pipes:
             (self._folder / f"answer-{pipe.name.removeprefix('ask-')}").unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def _outcome(rank: int, answer: RankPosition | None) -> Outcome:
 
 
 def _is_proven(found: Sequence[Outcome]) -> bool:
-    """Return True if each rank is blocked in a collective, and these do not match."""
+    """Return True if every rank is blocked in a collective, and these collectives do not match."""
     waits = all(one.call is not None and not one.call.finished for one in found)
     if len(found) < 2 or not waits:
         return False
@@ -132,7 +132,9 @@ _LAST_S = 5.0  # to drain a pipe after the job ended; others may hold it open
 
 @contextlib.contextmanager
 def relay_output() -> Iterator[dict[str, int]]:
-    """Yield Popen arguments that forward the job's output; streams in one pipe keep their order."""
+    """Yield Popen arguments that forward the job's output. Streams that share a pipe keep their
+    order.
+    """
     places: dict[tuple[int, int], int] = {}
     given: dict[str, int] = {}
     pumps = []
@@ -157,7 +159,7 @@ def relay_output() -> Iterator[dict[str, int]]:
 
 
 def _pump(reader: int, number: int) -> None:
-    """Forward data until its writers have closed; drop it if no reader is left."""
+    """Forward data until all writers have closed the pipe. Data is dropped if no reader is left."""
     is_read = True
     with os.fdopen(reader, "rb", buffering=0) as source:
         while data := source.read(1 << 16):
@@ -201,15 +203,15 @@ class CommandResult:
         return tuple(found)
 
     def early_exits(self, world: int) -> list[int]:
-        """Return the ranks that exited without an exception, if all others lost a peer."""
+        """Return the ranks that exited without an exception, if all other ranks lost a peer."""
         others = sorted({*range(world)} - {one.rank for one in self.raised})
         lost = bool(self.raised) and all(is_lost_peer(one.text) for one in self.raised)
         return others if lost and self.exited.issuperset(others) else []
 
 
 def command_of(words: Sequence[str], nproc: int | None) -> tuple[str, ...]:
-    """Return the command to start: as given, or `nproc` ranks through torchrun. Raises UsageError
-    if the command cannot be found.
+    """Return the command to start: the given command, or torchrun with `nproc` ranks. Raises
+    UsageError if the command cannot be found.
     """
     if not words:
         raise UsageError(
@@ -242,8 +244,8 @@ def run(
     deadline_s: float = math.inf,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> CommandResult:
-    """Run the job's command with its output forwarded, until it ends or is killed because it hung.
-    `defaults` are variables to set if they are unset.
+    """Run the command of a job, and forward its output, until it ends or is killed because it
+    hangs. `defaults` are environment variables to set if they are not set.
     """
     with relay_output() as streams:
         try:
@@ -276,8 +278,8 @@ def run_silently(
     without: tuple[str, ...],
     deadline_s: float,
 ) -> CommandResult:
-    """Run a command in `folder` without output, with all its processes killed at the end. Variables
-    with one of the prefixes `without` are removed.
+    """Run a command in `folder` without output, and kill all its processes at the end. Environment
+    variables with one of the prefixes `without` are removed.
     """
     given = {**os.environ, **variables}
     left = {name: value for name, value in given.items() if not name.startswith(without)}
@@ -304,7 +306,9 @@ def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
 
 
 def _end_command(process: "subprocess.Popen[bytes]") -> None:
-    """Make a launcher end its ranks, as Ctrl-C does; then kill everything that it started."""
+    """Make a launcher end its ranks, as Ctrl-C does. Then kill everything that the launcher has
+    started.
+    """
     below = _started_by(process.pid)
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
@@ -350,7 +354,7 @@ def _result(folder: Path, code: int, hung: tuple[Outcome, ...]) -> CommandResult
 
 
 def noted_exceptions(folder: Path) -> tuple[Outcome, ...]:
-    """Return the processes that noted an exception, each with its first line."""
+    """Return the processes that noted an exception, each with the first line of the exception."""
     found = []
     for file in sorted(folder.glob("raised-*")):
         with file.open(errors="backslashreplace") as note:
@@ -361,7 +365,7 @@ def noted_exceptions(folder: Path) -> tuple[Outcome, ...]:
 
 
 def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> None:
-    """Raise the error that explains why nothing can be judged, if so."""
+    """Raise an error that explains why nothing can be judged, if that is the case."""
     if (folder / "defect").exists():
         trace = (folder / "defect").read_text(errors="backslashreplace")
         last = trace.strip().rpartition("\n")[2]

@@ -2,10 +2,10 @@
 process.
 
 The reference is the same script, so a mistake that does not depend on the ranks passes every
-comparison with it: a flipped sign, a gradient of an earlier step, two swapped parameters. The
-ranks' local gradients reveal it, since a script that changes nothing passes their mean to the
-optimizer. A change becomes a warning unless it is a known intended one (clipping, centralization,
-weight decay, unscaling, ascent), which becomes a note.
+comparison with the reference: a flipped sign, a gradient of an earlier step, two swapped
+parameters. The ranks' local gradients reveal it, because a script that changes nothing passes their
+mean to the optimizer. A change becomes a warning. If it is known to be intended (clipping,
+centralization, weight decay, unscaling, ascent), it becomes a note.
 
     local  g_0, g_1      mean  m = (g_0 + g_1) / 2      optimizer  y
     y = m          no message
@@ -43,7 +43,7 @@ _MISTAKES = {
 
 class ChangedGradients:
     """A step whose optimizer gradients are not the mean of the local gradients. All ranks agree
-    with the reference there, so rank 0 represents all.
+    with the reference at this step, so rank 0 represents all ranks.
     """
 
     def __init__(self, view: JobStep) -> None:
@@ -51,7 +51,9 @@ class ChangedGradients:
 
     @cached_property
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Optimizer gradients, the mean and its bound, by parameter, in float64."""
+        """By parameter: the optimizer gradients, the mean of the local gradients, and its bound, in
+        float64.
+        """
         found = []
         for index in range(len(self.view.specs)):
             held, interval = self.view.reduced(0, index), self.view.interval(index)
@@ -61,7 +63,7 @@ class ChangedGradients:
 
     @cached_property
     def factor(self) -> float | None:
-        """The one factor by which all gradients are multiples of the mean, or None."""
+        """The factor, if all gradients are the same multiple of the mean; else None."""
         fitted = fit_least_squares([(given, mean) for given, mean, _ in self.rows])
         if fitted is None:
             return None
@@ -69,7 +71,9 @@ class ChangedGradients:
         return factor if self.is_right(lambda mean: factor * mean, abs(factor)) else None
 
     def is_right(self, made: Callable[[torch.Tensor], torch.Tensor], most: float = 1.0) -> bool:
-        """Return True if gradients equal `made(mean)` within `most` bounds and two roundings."""
+        """Return True if gradients equal `made(mean)` within `most` times the bound and two
+        roundings.
+        """
         return all(
             bool(((given - made(mean)).abs() <= (1 + 1e-6) * most * bound).all())
             for given, mean, bound in self.rows
@@ -83,7 +87,9 @@ class ChangedGradients:
 def steps_with_changed_gradients(
     job: JobRecording, steps: Collection[int], kind: Kind
 ) -> Iterator[ChangedGradients]:
-    """Yield the steps whose gradients are neither the mean nor the sum at a stage."""
+    """Yield the steps whose gradients at a stage are neither the mean nor the sum of the local
+    gradients.
+    """
     for step in sorted(steps):
         records = job.at(step)
         by_value = any(clip.kind != "norm" for record in records for clip in record.clips)
@@ -136,7 +142,7 @@ def _remark(one: ChangedGradients) -> Diagnosis:
 
 
 def recognized_change(one: ChangedGradients, all_of: Collection[ChangedGradients]) -> str:
-    """Return an intended change as a verb and its object, or "" if it is not recognized."""
+    """Return a known intended change as a phrase (a verb and its object), or ""."""
     ways = (_unscales, _recognize_ascent, _clips_by_norm, _clips_by_value, _centralizes, _decays)
     return next(filter(None, (way(one, all_of) for way in ways)), "")
 
@@ -151,14 +157,18 @@ def _unscales(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
 
 
 def _recognize_ascent(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
-    """Recognize ascent: only an objective of the script's own is maximized, not torch's losses."""
+    """Recognize ascent. Only an objective that the script computes itself counts, not torch's loss
+    functions.
+    """
     of_torch = any(p.losses for record in one.job.at(one.step) for p in record.trained)
     is_negated = one.is_right(lambda mean: -mean)
     return "negates gradients, as for gradient ascent" if is_negated and not of_torch else ""
 
 
 def _clips_by_norm(one: ChangedGradients, all_of: Collection[ChangedGradients]) -> str:
-    """Recognize hand-written clipping: all shortened gradients have the same norm afterwards."""
+    """Recognize custom clipping: all gradients that became shorter have the same norm
+    afterwards.
+    """
     if one.factor is None or not 0 < one.factor < 1:
         return ""
     norm, others = one.norm(), [other for other in all_of if other is not one]
@@ -192,7 +202,7 @@ def _centralizes(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
 
 
 def _decays(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
-    """Recognize weight decay: a multiple of the parameter is added to its gradient."""
+    """Recognize weight decay: a multiple of the parameter was added to its gradient."""
     kept = one.job.tensors(0, one.step)
     before = [kept.get(f"before/{spec.name}") for spec in one.view.specs]
     if len(before) != len(one.rows) or any(p is None for p in before):
@@ -211,5 +221,5 @@ def _decays(one: ChangedGradients, _: Collection[ChangedGradients]) -> str:
 
 
 def _is_near(given: torch.Tensor, mean: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True if nothing was added: biases often have no weight decay."""
+    """Return True if nothing was added. (Biases often have no weight decay.)"""
     return bool(torch.isclose(given, mean, rtol=1e-5, atol=0.0).all()) or not bool(parameter.any())

@@ -1,4 +1,6 @@
-"""Settings of a job's processes, in a file named by an environment variable; their replies."""
+"""Settings of a job's processes, in a file that an environment variable names; and the replies of
+the processes.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -19,12 +21,13 @@ TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a
 
 
 class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a replay at one step: optimizer settings, losses, and the number of `draws` that
-    measure its tolerances.
+    """Results of a replay at one step: optimizer settings, losses, and the number of perturbed runs
+    (`draws`) that measure tolerances.
 
-    `folded` is the kind of loss if its passes were merged into one batch: a mean, a sum, or several
-    terms; `changes`: the script changed gradients after the last backward pass; `clips`: the
-    maximum norm of each clipping, and the norm that it computed.
+    If the passes of the step were merged into one batch, `folded` is the kind of the loss: a mean,
+    a sum, or several terms. `changes` is True if the script changed gradients after the last
+    backward pass. `clips` are the maximum norm of each clipping call, and the norm that the call
+    computed.
     """
 
     step: int
@@ -38,7 +41,7 @@ class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's reply about its position."""
+    """Reply of a rank that was asked for its position."""
 
     rank: int
     world: int
@@ -48,8 +51,9 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of a rank's samples with those read by a single process: each field is the `same`,
-    `other`, `random`, or `constant` over all samples; and the sizes of fields.
+    """Comparison of a rank's samples with the same samples read by a single process. Each field is
+    the `same`, `other`, `random`, or `constant` over all samples. Also holds the sizes of the
+    fields.
     """
 
     rank: int
@@ -58,13 +62,13 @@ class SampleComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReferenceChoice(msgspec.Struct, frozen=True):
-    """The mode in which the ranks' batches are fed, or `failure`: the reason why they cannot be.
+    """How the ranks' batches are fed to the script, or `failure`: the reason why they cannot be.
 
-    A correct job has the reference's gradients times one of `scales`: a loss that is a sum over
-    samples is often scaled by the world size. `interacts`: the joint batch has another gradient
-    than the mean of the ranks' batches. `retry`: how it may run instead, with the micro-batches of
-    a step as one forward pass, or with the script's own inputs, since the script raised when it was
-    given the ranks'.
+    A correct job has the gradients of the reference times one of `scales`, because a loss that is a
+    sum over samples is often multiplied by the world size. `interacts` is True if the gradient of
+    the joint batch differs from the mean over the ranks' batches. `retry` names another way to run:
+    with the micro-batches of a step as one forward pass; or with the script's own inputs, because
+    it raised when it was given those of the ranks.
     """
 
     mode: str = ""
@@ -78,9 +82,10 @@ class ReferenceChoice(msgspec.Struct, frozen=True):
 class ReplayResult(ReferenceChoice, frozen=True, kw_only=True):
     """Result of a replay: its steps, and the reason if passes could not be merged (`unfolded`).
 
-    Its gradients are times `scale`. `pads`: batches were padded; `divides`: a rank's inputs are
-    parts of the samples that it reads. `replaced`: options of its command that were set to 1;
-    `own_inputs`: why it had the script's own inputs, if it had; both are set by the front end.
+    Its gradients are multiplied by `scale`. `pads` is True if batches were padded. `divides` is
+    True if the inputs of a rank are parts of the samples that it reads. The front end sets two
+    fields: `replaced` are the options of the command that were set to 1, and `own_inputs` is the
+    reason why the script kept its own inputs.
     """
 
     steps: tuple[ReplayedStep, ...] = ()
@@ -94,13 +99,13 @@ class ReplayResult(ReferenceChoice, frozen=True, kw_only=True):
 
 
 class ReplayTask(msgspec.Struct, frozen=True):
-    """The role of a replay's copy.
+    """Role of a copy of the replay.
 
-    `rank` is the rank whose batches it receives, or -1 for all ranks together; `step` the step
-    whose gradients it computes, or -1 for every step; `draw` the seed of its perturbation, 0 for
-    none. With `pairs` it makes one pass with the samples of those (rank, forward pass) in one
-    batch; with `longer` its batches are padded more than necessary; if `doubles`, collectives
-    before its backward pass double their results.
+    `rank` is the rank whose batches the copy receives, or -1 for all ranks together. `step` is the
+    step whose gradients it computes, or -1 for every step. `draw` is the seed of its perturbation;
+    0 means none. With `pairs`, it runs one pass whose batch contains the samples of these (rank,
+    forward pass) pairs. With `longer`, its batches have more padding than necessary. With
+    `doubles`, collectives before backward double their results.
     """
 
     rank: int
@@ -168,8 +173,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most(self) -> int:
-        """The last step that may be recorded, 4x the requested number: ranks that have not
-        communicated may average their parameters later (local SGD).
+        """The last step that may be recorded: 4x the requested number. Ranks that have not
+        communicated so far may average their parameters later (local SGD).
         """
         return self.from_step + 4 * self.steps - 1
 

@@ -1,9 +1,9 @@
-"""One step of a job as a `StepView`, on which checks and causes are based.
+"""One step of a job as a `StepView`, which is the input of checks and causes.
 
-The recorded local gradients stand for those of the shards: a mistake in them appears in the
+The recorded local gradients stand for those of the shards: a mistake in them shows in the
 comparison with the reference, not here. Optimizer gradients (`Kind.GRADIENT`) must be the mean
-times the factor of clipping by norm; reduced gradients (`Kind.EXCHANGED`) the mean itself, up to a
-scale that the script removes later.
+times the factor of clipping by norm. Reduced gradients (`Kind.EXCHANGED`) must be the mean itself,
+up to a scale that the script removes later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,9 @@ from distcheck.records import TensorSpec
 
 
 def local_gradients(job: JobRecording, step: int, name: str) -> list[torch.Tensor] | None:
-    """Return the ranks' local gradients; None if a rank has none although it has a reduced one."""
+    """Return the local gradients of all ranks; None if a rank has a reduced gradient but no local
+    one.
+    """
     found = [job.gradient(Kind.LOCAL_GRADIENT, rank, step, name) for rank in range(job.world)]
     raw = [job.gradient(Kind.EXCHANGED, rank, step, name) for rank in range(job.world)]
     if all(one is None for one in found):
@@ -96,7 +98,9 @@ class JobStep(StepView):
 
     @property
     def wire(self) -> str | None:
-        """None for whole tensors; projections are float64 sums of elements in gradients' dtype."""
+        """None for complete tensors. Projections are float64 sums of elements in the dtype of the
+        gradients.
+        """
         return None if all(self._whole) else self.dtype
 
     @cached_property
@@ -155,8 +159,8 @@ class JobStep(StepView):
 def _magnitudes(
     job: JobRecording, rank: int, step: int, name: str, local: torch.Tensor
 ) -> torch.Tensor:
-    """Return the summed magnitudes of the passes' gradients, which may cancel in their sum;
-    synchronization in each pass rounds every one.
+    """Return the sum of the magnitudes of the passes' gradients, which may cancel in their sum. If
+    each pass is synchronized, each one is rounded.
     """
     kept = job.tensors(rank, step).get(f"sizes/{name}")
     if kept is None:
@@ -167,7 +171,9 @@ def _magnitudes(
 
 
 def _sums_of_sizes(job: JobRecording, rank: int, step: int, name: str) -> torch.Tensor:
-    """Return these magnitudes as 64 projections, for a step recorded as such."""
+    """Return the sums of `_magnitudes` as 64 projections, for a step that was recorded as
+    projections.
+    """
     kept = job.tensors(rank, step).get(f"magnitude/local/{name}")
     if kept is not None:
         return kept

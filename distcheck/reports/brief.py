@@ -340,7 +340,7 @@ _SHORT = {
 
 
 def _ok(checks: Sequence[str]) -> str:
-    return ", ".join("ranks agree" if name == "agreement" else name for name in checks)
+    return ", ".join("agreement of ranks" if name == "agreement" else name for name in checks)
 
 
 def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: int) -> str:
@@ -353,16 +353,19 @@ def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: in
         [one for part in several for one in part.values()], ranks
     ):
         if number:
-            share = "" if number == possible else f" (in {number} of {possible} tensors)"
+            share = "" if number == possible else f"in {number} of {possible} tensors"
             by_share.setdefault(share, []).append(_SHORT[name])
-    found = [f"{', '.join(names)}{share}" for share, names in sorted(by_share.items())]
+    found = [
+        ", ".join(names) + (f" ({'each ' * (len(names) > 1)}{share})" if share else "")
+        for share, names in sorted(by_share.items())
+    ]
     factors = [
         limits[1]
         for part in several
         if (limits := smallest_revealed_scale_errors(part)) is not None
     ]
     if factors:
-        found.append(f"scale errors of {max(factors):.0e} or more")
+        found.append(f"scale errors >= {max(factors):.0e}")
     return "; ".join(found) or "none of the simplest mistakes"
 
 
@@ -464,7 +467,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: LabeledLin
     if case.modules is not None:
         lines.add("module", sentence_on_modules(case.modules), most=3)
     if first is not None and first.first is not None:
-        of = "" if case.case.job else f"{case.case.workload} {case.case.dtype}: "
+        of = "" if case.case.job else f"workload {case.case.workload} {case.case.dtype}: "
         lines.add("first", f"{of}{_format_place(first.check, first.first)}", most=2)
     elif not case.ranks_failed and (
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]

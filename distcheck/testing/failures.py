@@ -73,9 +73,11 @@ def longrepr_of(ended: WorldEnd, config: pytest.Config) -> ReprExceptionInfo:
         end, (first, _, rest) = verb.split()[-1], details.partition("\n")
         if first.startswith(f"{end} "):
             verb, details = verb + first.removeprefix(end), rest
-        entries.append(_line(f"{ranks_phrase(ranks, ended.size)} {verb}:"))
-        if report is not None and report.longrepr is not None:
-            found, place = _entries_of(report.longrepr, config)
+        longrepr = None if report is None else report.longrepr
+        colon = ":" if longrepr is not None or details else ""
+        entries.append(_line(f"{ranks_phrase(ranks, ended.size)} {verb}{colon}"))
+        if longrepr is not None:
+            found, place = _entries_of(longrepr, config)
             entries += found
             crash = crash or place
         elif details:

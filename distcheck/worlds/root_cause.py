@@ -220,7 +220,7 @@ def _of_process(child: Child, *, hung: bool) -> Known:
     if child.ended and killed:
         return {"outcome": ends, "silence": "no answer", "ended_by": _NO_ANSWER}
     if child.exit_signal is not None:
-        hint = "; sent by the kernel's out-of-memory killer or by kill -9"
+        hint = ", sent by the kernel's out-of-memory killer or by kill -9"
         name = _signal_name(child.exit_signal) + (hint if child.exit_signal == 9 else "")
         return {"outcome": RankEnd.KILLED, "ended_by": f"killed by {name}"}
     after = " after its last step" if child.done is not None else " without an error message"

@@ -249,9 +249,8 @@ def two_causes(workload: str, *causes: str, world: int = 4) -> CaseReport:
         ),
         "unweighted-mean": name_cause(
             "unweighted-mean",
-            "step 0, all 6 parameters: all ranks are weighted equally; by their numbers of "
-            "samples, "
-            "the weights should be 0.3359375, 0.3320312, 0.3320312",
+            "step 0, all 6 parameters: all ranks are weighted equally; weights proportional to "
+            "their numbers of samples are 0.3359375, 0.3320312, 0.3320312",
         ),
     }  # fmt: skip
     layer, right, bound = "rounding", _EXPECTED, 9.2e-10
@@ -413,7 +412,7 @@ def test_what_nothing_explains_has_its_evidence_and_not_the_first_place_twice() 
     )
     lines = render_text(Report(environment=ENVIRONMENT, cases=(report,)), width=100).splitlines()
     assert lines[1] == "      cause    in rank 0's result the ranks' gradients count 1, 1"
-    assert lines[2].startswith("      first    mlp float32: gradients, step 1, ")
+    assert lines[2].startswith("      first    workload mlp float32: gradients, step 1, ")
 
 
 def test_what_nothing_explains_is_not_taken_for_the_same() -> None:

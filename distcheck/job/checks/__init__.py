@@ -26,8 +26,8 @@ def checks_without_reference(
     """Return the results of all checks that need no reference, in report order.
 
     At steps whose gradients `agreed` with the reference, intermediate gradients cannot fail a
-    check. For the scale of an accumulated loss this holds only if accumulation was compared with
-    one batch (`folded`), because a single process makes the same mistake.
+    check. For the scale of an accumulated loss, this applies only if accumulation was compared with
+    one batch (`folded`), because a single process repeats a mistake in the scale.
     """
     own_steps = averaging.averaging(job)
     if own_steps is not None:
@@ -43,7 +43,9 @@ def checks_without_reference(
 
 
 def data_parallel_checks(job: JobRecording) -> list[CheckResult]:
-    """Return the checks that hold for every data-parallel training, however it synchronizes."""
+    """Return the checks that hold for every data-parallel training, however it synchronizes
+    gradients.
+    """
     return [
         samples.disjoint_samples(job),
         *samples.order(job),

@@ -1,17 +1,19 @@
-"""Compares accumulated gradients with those of one batch, both in a single process.
+"""Compares accumulated gradients with the gradient of one batch. Both are computed in a single
+process.
 
-One side is the script's passes, the other one backward pass over all micro-batches of all ranks.
-This detects mistakes that also occur with a single rank. A constant factor is accepted (a loss may
-have a weight) unless it is the number of passes or its inverse, or changes with the number of
-passes from step to step. For a loss with several terms, `terms` judges the factor. A gradient in
+The script's passes are compared with one backward pass over all micro-batches of all ranks, so
+mistakes that also occur with a single rank are detected. A constant factor is accepted, because a
+loss may have a weight, unless it is the number of passes or its inverse, or varies with the number
+of passes from step to step. For a loss with several terms, `terms` judges the factor. A gradient in
 another direction is a mistake: micro-batches have different weights.
 
 A gradient is within
 
     8 max_d |g_d - g| + gamma(A + W + 1) n + u |G|
 
-of the one-batch gradient g times that factor, in the L2 norm. g_d and |G| are as in `reference`; n
-is the sum of the norms of the A passes' gradients, which may cancel in their sum.
+of that factor times the one-batch gradient g, in the L2 norm. g_d and |G| are defined in
+`reference`; n is the sum of the norms of the gradients of the A passes, which may cancel in their
+sum.
 """
 
 import math
@@ -39,9 +41,10 @@ _SAME_SCALE = 1e-3  # Heuristic: rounding leaves 1e-6, meaningful factors differ
 
 @dataclass(frozen=True)
 class MergedStep:
-    """The fit of one step: accumulated gradient = `factor` times the one-batch gradient.
+    """Fit of one step: the accumulated gradient is `factor` times the one-batch gradient.
 
-    `left` is the relative residual; `weighted`: the script multiplies its loss by this factor.
+    `left` is the relative residual. `weighted` is the factor by which the script multiplies its
+    loss.
     """
 
     step: int
@@ -110,13 +113,17 @@ def _most_passes(job: JobRecording, reference: Reference) -> int:
 
 
 def _spread(found: dict[str, torch.Tensor], name: str, factor: float) -> float:
-    """Return the larger change of both gradients under perturbation of parameters by one ULP."""
+    """Return how far the gradients change when parameters are perturbed by one ULP: the larger
+    change of the two gradients that are compared.
+    """
     ways = (float(found[f"spread/{name}"]), abs(factor) * float(found[f"spread-folded/{name}"]))
     return max((way for way in ways if not math.isnan(way)), default=0.0)
 
 
 def _ends_epoch(job: JobRecording, made: int) -> bool:
-    """Return True if a loader of rank 0 ends after so many passes: the step has the remainder."""
+    """Return True if a loader of rank 0 ends after this many passes, so that the step has the
+    remainder of an epoch.
+    """
     lengths = {
         begun.length
         for (rank, _), record in job.records.items()
@@ -132,7 +139,9 @@ def first_most_common_step(steps: list[MergedStep]) -> MergedStep:
 
 
 def expected_factor(one: MergedStep, common: MergedStep) -> float | None:
-    """Return the factor of a correct script if this one is known to be wrong, else None."""
+    """Return the factor that a correct script would have, if the factor of this step is known to be
+    wrong; else None.
+    """
     if one.kind == "sum":
         return None
     judged = one.kind == "mean" and one.passes > 1 and one is common and not one.weighted
@@ -150,7 +159,9 @@ def _is_close(one: float, other: float) -> bool:
 
 
 def accumulation(job: JobRecording, reference: Reference) -> Iterator[CheckResult]:
-    """Yield the check; nothing if the script does not accumulate or passes could not be merged."""
+    """Yield the check result; nothing if the script does not accumulate or its passes could not be
+    merged.
+    """
     steps = list(merged_steps(job, reference))
     if not steps:
         return
@@ -195,6 +206,6 @@ def _compare(job: JobRecording, tally: Tally, one: MergedStep, factor: float) ->
 
 
 def _norms(job: JobRecording, step: int, name: str) -> float:
-    """Return the mean over ranks of the summed norms of their passes' gradients."""
+    """Return the sum of the norms of the passes' gradients, averaged over ranks."""
     found = [job.tensors(rank, step).get(f"norms/{name}") for rank in range(job.world)]
     return sum(float(one) for one in found if one is not None) / job.world

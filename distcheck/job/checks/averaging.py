@@ -1,7 +1,7 @@
-"""Detects local SGD and outer optimizers: ranks step by local gradients and average parameters
+"""Detects local SGD and outer optimizers: ranks step with local gradients, and average parameters
 later.
 
-The algorithm is not equivalent to averaging gradients, so its steps are not compared with a single
+This algorithm is not equivalent to averaging gradients, so its steps are not compared with a single
 process. The recording shows that parameters become the mean over ranks, but not that this is
 intended.
 """
@@ -32,10 +32,10 @@ _SHARE = 0.1  # as for gradients: the residual is at most a tenth of the change
 
 
 def averaging(job: JobRecording) -> CheckResult | None:
-    """Return the check of parameter averaging, or None if ranks do not average.
+    """Return the check of parameter averaging; None if ranks do not average.
 
-    Ranks that diverge in a step must agree again before a later one. If they then hold one rank's
-    parameters, the other ranks' steps were lost, which is not averaging.
+    Ranks that diverge in a step must agree again before a later step. If they then hold the
+    parameters of one rank, the steps of the other ranks were lost, which is not averaging.
     """
     tally = Tally(CHECK, ROUNDING)
     joined: list[int] = []  # steps before which ranks agree again
@@ -63,7 +63,7 @@ def averaging(job: JobRecording) -> CheckResult | None:
 
 
 def _describe_period(joined: list[int]) -> str:
-    """Describe the steps before which ranks average, by their period if they are regular."""
+    """Describe the steps before which ranks average, by their period if it is constant."""
     between = {later - one for one, later in pairwise(joined)}
     if len(between) != 1:
         return f"before step {joined[0]}"

@@ -1,5 +1,5 @@
-"""Checks of reduced gradients (the mean of the local gradients), clipping, and the scale of the
-loss.
+"""Checks that reduced gradients are the mean of the local gradients; checks clipping and the scale
+of the loss.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ _AUTOCAST = 1e-2
 def token_weights(job: JobRecording, step: int) -> list[float]:
     """Return the weight of each rank's mean loss.
 
-    Weights are proportional to targets if every rank's loss is only a mean over targets, in one
-    backward pass; otherwise all ranks are weighted equally.
+    If every rank has one backward pass and its loss is only a mean over targets, weights are
+    proportional to the numbers of targets. Otherwise all ranks are weighted equally.
     """
     equal = [1 / job.world] * job.world
     counts, factors = [], []

@@ -24,8 +24,8 @@ Numbers = Mapping[str, Any]
 
 
 def differing_kinds(rows: Sequence[Numbers], *, first: bool) -> list[str]:
-    """Return the kinds of state that differ across ranks but must not, or are equal but must
-    differ. `first`: no check came before, so initial states are compared.
+    """Return the kinds of state that differ across ranks but must not, or that are equal but must
+    differ. With `first`, no check came before, so initial states are compared as well.
     """
     if len({row["step"] for row in rows}) > 1:
         return [STEPS]

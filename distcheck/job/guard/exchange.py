@@ -1,9 +1,9 @@
-"""Communication of a check: a few numbers always, more if something differs.
+"""Communication of a guard's check: always a few numbers, and more if something differs.
 
-All messages go through a process group that belongs to the guard, so that they cannot match the
-script's collectives, and over gloo on the CPU, so that no GPU stream is synchronized. Each exchange
-begins with a row of fixed width that names its part of the check. Ranks in different parts detect
-this from the row, where gloo would mix up bytes or block.
+All messages use a process group that belongs to the guard, so that they cannot match the script's
+collectives. It uses gloo on the CPU, so that no GPU stream is synchronized. Each exchange begins
+with a row of fixed width that names its part of the check. If ranks are in different parts, they
+detect this from the row; gloo itself would mix up bytes or block.
 """
 
 import atexit
@@ -22,14 +22,14 @@ PARTS = ("numbers", "an audit", "digests", "sums", "a file's name")
 
 
 class LostError(RuntimeError):
-    """Not all ranks are in the same exchange, or in any."""
+    """Raised if not all ranks take part in the same exchange."""
 
 
 _PATIENCE_S = 5.0  # Heuristic: healthy ranks reach a check at about the same time.
 
 
 class RankProgress:
-    """Progress of each rank in the guard's part of the store: the step of its last check, and the
+    """Progress of each rank, in the guard's part of the store: the step of its last check, and the
     step after which its guard ended.
     """
 
@@ -43,11 +43,11 @@ class RankProgress:
         self._write("at", step)
 
     def made(self, steps: int) -> None:
-        """Set the number of steps of this rank; written when its guard ends."""
+        """Set the number of steps of this rank. It is written when the guard of the rank ends."""
         self._last = steps
 
     def end(self) -> None:
-        """Record that this rank takes part in no further check."""
+        """Record that this rank takes part in no further checks."""
         atexit.unregister(self.end)
         self._write("end", self._last)
         self._store = None
@@ -58,8 +58,8 @@ class RankProgress:
                 self._store.set(f"{what}/{self._place}", str(step))
 
     def missing(self, step: int) -> dict[int, str]:
-        """Return the indices of ranks that did not reach the check after a step, with their last
-        known progress; empty if the store cannot be read.
+        """Return the ranks, as indices, that did not reach the check after a step, with their last
+        known progress. Return nothing if the store cannot be read.
         """
         until = time.monotonic() + _PATIENCE_S
         while self._store is not None:
@@ -91,7 +91,7 @@ def _last(step: int) -> str:
 
 
 class Peers:
-    """The ranks that hold replicas (at least this one). `width`: maximum length of a row."""
+    """The ranks that hold replicas; at least this one. `width` is the maximum length of a row."""
 
     def __init__(self, group: Any, timeout_s: float, width: int = 1) -> None:
         self._width = width
@@ -123,7 +123,7 @@ class Peers:
         self._group = None
 
     def gather(self, numbers: Sequence[int], part: str = PARTS[0]) -> list[list[int]]:
-        """Return the numbers of every rank (same length on all). Raises LostError."""
+        """Return the numbers of every rank; all ranks must pass equally many. Raises LostError."""
         if len(self.ranks) == 1:
             return [list(numbers)]
         row = [PARTS.index(part), len(numbers), *numbers, *[0] * (self._width - len(numbers))]

@@ -1,4 +1,6 @@
-"""Diagnoses a guard's bundle for `distcheck explain`: causes with evidence and a suggestion."""
+"""Diagnoses the bundle of a guard for `distcheck explain`: causes with evidence and a
+suggestion.
+"""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ _ROUNDING = 1e-6
 
 
 def causes(found: Divergence) -> list[Diagnosis]:
-    """Return the possible causes of a difference, without consequences of other findings."""
+    """Return the possible causes of a difference. Differences that follow from other findings are
+    omitted.
+    """
     by_kind = {one.kind: one for one in found.findings}
     causes = [*_input_causes(found, by_kind), *_settings_causes(found, by_kind)]
     if "initial state" in by_kind:
@@ -127,7 +131,9 @@ def _replica_causes(found: Divergence, one: ReplicaFinding) -> Diagnosis:
 
 
 def distance(sums: TensorProjections) -> float:
-    """Return the largest L2 distance of a rank's tensor from the first rank's, relative to that."""
+    """Return the largest L2 distance between a rank's tensor and the first rank's, relative to the
+    norm of the first rank's.
+    """
     first = sums.by_rank[0]
     size = math.hypot(*first)
     apart = max(

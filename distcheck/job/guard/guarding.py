@@ -1,4 +1,4 @@
-"""The guard of one optimizer: makes the ranks compare their replicas every N steps."""
+"""Guard of one optimizer, which makes the ranks compare their replicas every N steps."""
 
 import functools
 import sys
@@ -32,7 +32,7 @@ from distcheck.recordings.jobs.sketches import project
 
 
 def encode_measurements(own: Audit) -> bytes:
-    """Encode this rank's measurements to send them, and clear them."""
+    """Encode the measurements of this rank for sending, and clear them."""
     rows, own.rows = own.rows, []
     return msgspec.msgpack.encode(rows)
 
@@ -40,7 +40,9 @@ def encode_measurements(own: Audit) -> bytes:
 def conclusion_of_audit(
     own: Audit, gathered: Sequence[bytes], ranks: Sequence[int], names: Mapping[int, str]
 ) -> tuple[ReplicaFinding | None, list[str]]:
-    """Return the finding of an audit and its warnings. `names`: parameter names by id."""
+    """Return the finding of an audit, and its warnings. `names` maps ids of parameters to their
+    names.
+    """
     remarks = []
     if own.left_out:
         remarks.append(
@@ -161,7 +163,9 @@ class Guard:
         return len(self._peers.ranks)
 
     def begin(self, *, hears: bool) -> "Guard":
-        """Start counting optimizer steps; if not `hears`, the caller calls `stepped` instead."""
+        """Start to count optimizer steps. If `hears` is False, the caller calls `stepped` after
+        each step instead.
+        """
         if hears:
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.stepped())
         if len(self._peers.ranks) == 1:
@@ -171,7 +175,9 @@ class Guard:
         return self
 
     def finish(self) -> None:
-        """Make a last check at the end of training if steps followed the previous one."""
+        """Make a last check at the end of training, if there were steps after the
+        previous check.
+        """
         if not self.is_closed and self.checked_at < self.steps:
             if self._watched is not None:
                 self._watched.forget()
@@ -199,7 +205,7 @@ class Guard:
             self._handle = None
 
     def stepped(self) -> None:
-        """Count a step, and check it if it is due."""
+        """Count a step, and check it if a check is due."""
         if self.is_closed:
             return
         self.steps += 1
@@ -227,11 +233,11 @@ class Guard:
         )
 
     def check(self) -> Divergence | None:
-        """Compare now and act on the result. All ranks must call it together."""
+        """Compare replicas now and act on the result. This is a collective call of all ranks."""
         return None if len(self._peers.ranks) == 1 else self._together(self._check)
 
     def _together(self, look: Callable[[], Divergence | None]) -> Divergence | None:
-        """Run a collective part of a check; end the guard if not all ranks reach it."""
+        """Run a collective part of a check. If not all ranks reach it, end the guard."""
         checks, self._found = self.checks, None
         try:
             return look()
@@ -279,7 +285,7 @@ class Guard:
 
     def _act_on_audit(self) -> Divergence | None:
         """Evaluate the audit of this step. A deviation is audited again at the next step: a bug in
-        the code recurs there, a hardware error usually does not.
+        the code recurs there; a hardware error usually does not.
         """
         if self._audit is None or not (self._audit.rows or self._suspected):
             return None
@@ -300,7 +306,9 @@ class Guard:
         return None
 
     def _own_state(self) -> tuple[ReplicaState, dict[str, int]]:
-        """Return this rank's state. A failure ends the checks on all ranks, not the training."""
+        """Return the state of this rank. If this fails, the checks end on all ranks, but training
+        continues.
+        """
         try:
             if self._watched is not None and self._watched.failure is not None:
                 raise self._watched.failure
@@ -387,7 +395,7 @@ class Guard:
         return [msgspec.json.decode(data, type=dict[str, dict[str, Any]]) for data in gathered]
 
     def _finding_in_numbers(self, kind: str, rows: Sequence[dict[str, Any]]) -> ReplicaFinding:
-        """Return a finding that follows from the numbers only."""
+        """Return a finding that follows from the numbers of the check alone."""
         ranks = self._peers.ranks
         if kind == comparing.SAMPLES:
             (one, two), shared, least = comparing.pairs_sharing_samples(rows)[0]
@@ -499,7 +507,7 @@ _ending: list["weakref.ref[Guard]"] = []
 
 @functools.cache
 def _check_at_the_end() -> None:
-    """Make every guard check once more before the script destroys its process groups."""
+    """Make every guard check once more, before the script destroys its process groups."""
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)

@@ -23,12 +23,12 @@ _WHEN = {
 
 
 class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of state that differs across ranks, or is the same but must differ.
+    """One kind of state that differs across ranks, or that is equal but must differ.
 
     first        the first parameter, buffer or setting
     groups       groups of ranks that agree on it, the largest first
-    differing    number of names that differ, of `compared`; `names` has the first 64. For
-                 samples: the number of common samples
+    differing    how many of `compared` names differ; `names` has the first 64. For samples: the
+                 number of samples that ranks have in common
     values       values by rank, if they are numbers
     what, when   for an audit: the contents of the optimizer gradient, and whether the finding
                  recurred at the next step
@@ -46,7 +46,7 @@ class ReplicaFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_partly(self) -> bool:
-        """For samples: True if only some are those of another rank."""
+        """For samples: True if only some of a rank's samples are those of another rank."""
         return self.differing < self.compared
 
 

@@ -18,7 +18,7 @@ MOST_ROWS = 64  # per rank: larger batches send the smallest digests
 
 
 class WatchedModel:
-    """A model: the inputs of a step while `armed`, and the state before it."""
+    """A model. Holds the inputs of a step while it is `armed`, and the state before the step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -145,7 +145,9 @@ def is_library_sharded(tensor: torch.Tensor) -> bool:
 
 
 class Finder:
-    """Waits for the outermost module called in training for which `wanted` returns True."""
+    """Waits for the outermost module that is called in training and for which `wanted` returns
+    True.
+    """
 
     def __init__(self, wanted: Callable[[torch.nn.Module], bool], *, several: bool = False) -> None:
         self._wanted, self._several = wanted, several
@@ -183,12 +185,14 @@ class Finder:
 
 
 def is_in_one_piece(model: torch.nn.Module) -> bool:
-    """Return True if FSDP1 has not flattened the model's parameters."""
+    """Return True unless FSDP1 has flattened the parameters of the model."""
     return not any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
 
 
 def local_shard_and_place(tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Return this rank's shard of a tensor and its place ("": whole); None for a partial sum."""
+    """Return this rank's shard of a tensor, and its place in the whole tensor ("" if it is whole).
+    The shard is None for a partial sum.
+    """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor, ""
     from torch.distributed.tensor import DTensor

@@ -1,5 +1,5 @@
-"""Runs in every Python process of a job: loads the interpreter's own sitecustomize, and starts
-recording.
+"""Runs in every Python process of a job: loads the sitecustomize module of the interpreter, and
+starts recording.
 
 The folder of this file is the first entry of PYTHONPATH. Nothing here imports torch.
 """

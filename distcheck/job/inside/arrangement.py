@@ -1,8 +1,8 @@
-"""The arrangement of a job's ranks: the axes of the script's mesh and their kinds.
+"""Determines how the ranks of a job are arranged: the axes of the script's mesh and their kinds.
 
-Sources are torch objects (a DeviceMesh of all ranks, placements of DTensors if axis names are
-uninformative, pipeline stages) and Megatron-core. Hand-written groups leave no such trace; the user
-passes `--mesh`.
+The sources are torch objects (a DeviceMesh of all ranks, the placements of DTensors if axis names
+say nothing, pipeline stages) and Megatron-core. Hand-written groups leave no such trace; the user
+then passes `--mesh`.
 """
 
 import gc
@@ -45,7 +45,7 @@ def axes_of(parameters: Parameters, world: int, asked: str) -> tuple[MeshAxis, .
 
 
 def _megatron_axes(world: int) -> list[MeshAxis]:
-    """Return Megatron-core's axes in its own order, the last axis first."""
+    """Return Megatron-core's axes in the order that Megatron-core uses, the last axis first."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return []
@@ -75,7 +75,9 @@ def kind_of_axis(name: str) -> str:
 
 
 def _mesh_axes(parameters: Parameters, world: int) -> list[MeshAxis]:
-    """Return the axes of a mesh of all ranks in row-major order; the most informative mesh wins."""
+    """Return the axes of a mesh of all ranks in row-major order; if there are several meshes, those
+    of the most informative one.
+    """
     if world < 2 or "torch.distributed.device_mesh" not in sys.modules:
         return []
     from torch.distributed.device_mesh import DeviceMesh

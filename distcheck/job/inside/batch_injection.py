@@ -1,4 +1,4 @@
-"""Injects the ranks' recorded batches, inputs, targets and RNG states into a script."""
+"""Replaces a script's batches, inputs, targets and RNG states by the recorded ones of the ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from distcheck.recordings.jobs.reading import JobRecording
 
 
 class BatchInjector:
-    """The position of a replay and the data for it. `copy` is the role of this process as a copy;
-    `fails` ends the replay if the recording does not fit.
+    """Position of a replay, and the data for it. `copy` is the role of this process if it is a
+    copy. `fails` ends the replay if the recording does not fit the script.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class BatchInjector:
         self._before_backward += 1
 
     def begins_backward(self) -> None:
-        """Assign later losses to the next backward pass."""
+        """Assign losses that follow to the next backward pass."""
         self._before_backward, self._passes_before = 0, self.passes
 
     @property
     def makes_one(self) -> bool:
-        """True if this copy currently has several passes in one batch."""
+        """True if this copy currently runs several passes as one batch."""
         copy = self.copy
         return copy is not None and copy.step == self.step and bool(copy.pairs)
 
     def source(self, number: int) -> Pairs:
-        """Return the ranks and passes whose inputs are injected now."""
+        """Return the ranks and passes whose inputs replace the script's now."""
         if self.makes_one and self.copy is not None:
             return self.copy.pairs
         if self.mode == IN_TURN:
@@ -71,7 +71,7 @@ class BatchInjector:
         return self.batch_source.lengths.get(self._loaders.number(loader))
 
     def is_over(self, iterator: Any) -> bool:
-        """Return True if a rank's epoch ended here."""
+        """Return True if the epoch of a rank ended at this position."""
         place = self._loaders.place_of(iterator)
         if place is None or place[0] not in self.batch_source.lengths:
             return False
@@ -130,7 +130,7 @@ class BatchInjector:
             self._overwrite("the model", own, found)
 
     def target(self, computed: torch.Tensor, target: Any) -> None:
-        """Overwrite the target of a loss with the recorded one if it fits the prediction."""
+        """Overwrite the target of a loss with the recorded target, if that fits the prediction."""
         if self.passes == 0 or self._owns or not isinstance(target, torch.Tensor):
             return
         if target.requires_grad:
@@ -176,8 +176,9 @@ class BatchInjector:
                 tensors.replace_data(tensor, recorded)
 
     def _are_recorded_elements(self, own: Sequence[torch.Tensor]) -> bool:
-        """Return True if inputs have the elements that the model was given in this pass, or that
-        all ranks gave it together: then each of these `divides` the same samples.
+        """Return True if the inputs have the same elements as those recorded for this pass on one
+        rank, or on all ranks together. In the second case, each rank gave its model a part of the
+        same samples (`divides`).
         """
         number = self.source(self.passes)[0][1]
         for pairs in (self.source(self.passes), self.batch_source.pairs(number, ALL)):
@@ -191,8 +192,8 @@ class BatchInjector:
 
 
 def _are_permuted(own: torch.Tensor, recorded: torch.Tensor) -> bool:
-    """Return True if the script has the recorded rows in another order, as in two views of each
-    sample: the ranks' inputs are [a, a', b, b'], but a single process makes [a, b, a', b'].
+    """Return True if the script has the recorded rows in another order. This happens with two views
+    of each sample: the ranks' inputs are [a, a', b, b'], but a single process makes [a, b, a', b'].
     """
     recorded = recorded.to(own.device)
     alike = own.dim() > 0 and (own.shape, own.dtype) == (recorded.shape, recorded.dtype)
@@ -203,8 +204,8 @@ def _are_permuted(own: torch.Tensor, recorded: torch.Tensor) -> bool:
 
 
 def _is_a_count(recorded: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True for a whole number next to a batch: it counts samples or targets, for which one
-    process has its own number. Hugging Face's Trainer hands the model num_items_in_batch.
+    """Return True for an integer in a batch that counts samples or targets, so that a single
+    process has another value. (Hugging Face's Trainer passes num_items_in_batch to the model.)
     """
     return recorded.dim() == tensor.dim() == 0 and float(recorded).is_integer()
 

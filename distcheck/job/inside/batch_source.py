@@ -1,4 +1,4 @@
-"""Source of the recorded batches that a replay feeds to a script in place of its own."""
+"""Provides the recorded batches with which a replay replaces the script's own."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ AND = "+"  # separates the names of tensors to concatenate
 
 
 class NotTogetherError(Exception):
-    """Tensors of the ranks cannot be concatenated."""
+    """Raised if tensors of the ranks cannot be concatenated."""
 
 
 class BatchSource:
@@ -40,8 +40,8 @@ class BatchSource:
         return list(self._job.records[rank, step].passes)
 
     def begins_at(self, step: int) -> int:
-        """Return the first step with work for this one: a forward pass that it was trained on, or a
-        batch that was loaded early.
+        """Return the first step that needs work before this step: a forward pass on which this step
+        was trained, or a batch that was loaded early.
         """
         found = {step}
         for rank in range(self._job.world):
@@ -106,8 +106,8 @@ class BatchSource:
         ]
 
     def is_divided(self, step: int) -> bool:
-        """Return True if all ranks loaded the same batch for a step's first pass, and gave their
-        models different parts of it, as of a sequence.
+        """Return True if all ranks loaded the same batch for the first pass of a step and gave
+        their models different parts of it, such as parts of a sequence.
         """
         ranks = range(self._job.world)
         firsts = [(rank, one) for rank in ranks for one in self.passes(step, rank)[:1]]
@@ -130,8 +130,9 @@ class BatchSource:
         ]
 
     def noted_with(self, step: int, first: int, number: int) -> int | None:
-        """Return the forward pass that recorded all losses of a backward pass: the last of several
-        since `first`, if losses were computed between them. None if each pass has its own losses.
+        """Return the forward pass with which all losses of a backward pass were recorded: the last
+        of several passes since `first`, if losses were computed between them. None if each pass has
+        its own losses.
         """
         passes = self.passes(step, 0)
         noted = next((p for p in range(first, len(passes)) if passes[p].losses), first)
@@ -159,7 +160,9 @@ class BatchSource:
         return _concatenate(parts)
 
     def random(self, step: int, pair: tuple[int, int], *, origin: bool = False) -> torch.Tensor:
-        """Return the RNG states before a forward pass, or (`origin`) when its batch was loaded."""
+        """Return the RNG states before a forward pass or, with `origin`, at the time its batch was
+        loaded.
+        """
         return self._job.tensors(pair[0], step)[f"{'origin' if origin else 'random'}/{pair[1]}"]
 
     def _data(self, rank: int, step: int, name: str) -> torch.Tensor:
@@ -216,7 +219,9 @@ def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _pad_rows(
     parts: Sequence[torch.Tensor], value: float, *, longer: bool
 ) -> Iterator[torch.Tensor]:
-    """Yield rows padded along the second dimension to the longest, or one more."""
+    """Yield rows padded along the second dimension to the length of the longest; with `longer`, to
+    one more.
+    """
     if len({part.dim() for part in parts}) != 1:
         raise NotTogetherError("batches have different numbers of dimensions")
     if parts[0].dim() < 2:

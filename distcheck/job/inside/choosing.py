@@ -1,7 +1,8 @@
-"""Chooses the batches of the single-process script and the weights of ranks.
+"""Decides how the ranks' batches are fed to the single-process script, and determines the weights
+of ranks.
 
-The decision is based on copies of the replay at the first step: one with each rank's batches, and
-one with all of them concatenated. It never uses the job's own gradients.
+The decision is based on copies of the replay at the first step: one for each rank's batches, and
+one with all batches concatenated. It does not use the gradients of the job.
 """
 
 import math
@@ -21,7 +22,9 @@ Copies = dict[ReplayTask, state.Tensors | None]
 
 
 def trial_tasks(job: JobRecording, batch_source: BatchSource, apart: str) -> list[ReplayTask]:
-    """Return the first step's copies, by which to choose; `apart`: why batches stay separate."""
+    """Return the copies of the first step on which the decision is based. `apart` is the reason why
+    batches cannot be concatenated.
+    """
     first = job.steps[0]
     tasks = [ReplayTask(rank, first) for rank in range(job.world)]
     if not apart and not why_not_merged(job.at(first)):
@@ -38,8 +41,8 @@ def choose(
     job: JobRecording, batch_source: BatchSource, found: Copies, said: str, apart: str,
     *, owns: bool = False,
 ) -> ReferenceChoice:  # fmt: skip
-    """Choose by the results of the copies of `trial_tasks`; `said` is why the first copy failed.
-    `owns`: the script keeps its own inputs.
+    """Decide by the results of the copies from `trial_tasks`. `said` is the reason why the first
+    copy failed. `owns` is True if the script keeps its own inputs.
     """
     first, record = job.steps[0], job.records[0, job.steps[0]]
     alone = [found.get(ReplayTask(rank, first)) for rank in range(job.world)]
@@ -101,7 +104,9 @@ def choose(
 def _choice_for_joint_batch(
     job: JobRecording, alone: Sequence[state.Tensors | None], together: state.Tensors
 ) -> ReferenceChoice:
-    """Return the choice for the joint batch: usable if the loss has the same meaning for it."""
+    """Return the choice for the concatenated batch. It is usable if the loss has the same meaning
+    for that batch.
+    """
     mean = state.mean(alone, [1 / job.world] * job.world)
     if mean is None:
         return ReferenceChoice(TOGETHER)
@@ -131,7 +136,8 @@ def _choice_for_joint_batch(
 
 def _scales(job: JobRecording, copies: Sequence[state.Tensors | None]) -> tuple[float, ...]:
     """Return the admissible factors of the mean gradient for a loss that is a sum over samples: 1
-    if divided by a rank's count, the world size if by the total; otherwise both.
+    if it is divided by the number of samples of a rank, the world size if divided by the total
+    number; otherwise both.
     """
     alone = copies[0]
     if alone is None or not int(alone["sums"]):

@@ -1,7 +1,7 @@
 """Reads the ranks' samples again in a single process: the same indices of the same loader.
 
-Each rank also reads some of its own indices with identical RNG streams. Sample fields that change
-on every read are treated as random and are not compared.
+Each rank also reads some of its own indices with the same RNG states on all ranks. Sample fields
+that change on every read are treated as random and are not compared.
 """
 
 import contextlib

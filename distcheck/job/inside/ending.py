@@ -1,7 +1,8 @@
 """Exits a job process early, with the same cleanup as a normal exit.
 
-Ranks on other machines, whose folders are not visible here, report in the store of the job's master
-that they have finished. A separate connection is used, so the script's collectives are unchanged.
+A rank on another machine, whose folder is not visible here, reports in the store of the job's
+master that it has finished. It uses a separate connection, so the script's collectives are not
+affected.
 """
 
 import os
@@ -46,7 +47,9 @@ def _finalize_mpi() -> None:
 
 
 class RankStatuses:
-    """Status of all ranks in the job's store; without a store, nothing is waited for."""
+    """Status of all ranks, in the job's store. If there is no store, this rank does not wait for
+    others.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -69,7 +72,7 @@ class RankStatuses:
         return ended
 
     def goes_on(self) -> None:
-        """Record that this rank continues and will ask again."""
+        """Record that this rank continues, and will ask again later."""
         self._publish_status(False)
 
     def _publish_status(self, ended: bool) -> bool:

@@ -46,7 +46,9 @@ class Forks:
     def run(
         self, tasks: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
     ) -> "ReplayTask | Written":
-        """In the parent, return the copies' results (None if failed). In a copy, its role."""
+        """Fork the copies. In the parent, return their results (None for failed ones); in a copy,
+        return its role.
+        """
         waiting, running = list(tasks), dict[int, ReplayTask]()
         begun: dict[int, float] = {}
         sys.stdout.flush()
@@ -75,7 +77,7 @@ class Forks:
         return {task: tensors.pop_tensors(self._file(task)) for task in tasks}
 
     def keep_spare(self) -> bool:
-        """Fork a copy that waits; return True in it when it is released."""
+        """Fork a spare copy that waits. Return True in that copy when it is released."""
         reads, writes = os.pipe()
         parent, child = os.getpid(), os.fork()
         if child == 0:
@@ -119,18 +121,20 @@ class Forks:
             self.why[task] = exit_description(code)
 
     def leave(self, task: ReplayTask, found: dict[str, torch.Tensor], step: int) -> None:
-        """Write a copy's results and exit it."""
+        """Write the results of this copy and exit."""
         tensors.write(found, self._file(task))
         os._exit(0)
 
 
 def exit_description(code: int) -> str:
-    """Describe the exit of a copy that left no exception."""
+    """Describe the exit of a copy that reported no exception."""
     return f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
 
 
 def _become_a_copy(reasons: Path) -> None:
-    """Silence the output of a copy, which the parent prints; report its exception and exit."""
+    """Silence the output of this copy, because the parent prints it. An exception is reported, and
+    the copy exits.
+    """
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

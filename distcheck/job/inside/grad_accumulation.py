@@ -1,9 +1,11 @@
-"""Tracks the gradients that backward passes add to each `.grad` since it was last None or zero.
+"""Tracks the gradients that backward passes have added to each `.grad` since it was last None or
+zero.
 
-These contributions, not the number of calls, define the passes of a step. Gradients cleared before
-the step (a dry pass, a skipped step, the first pass of sharpness-aware minimization, the generator
-loss's gradients in the discriminator) are in no optimizer gradient, unless the script has moved
-them into its own buffer (`moved_gradients`): they are kept as `cleared`.
+These contributions, not the number of calls, define the passes of a step. Gradients that are
+cleared before the step are part of no optimizer gradient: those of a dry pass, a skipped step, the
+first pass of sharpness-aware minimization, or the generator's loss in the discriminator. The
+exception are gradients that the script has moved to its own buffer (`moved_gradients`), so cleared
+gradients are kept as `cleared`.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,7 +21,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class GradAccumulation:
-    """Gradient hooks on parameters. `passes` maps a name to the numbers of its backward passes."""
+    """Gradient hooks on parameters. `passes` maps the name of a parameter to the numbers of its
+    backward passes.
+    """
 
     def __init__(self) -> None:
         self._hooks: dict[str, LeafHook] = {}
@@ -37,7 +41,9 @@ class GradAccumulation:
         self.may_exchange = True  # if a pass before the last one may synchronize
 
     def watch(self, name: str, parameter: torch.Tensor, used: torch.Tensor | None = None) -> None:
-        """Record a parameter's gradients; for fully_shard, those of the unsharded tensor `used`."""
+        """Record the gradients of a parameter. For fully_shard, `used` is the unsharded tensor that
+        is hooked instead.
+        """
         leaf = parameter if used is None else used
         if leaf.requires_grad and leaf.is_leaf and leaf is not self._leaves.get(name):
 
@@ -84,8 +90,8 @@ class GradAccumulation:
         self.passes[name].append(self.backward)
 
     def backwards_of(self, names: Iterable[str], since: int) -> set[int]:
-        """Return the backward passes that contributed to some parameters' gradients; without hooks,
-        all passes after number `since`.
+        """Return the backward passes that contributed to the gradients of these parameters; without
+        hooks, all passes after number `since`.
         """
         heard = [name for name in names if name in self._hooks]
         if not heard:
@@ -93,7 +99,9 @@ class GradAccumulation:
         return {number for name in heard for number in self.passes.get(name, ())}
 
     def write(self, names: Collection[str], file: StepFile, by: float) -> None:
-        """Write the contributions to some parameters' gradients, times `by`, a power of two."""
+        """Write the contributions to the gradients of these parameters, multiplied by `by`, a power
+        of two.
+        """
         cleared = {"cleared": self.cleared, "cleared-sizes": self.cleared_sizes}
         for kind, found in {"local": self.local, "sizes": self.sizes, **cleared}.items():
             file.add_gradients(kind, {n: g for n, g in found.items() if n in names}, by, self.parts)
@@ -102,14 +110,14 @@ class GradAccumulation:
                 file.add(f"norms/{name}", norm * by)
 
     def stepped(self, names: Iterable[str]) -> None:
-        """Record that an optimizer has received some parameters' gradients."""
+        """Record that an optimizer has received the gradients of these parameters."""
         for name in names:
             self._stepped.add(name)
             self.cleared.pop(name, None)
             self.cleared_sizes.pop(name, None)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget the contributions to some parameters' gradients, which were cleared."""
+        """Forget the contributions to the gradients of these parameters, which were cleared."""
         for name in names:
             for kept in (self.local, self.sizes, self.norms, self.passes):
                 kept.pop(name, None)

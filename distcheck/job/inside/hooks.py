@@ -1,8 +1,8 @@
-"""Patches the places in torch that every training script calls, and forwards events to a listener.
+"""Patches the functions of torch that training scripts call, and forwards events to a listener.
 
 A listener that raises is removed, and the job continues without it: `emit` is the only boundary
-between distcheck and the script. Each place is documented by torch, or is a function that scripts
-call by its public name; for data loaders also their iterators and fetchers.
+between distcheck and the script. Each patched function is documented by torch, or is called by
+scripts under its public name. For data loaders, their iterators and fetchers are patched as well.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def _dispatch(what: str, *given: Any) -> Any:
 
 
 def guarded(call: Callable[..., Any], *given: Any) -> Any:
-    """Call code of distcheck; if it raises, return None and remove the listener."""
+    """Call code of distcheck. If it raises, remove the listener and return None."""
     global _listener
     log, was_silent = _ops, _ops is not None and _ops.is_silent
     if log is not None:
@@ -207,7 +207,9 @@ Heard = Callable[..., Any]
 
 
 def _wrap(owner: Any, name: str, before: Heard | None = None, after: Heard | None = None) -> None:
-    """Calls `before` with the arguments of a method, and `after` with its result and these."""
+    """Wrap a method: call `before` with its arguments, and `after` with its result and its
+    arguments.
+    """
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -246,7 +248,9 @@ def _loss(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_outermost(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that may call itself by its public name."""
+    """Wrap a function that may call itself by its public name, so that only the outermost call is
+    reported.
+    """
     _running.add(name)
     try:
         return original(*args, **kwargs)

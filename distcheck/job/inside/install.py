@@ -1,6 +1,6 @@
-"""Attaches the recorder or a replay to the hooks; a defect of distcheck never ends the job.
+"""Attaches the recorder or a replay to the hooks. A defect of distcheck never ends the job.
 
-A thread of every rank waits at a named pipe for status requests, so a rank that hangs in a
+In every rank, a thread waits at a named pipe for status requests, so that a rank that hangs in a
 collective can still report its position.
 """
 
@@ -33,7 +33,7 @@ _EVERY_S = 0.1  # between two heartbeats
 
 
 class StatusResponder:
-    """Heartbeat and status replies of a process that has imported torch."""
+    """Sends heartbeats and answers status requests, in a process that has imported torch."""
 
     def __init__(self, folder: Path, recorder: Recorder) -> None:
         self._folder, self._recorder = folder, recorder

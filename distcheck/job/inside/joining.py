@@ -1,8 +1,9 @@
-"""Concatenates the micro-batches of a step, for a script that runs one pass in a single process.
+"""Concatenates the micro-batches of a step, for a script that runs only one pass per step in a
+single process.
 
-A pipeline, or gradient accumulation that a script skips in a single process, runs several forward
-passes in a step while the reference runs one. Each step's record then has one pass: the
-concatenated inputs and targets of all micro-batches, and the sum of their losses.
+With a pipeline, or with gradient accumulation that a script skips in a single process, each rank
+runs several forward passes per step but the reference runs one. After joining, the record of a step
+has one pass: the concatenated inputs and targets of all micro-batches, and the sum of their losses.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ def joined(job: JobRecording) -> JobRecording:
 
 
 def _is_joinable(record: StepRecord) -> bool:
-    """Return True if the passes of a step have equally many inputs and the same losses, and no
-    loader yielded several batches for them (the script may count a batch's samples).
+    """Return True if all passes of a step have equally many inputs and the same losses, and no
+    loader yielded several batches for them. (With several batches, the script may count the samples
+    of a batch.)
     """
     passes = record.trained
     kinds = {(len(one.inputs), tuple(call.name for call in one.losses)) for one in passes}

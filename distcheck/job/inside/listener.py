@@ -44,11 +44,11 @@ class NullListener:
         """A data loader yields a batch."""
 
     def is_over(self, iterator: Any) -> bool:
-        """Return True if a data loader must stop here."""
+        """Return True if a data loader must stop at this position."""
         return False
 
     def length(self, loader: Any) -> int | None:
-        """Return the number of batches that a data loader must report; None: its own."""
+        """Return the number of batches that a data loader must report; None for its own number."""
         return None
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:

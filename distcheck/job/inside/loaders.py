@@ -1,4 +1,4 @@
-"""Records data loaders: the samples loaded, their order, and the epoch."""
+"""Records data loaders: which samples they load, in which order, and the epoch."""
 
 import os
 import weakref
@@ -27,7 +27,7 @@ _MOST_AHEAD = 4096  # batches prefetched by workers
 
 @dataclass
 class _HandedOut:
-    """A loaded batch that no forward pass has used, or that a pending step uses."""
+    """A loaded batch that no forward pass has used yet, or that a pending step uses."""
 
     batch: LoadedBatch
     tensors: list[torch.Tensor]
@@ -80,8 +80,8 @@ class Loaders:
         )
 
     def iterates(self, loader: Any, iterator: Any) -> tuple[int, int]:
-        """Record a pass; return the numbers of its loader and of the pass. Unused batches of an
-        earlier pass over the same loader are dropped.
+        """Record the start of a pass. Return the numbers of its loader and of the pass. Batches of
+        an earlier pass over the same loader that were not used are dropped.
         """
         number = self.number(loader)
         epoch = self._epochs.get(number, -1) + 1
@@ -109,11 +109,11 @@ class Loaders:
         return number, epoch
 
     def fetches(self) -> None:
-        """Remember the RNG states before a batch is made in this process."""
+        """Remember the RNG states before this process creates a batch."""
         self._before = tensors.random_digests()
 
     def fetched(self) -> None:
-        """Record the RNG streams that making the batch used."""
+        """Record which RNG streams were used to create the batch."""
         now = tensors.random_digests()
         self._drawn = {name: d for name, d in self._before.items() if now.get(name) != d}
 
@@ -148,8 +148,8 @@ class Loaders:
         self._handed.append(_HandedOut(noted, [t.detach().cpu().clone() for t in given], own))
 
     def for_pass(self, inputs: Sequence[torch.Tensor]) -> tuple[Place, ...]:
-        """Return the batches of a forward pass: those that contain its inputs or, if the script
-        computed the inputs, the first unused batch of each loader.
+        """Return the batches that a forward pass uses: those that contain its inputs or, if the
+        script has computed the inputs, the first unused batch of each loader.
         """
         found = self._find(inputs)
         for is_used in (False, True):
@@ -165,8 +165,8 @@ class Loaders:
             one.is_evaluated = True
 
     def _find(self, inputs: Sequence[torch.Tensor]) -> list[_HandedOut]:
-        """Return the batches that contain the inputs. Different batches may share rows (masks): a
-        batch counts only if it has rows that batches with more common rows lack.
+        """Return the batches that contain the inputs. Different batches may share rows, such as
+        masks. A batch counts only if it has rows that batches with more common rows do not have.
         """
         left = {row for one in inputs for row in tensors.digests_of_samples([one])}
         found = set[int]()
@@ -177,8 +177,8 @@ class Loaders:
         return [one for one in self._handed if id(one) in found]
 
     def take(self, file: "StepFile") -> tuple[LoadedBatch, ...]:
-        """Write the tensors of unwritten batches to a step's file. Used ones are dropped when the
-        next step is written, since several passes of a step may use them.
+        """Write the tensors of batches that are not written yet to the file of a step. Used batches
+        are dropped when the next step is written, because several passes of a step may use them.
         """
         taken = []
         for one in self._handed:
@@ -196,8 +196,9 @@ class Loaders:
 
 
 class LoaderWorkerListener(NullListener):
-    """Listener in a data loader's worker: records the states of RNG streams that its first batch
-    used. Ranks with a common state generate their samples identically.
+    """Listener in a worker process of a data loader. It records the states of the RNG streams that
+    the worker's first batch used. Ranks with a state in common generate their samples from the same
+    random numbers.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -225,7 +226,7 @@ def _record_samples(samples: Iterator[Any], given: deque[Any]) -> Iterator[Any]:
 
 
 def _files_of(batch: Any, samples: int) -> tuple[str, ...]:
-    """Return digests of the file names in a batch if it names one existing file per sample."""
+    """Return digests of the file names in a batch, if it names one existing file per sample."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
     for part in parts if isinstance(parts, Iterable) else ():
         several = part if isinstance(part, list | tuple) else []

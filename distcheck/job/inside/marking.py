@@ -1,6 +1,5 @@
-"""Identifies the rank processes of a job, and writes notes for the front-end process.
-
-Imports little: it runs at the start of every Python process of the job.
+"""Identifies the rank processes of a job, and writes notes for the front-end process. Imports
+little, because it runs at the start of every Python process of the job.
 """
 
 import contextlib
@@ -16,12 +15,14 @@ _CALLED = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def launcher_names() -> str:
-    """Return the launcher's names for this process, or ""."""
+    """Return the launcher's variables that identify this process, or ""."""
     return ",".join(os.environ.get(name, "") for name in _CALLED).strip(",")
 
 
 def mark_rank() -> None:
-    """Mark this process as a rank; its children are none unless a launcher renames them."""
+    """Mark this process as a rank. Its child processes are not ranks, unless a launcher gives them
+    new variables.
+    """
     os.environ[MARK] = f"{os.getpid()} {launcher_names()}"
 
 

@@ -1,9 +1,9 @@
 """Merges the passes of gradient accumulation: a copy of the replay computes the gradient of all
-micro-batches of all ranks in one batch.
+micro-batches of all ranks as one batch.
 
-The script's factor (`loss / accumulate`) is excluded: the result is the gradient of torch's loss,
-if the script's loss is a multiple of it, or of the final mean in the script's computation. The
-result is therefore independent of the factor.
+The factor by which the script scales its loss (`loss / accumulate`) is excluded, so the result does
+not depend on it. The result is the gradient of torch's loss function, if the script's loss is a
+multiple of it; otherwise the gradient of the final mean in the script's computation.
 """
 
 import resource
@@ -42,7 +42,9 @@ def why_not_merged(records: Sequence[StepRecord]) -> str:
 
 
 class MergedBatch:
-    """Decides if passes can be merged into one batch; plans and reads these copies."""
+    """Decides whether passes can be merged into one batch; plans the copies that do so, and reads
+    their results.
+    """
 
     def __init__(self, job: JobRecording, batch_source: BatchSource, apart: str = "") -> None:
         self._job, self._feeding = job, batch_source
@@ -56,8 +58,8 @@ class MergedBatch:
         self.why = apart if self._accumulates else ""  # why passes cannot be merged
 
     def tasks(self, step: int, draws: int) -> list[ReplayTask]:
-        """Return the copies of a step; at the first step also those that detect interactions, or
-        measure the terms of a loss.
+        """Return the copies of a step; at the first step, also those that detect interactions
+        between samples, or that measure the terms of a loss.
         """
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
         if not self._accumulates and not self._apart and step == self._job.steps[0]:
@@ -118,15 +120,16 @@ class MergedBatch:
     # -- in a copy -------------------------------------------------------------------------------
 
     def heard(self, one: terms.Heard) -> None:
-        """Keep a torch loss whose gradient a copy needs."""
+        """Keep a torch loss whose gradient is needed in a copy."""
         self._heard.append(one)
 
     def take(
         self, task: ReplayTask, loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the gradient of the mean or sum that the script's loss is a multiple of.
+        """Return the gradient of the mean or sum of which the script's loss is a multiple.
 
-        For a loss with several terms, return its own gradient, and in a probing copy each term's.
+        For a loss with several terms, return the gradient of the loss and, in a probing copy, of
+        each term.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         whole = _gradients(loss, trained)
@@ -155,7 +158,9 @@ class MergedBatch:
     # -- in the parent ---------------------------------------------------------------------------
 
     def results(self, found: Found, step: int) -> dict[str, torch.Tensor]:
-        """Return the gradient of all micro-batches as one batch, and its change by one ULP."""
+        """Return the gradient of all micro-batches as one batch, and its change when parameters are
+        perturbed by one ULP.
+        """
         if not self._draws:
             of_terms = next((found.get(task) for task in self._probes), None) or {}
             return {
@@ -291,9 +296,10 @@ def factor_from_mean_to_loss(loss: torch.Tensor) -> float:
 
 
 def limit_memory() -> None:
-    """Limit the memory of a copy: copies together may use half (heuristic) of the free memory.
+    """Limit the memory of a copy. All copies together may use half (heuristic) of the free memory.
 
-    A script accumulates because one batch does not fit; a copy that needs more fails by itself.
+    A script accumulates because one batch does not fit; a copy that needs more memory fails by
+    itself.
     """
     held = psutil.Process().memory_info().data
     room = available_bytes() // (2 * cores())

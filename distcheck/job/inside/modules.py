@@ -1,8 +1,10 @@
-"""Records the modules of a model in forward: their inputs, outputs, and the gradients of these.
+"""Records the modules of a model in the forward pass: their inputs and outputs, and the gradients
+of both.
 
-A tensor is stored as a digest and 64 projections, so that recording needs little memory and keeps
-no graph. Inside code compiled by torch.compile no module is called, so only its inputs and outputs
-are recorded. Recomputation by activation checkpoints belongs to backward and is not recorded.
+A tensor is stored as a digest and 64 projections, so recording needs little memory and keeps no
+autograd graph. Code compiled by torch.compile calls no inner modules, so only the inputs and
+outputs of the compiled module are recorded. Recomputation for activation checkpointing belongs to
+backward and is not recorded.
 """
 
 import functools
@@ -37,7 +39,9 @@ _NONE = torch.full((SLOTS,), math.nan, dtype=torch.float64)
 
 
 class TensorSlice(NamedTuple):
-    """A rank's part of a tensor: `length` elements from `start` along `axis`; all without axis."""
+    """The part of a tensor that belongs to a rank: `length` elements from `start` along `axis`; the
+    whole tensor if there is no axis.
+    """
 
     axis: int = -1
     start: int = 0
@@ -65,7 +69,7 @@ class _Table:
         return len(self.tensors) - 1
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        """Add a gradient; if backward visits a graph twice, the projections are summed."""
+        """Add a gradient. If backward visits the graph twice, the projections are summed."""
         digest, sums = _digest_and_sketch(gradient)
         one, before = self.tensors[place], self.sums[place][1]
         if one.gradient:
@@ -104,8 +108,9 @@ class Modules:
     def enters(
         self, root: torch.nn.Module, number: int, pairs: Pairs, shapes: Mapping[int, Shapes]
     ) -> None:
-        """Start a forward pass of the `number`-th model, with the samples of these ranks. If there
-        are several, `shapes` are those of each rank's tensors by their place in a call.
+        """Start a forward pass of the model with this number, for the samples of these ranks. If
+        there are several ranks, `shapes` are the shapes of each rank's tensors by their place in a
+        call.
         """
         of = f"{type(root).__name__}-{number}." if number else ""
         named = dict(root.named_modules())
@@ -175,7 +180,9 @@ class Modules:
         return [self._table_index(f"{of} {number}", one) for number, one in enumerate(found)]
 
     def _table_index(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the index of a tensor in each pair's table; unmodified tensors are stored once."""
+        """Return the index of a tensor in the table of each pair. A tensor that was not modified is
+        stored once.
+        """
         version = version_of(tensor)
         held, then, places = self._known.get(id(tensor), (None, 0, ()))
         if held is not None and held() is tensor and then == version:

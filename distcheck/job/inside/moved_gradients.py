@@ -1,9 +1,9 @@
-"""Recognizes gradients that a script moves into its own buffer after a backward pass.
+"""Recognizes gradients that a script moves to its own buffer after a backward pass.
 
-An engine like ZeRO-2 sets `.grad` to None after every micro-batch, and at the step puts the sum of
-all micro-batches there. The recorder drops contributions to a `.grad` that is cleared, and keeps
-their sum as `cleared/`. Numbers decide if a step was trained on them: the gradient passed to the
-optimizer is a multiple of the ranks' mean with them, and of no mean without them.
+An engine such as ZeRO-2 sets `.grad` to None after every micro-batch and, at the step, sets it to
+the sum over all micro-batches. The recorder drops contributions to a `.grad` that is cleared, but
+keeps their sum as `cleared/`. The values decide if a step was trained on them: with them, the
+optimizer gradient is a multiple of the ranks' mean; without them, it is a multiple of no mean.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _SAME = 1e-3  # Heuristic: rounding leaves 1e-6; a missing micro-batch leaves a 
 
 
 def with_moved_gradients(job: JobRecording) -> JobRecording:
-    """Return the recording with local gradients that include the moved ones, and their passes."""
+    """Return the recording with moved gradients added to the local gradients, and their passes."""
     moved = frozenset(step for step in job.steps if fate_of_cleared(job, step) == "moved")
     if not moved:
         return job
@@ -33,7 +33,7 @@ def with_moved_gradients(job: JobRecording) -> JobRecording:
 
 
 def fate_of_cleared(job: JobRecording, step: int) -> Literal["none", "moved", "lost", "unclear"]:
-    """Return where the gradients went that were cleared before a step."""
+    """Return what the script did with the gradients that it cleared before a step."""
     if not any(_cleared(record) for record in job.at(step)):
         return "none"
     if not all(record.whole for record in job.at(step)):
@@ -47,7 +47,7 @@ def _cleared(record: StepRecord) -> list[str]:
 
 
 def _residual(job: JobRecording, step: int, *, cleared: bool) -> float:
-    """Return the residual of the optimizer gradients, fitted by the ranks' mean."""
+    """Return the residual of the optimizer gradients after fitting them by the ranks' mean."""
     given: dict[str, torch.Tensor | None] = {}
     own: dict[str, torch.Tensor | None] = {}
     kinds = ("local", "cleared") if cleared else ("local",)

@@ -96,8 +96,8 @@ class _Stream:
 
 
 def install(gpus: int) -> None:
-    """Install the stand-in once per process, before the script's code. It shows `gpus` GPUs or, if
-    0, as many as there are local ranks or visible devices.
+    """Install the stand-in before the script's code runs; once per process. It reports `gpus` GPUs
+    or, if that is 0, as many as there are local ranks or visible devices.
     """
     seen = len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     _replace_cuda(gpus or int(os.environ.get("LOCAL_WORLD_SIZE") or max(2, seen)))
@@ -168,7 +168,9 @@ def _refuse_graphs(*_: Any, **__: Any) -> Any:
 
 
 def _replace_accelerator() -> None:
-    """Make torch.accelerator agree with torch.cuda for the script; torch itself sees none."""
+    """Make torch.accelerator report the same devices to the script as torch.cuda. torch itself sees
+    none.
+    """
     accelerator: Any = torch.accelerator
     answers: dict[str, tuple[Any, Any]] = {
         "current_accelerator": (None, torch.device("cuda")),
@@ -189,7 +191,7 @@ def _replace_accelerator() -> None:
 
 
 def _with_cpu_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of a device or type so that it receives the CPU's."""
+    """Wrap a function that takes a device or type, so that it receives the CPU's."""
 
     @functools.wraps(original)
     def call(given: Any = None) -> Any:
@@ -199,7 +201,9 @@ def _with_cpu_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_loaders() -> None:
-    """Disable pinned memory: loaders pin in a thread, which no mode reaches."""
+    """Disable pinned memory. Loaders pin memory in a thread, which the replacement of devices does
+    not cover.
+    """
     loader = torch.utils.data.DataLoader
     begin = loader.__init__
 
@@ -255,7 +259,7 @@ def _replace_wrappers() -> None:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks; its backward is the sum of their gradients."""
+    """The sum over ranks. Its backward computes the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(context: Any, given: torch.Tensor, group: Any) -> torch.Tensor:
@@ -272,7 +276,9 @@ class _Summed(torch.autograd.Function):
 
 
 def _normalize(self: Any, given: torch.Tensor) -> torch.Tensor:
-    """Compute SyncBatchNorm, which torch has only for GPUs: statistics over all ranks' batches."""
+    """Compute SyncBatchNorm with statistics over the batches of all ranks. (torch has it only for
+    GPUs.)
+    """
     group = self.process_group or dist.group.WORLD
     if not self.training or dist.get_world_size(group) == 1:
         return compat.BatchNorm.forward(self, given)

@@ -1,8 +1,8 @@
 """Records every operator in forward passes, torch losses and backward, with digests of its inputs
 and outputs.
 
-Code compiled by torch.compile calls few operators, so a compiled module is one record. Excluded are
-distcheck's own computations and inputs that an operator only overwrites.
+Code compiled by torch.compile calls few operators, so a compiled module is one record. distcheck's
+own computations, and inputs that an operator only overwrites, are not recorded.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, torch.layou
 
 
 class OpLog(OpMode):
-    """The operators of a step."""
+    """Recorded operators of a step."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class OpLog(OpMode):
 
     @contextlib.contextmanager
     def hears(self, part: str) -> Iterator[None]:
-        """Record operators in a part of a step; a nested part belongs to the outer one."""
+        """Record operators in a part of a step. A nested part belongs to the outer part."""
         if self._part:
             yield
             return

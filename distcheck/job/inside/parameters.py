@@ -1,7 +1,7 @@
 """Names the parameters that a script trains.
 
-A name is shown to the user and identifies the same tensor on every rank. A step consists of the
-tensors of its optimizer.
+A name is shown to the user, and identifies the same tensor on every rank. The parameters of a step
+are those of its optimizer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from distcheck.machine.compat import fsdp2_parameters
 
 
 class Parameters:
-    """Parameters of every outermost model, and those found only in optimizers."""
+    """The parameters of all outermost models, and those that were found only in optimizers."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, torch.Tensor] = {}  # keeps references, so that ids stay unique
@@ -30,9 +30,9 @@ class Parameters:
         self._of_roots: dict[tuple[int, str], torch.Tensor] = {}  # by model number and name
 
     def add_root(self, module: torch.nn.Module) -> list[str]:
-        """Name the parameters of a called module, and return the new names. Parameters created in
-        the first forward pass are named after it. Tensors that replace a trained one for a while,
-        such as FSDP2's unsharded parameters, get no name.
+        """Name the parameters of a called module, and return the new names. Parameters that are
+        created in the first forward pass are named after it. Tensors that temporarily replace a
+        trained parameter, such as FSDP2's unsharded parameters, get no name.
         """
         if not any(module is one for one in self.roots):
             self.roots.append(module)
@@ -49,7 +49,9 @@ class Parameters:
         return new
 
     def add_others(self) -> list[str]:
-        """Name parameters created by forward or found only in optimizers; return the new names."""
+        """Name parameters that forward created or that only optimizers have; return the
+        new names.
+        """
         found = [name for root in self.roots for name in self.add_root(root)]
         for number, optimizer in enumerate(self.optimizers):
             for name, parameter in places_in(optimizer):
@@ -68,7 +70,9 @@ class Parameters:
         return name
 
     def _is_used(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter was not replaced since it was named, as by a new head."""
+        """Return True unless a parameter was replaced after it was named, for example by a new
+        head.
+        """
         of_roots = (one for root in self.roots for one in root.parameters())
         return any(one is parameter for one in of_roots) or self._is_trained(parameter)
 
@@ -99,7 +103,9 @@ class Parameters:
         return len(self.optimizers) - 1
 
     def buffers(self, within: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """Return the buffers of all called modules, or of those inside `within`, each once."""
+        """Return the buffers of all called modules, or of those inside `within`, without
+        duplicates.
+        """
         found: dict[str, torch.Tensor] = {}
         seen = set[int]()
         for place, root in enumerate(self.roots):
@@ -114,7 +120,7 @@ class Parameters:
 
     def used(self, called: Iterable[torch.nn.Module]) -> set[str]:
         """Return the names of trained parameters, and of all parameters and buffers of modules that
-        train or are in `called`; models that were tried and dropped are excluded.
+        train or are in `called`. Models that were tried and dropped are excluded.
         """
         trained = {id(p) for one in self.optimizers for _, p in places_in(one)}
         train = [one for one in self.roots if any(id(p) in trained for p in one.parameters())]
@@ -125,7 +131,9 @@ class Parameters:
     def gradients(
         self, names: Iterable[str], copied: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return copies of existing gradients, dense; reuse bit-identical ones of `copied`."""
+        """Return dense copies of the existing gradients. Bit-identical copies in `copied` are
+        reused.
+        """
         found = {}
         for name in names:
             gradient = self.by_name[name].grad

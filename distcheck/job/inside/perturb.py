@@ -1,8 +1,9 @@
-"""Records a job whose parameters are perturbed by one ULP in each step, to measure its noise floor.
+"""Records a job whose parameters are perturbed by one ULP in each step, to measure the noise floor
+of the job.
 
-Before the first forward pass of a step, every element changes by ±1 ULP at random. Before
-`optimizer.step()` it is restored, so that parameters change only because of different gradients.
-The ULP is that of the dtype in which forward computes: under autocast, autocast's dtype.
+Every element changes by ±1 ULP at random before the first forward pass of a step, and is restored
+before `optimizer.step()`. Parameters therefore change only because gradients differ. The ULP is
+that of the dtype in which the forward pass computes; under autocast, of autocast's dtype.
 """
 
 from typing import Any
@@ -15,13 +16,15 @@ from distcheck.machine import numerics, seeds
 
 
 class PerturbingRecorder(Recorder):
-    """Records as usual, with perturbed parameters."""
+    """Recorder of a script with perturbed parameters."""
 
     _unmoved: dict[str, torch.Tensor] | None = None
     _dtype: torch.dtype | None = None  # forward's dtype, if autocast sets it
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Perturb the parameters at the first forward pass of a step, and of new models."""
+        """Perturb the parameters before the first forward pass of a step, and those of
+        new models.
+        """
         super().enters(model, args, kwargs)
         if self._active:
             self._dtype = self._compute_dtype()
@@ -29,7 +32,7 @@ class PerturbingRecorder(Recorder):
             self._perturb()
 
     def autocasts(self, context: Any) -> None:
-        """Perturb again by autocast's ULP if autocast starts within the model."""
+        """Perturb again by one ULP of autocast's dtype, if autocast starts within the model."""
         super().autocasts(context)
         if self._unmoved is not None and self._dtype != self._compute_dtype():
             self._put_back()

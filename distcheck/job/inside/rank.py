@@ -1,4 +1,6 @@
-"""Describes this rank: its position in the world, its environment, properties of its modules."""
+"""Describes this rank: its position in the world, its environment, and properties of
+its modules.
+"""
 
 import atexit
 import gc
@@ -52,7 +54,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 class SharedRankError(Exception):
-    """Raised in a process whose rank another process has recorded."""
+    """Raised in a process if another process has already recorded the same rank."""
 
 
 def write_rank_record(
@@ -106,7 +108,9 @@ def _name_of_run() -> str:
 
 
 def _backend_for(device: str) -> str:
-    """Return a device's backend: of a group that is made without a name, get_backend() has none."""
+    """Return the backend of a device. (get_backend() has none for a group that was created without
+    a name.)
+    """
     several = str(torch.distributed.get_backend_config()).split(",")
     return dict(one.split(":", 1) for one in several).get(device, torch.distributed.get_backend())
 
@@ -114,9 +118,9 @@ def _backend_for(device: str) -> str:
 def all_independent(folder: Path, rank: int, world: int, step: int, *, apart: bool) -> bool:
     """Return True if no rank here has communicated up to a step.
 
-    A rank that sees only its own gradients cannot decide alone: a broadcast leaves the root's
-    gradients unchanged. Ranks that diverge because of this wait for each other in the next step.
-    Ranks that do not reach this step are ignored.
+    A rank that sees only its own gradients cannot decide this alone: a broadcast leaves the
+    gradients of the root unchanged. If ranks decided differently, they would wait for each other in
+    the next step. Ranks that do not reach this step are ignored.
     """
     mine = records.rank_folder(folder, rank)
     if not apart:
@@ -135,9 +139,9 @@ def all_independent(folder: Path, rank: int, world: int, step: int, *, apart: bo
 
 
 def finish_rank(folder: Path, rank: int, world: int, loaders: Mapping[int, Any]) -> None:
-    """Exit successfully after every rank has written its last step, and this rank has reread some
-    samples. If others do not finish (they may wait for this rank), continue and ask again after a
-    step.
+    """Exit successfully once every rank has written its last step and this rank has reread some
+    samples. If other ranks do not finish, because they may wait for this rank, continue and ask
+    again after the next step.
     """
     mine = records.rank_folder(folder, rank) / "ended"
     if not (read := mine.with_name("read.json")).exists():
@@ -159,7 +163,9 @@ def finish_rank(folder: Path, rank: int, world: int, loaders: Mapping[int, Any])
 
 
 def sharding_library(parameters: Parameters) -> str:
-    """Return the library whose shards of a model only it can unshard, or ""."""
+    """Return the name of the library that sharded the model in a format that only the library can
+    unshard, or "".
+    """
     for root in parameters.roots:
         for part in root.modules():
             name = type(part).__name__
@@ -169,8 +175,8 @@ def sharding_library(parameters: Parameters) -> str:
 
 
 def _bypassed_wrapper(parameters: Parameters) -> str:
-    """Return the class of a DistributedDataParallel that wraps a called model, or contains it, but
-    is not called itself.
+    """Return the class of a DistributedDataParallel that wraps or contains a called model but is
+    not called itself.
     """
     own = {id(one) for root in parameters.roots for one in root.parameters()}
     if any(ddp_in(root) is not None for root in parameters.roots):
@@ -183,8 +189,8 @@ def _bypassed_wrapper(parameters: Parameters) -> str:
 
 
 def _steps_per_rank() -> bool:
-    """Return True if a schedule is accelerate's default: it steps once per rank, because the user
-    has counted the batches of one process.
+    """Return True if a schedule follows accelerate's default: it steps once per rank, on the
+    assumption that the user has counted the batches of a single process.
     """
     module: Any = sys.modules.get("accelerate.scheduler")
     kind = getattr(module, "AcceleratedScheduler", None)
@@ -245,7 +251,7 @@ def normalizes_by_local_batch(parameters: Parameters) -> bool:
 
 def ddp_synchronizes(model: torch.nn.Module) -> bool | None:
     """Return True if DistributedDataParallel, possibly inside a wrapper (Fabric), synchronizes in
-    this pass; None without it.
+    this pass; None if there is no DistributedDataParallel.
     """
     found = ddp_in(model)
     return None if found is None else bool(found.require_backward_grad_sync)
@@ -289,8 +295,8 @@ def clip_of(
 
 
 def numeric_settings(group: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric settings of a param group, as finite numbers, without NaN, since JSON has
-    no others; tuples such as betas by element.
+    """Return the numeric settings of a param group; one entry per element for tuples such as betas.
+    Values are finite and never NaN, because JSON has no others.
     """
     found: dict[str, float] = {}
     for key, value in group.items():

@@ -1,4 +1,4 @@
-"""Records a training script step by step, in a rank of the job."""
+"""Records a training script step by step, in each rank of the job."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ _numbers = itertools.count()
 
 
 class PendingLosses:
-    """Losses since the last backward pass, or earlier if some had none yet, as in a pipeline that
-    makes several forward passes first.
+    """The losses since the last backward pass. Earlier losses are included if no backward pass has
+    visited them, as in a pipeline that first runs several forward passes.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,9 @@ class PendingLosses:
         self._done: set[int] = set()
 
     def hear(self, name: str, reduction: str, counted: int, target: str, value: Any) -> None:
-        """Record a loss over `counted` targets, and hook the backward pass through it."""
+        """Record a loss over `counted` targets, and install a hook that reports when backward
+        visits it.
+        """
         heard = next(_numbers)
         self._places[heard] = len(self._calls)
         number = float(value.detach()) if value.numel() == 1 else float("nan")
@@ -69,7 +71,9 @@ class PendingLosses:
         return len(self._done) == len(self._calls)
 
     def of_backward(self, one: ForwardPass) -> tuple[tuple[LossCall, ...], tuple[LossTerm, ...]]:
-        """Return the losses that a backward pass came from, and its terms with indices of these."""
+        """Return the losses from which a backward pass started, and its terms, which refer to these
+        losses by index.
+        """
         kept = sorted(self._reached)
         self._done |= self._reached
         places = {place: number for number, place in enumerate(kept, len(one.losses))}
@@ -100,8 +104,8 @@ def new_pass_record(
 def move_loss_to_visited_pass(
     passes: list[ForwardPass], before: ForwardPass | None, reached: Sequence[int]
 ) -> None:
-    """Move the loss of the last pass (previously `before`) to the only pass that backward visited,
-    if several forward passes come first, as in a pipeline.
+    """If several forward passes come before the first backward pass, as in a pipeline, move the
+    loss of the last pass (previously `before`) to the only pass that backward visited.
     """
     last = passes[-1]
     if len(reached) != 1 or reached[0] == len(passes) - 1 or before is None:
@@ -114,7 +118,7 @@ def move_loss_to_visited_pass(
 
 
 class RecordedLines:
-    """Source lines by the kinds of `recordings.jobs.records.LINES`, each once."""
+    """Source lines of each kind in `recordings.jobs.records.LINES`, without duplicates."""
 
     def __init__(self) -> None:
         self._heard: dict[str, dict[str, None]] = {}
@@ -130,7 +134,7 @@ class RecordedLines:
 
 
 class Recorder(NullListener):
-    """Listener that records a script; one step at a time is in memory."""
+    """Listener that records a script. One step at a time is in memory."""
 
     def __init__(self, settings: JobSettings, folder: Path) -> None:
         self._settings, self._folder = settings, folder
@@ -227,7 +231,9 @@ class Recorder(NullListener):
         self._held.autocasts()
 
     def leaves(self, model: torch.nn.Module, result: Any) -> None:
-        """Record if forward drew random numbers, and hook the backward pass through its output."""
+        """Record whether forward has drawn random numbers, and hook the backward pass through its
+        output.
+        """
         if not self._passes:
             return
         for name, used in self.parameters.of_fsdp2(model).items():
@@ -355,7 +361,7 @@ class Recorder(NullListener):
             self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """Count a step that the scaler skipped as a step."""
+        """Count a step even if the scaler skipped it."""
         if self._active and scaler.is_enabled() and self._made == self.steps_over:
             self.steps(optimizer)
             self._finish(optimizer, skipped=True)

@@ -1,8 +1,8 @@
-"""Copies of a replay: separate runs of a step that compute each rank's gradients, measure the noise
-floor, or merge several passes into one.
+"""Runs copies of a replay: separate runs of a step that compute each rank's gradients, measure the
+noise floor, or merge several passes into one.
 
-If the script uses a GPU, which a fork would lose, each copy is a separate process. It runs the
-script from its beginning in a copy of the folder, and has the same role at every step. Every step
+If the script uses a GPU, which a fork cannot use, each copy is a separate process. It runs the
+script from the beginning in a copy of the folder, and has the same role at every step. Every step
 starts from the recorded state, so copies do not wait for each other: a copy writes its results,
 loads the recorded state, and continues. Nondeterminism of GPU kernels, including autotuning, is
 then part of the measured differences.
@@ -46,7 +46,7 @@ Key = tuple[ReplayTask, str]
 
 @dataclass
 class _Copy:
-    """A process, started or pending; its folder has its settings and results."""
+    """A process that is started or pending. Its folder contains its settings and results."""
 
     folder: Path
     process: "subprocess.Popen[bytes] | None" = None
@@ -71,8 +71,8 @@ class _Copy:
 
 
 class Processes:
-    """Starts copies, as many at once as fit if each uses `gpu_bytes` of GPU memory like a rank of
-    the job, and reads their results.
+    """Starts copies, as many at a time as fit if each uses `gpu_bytes` of GPU memory like a rank of
+    the job; reads their results.
     """
 
     def __init__(self, folder: Path, asked: JobSettings, gpu_bytes: int) -> None:
@@ -89,8 +89,8 @@ class Processes:
     def run(
         self, tasks: Sequence[ReplayTask], step: int, mode: str, *, reads: bool = True
     ) -> "ReplayTask | Written":
-        """Return the results of copies at a step (None for failed ones); end all others. A rank's
-        own copy does the same in every mode.
+        """Return the results of the copies at a step (None for failed ones), and end all other
+        copies. The copy of a rank does the same in every mode.
         """
         keys = [(msgspec.structs.replace(r, step=-1), mode if r.rank < 0 else "") for r in tasks]
         for key in [key for key in self._copies if key not in keys]:
@@ -114,7 +114,9 @@ class Processes:
 
     @cached_property
     def _most_copies(self) -> int:
-        """The maximum number of copies at once, measured with the model but no copy on the GPU."""
+        """Maximum number of concurrent copies, measured when the model, but no copy, is
+        on the GPU.
+        """
         return devices.count_of_further_processes(self._gpu_bytes)
 
     def keep_spare(self) -> bool:
@@ -167,7 +169,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ReplayTasks:
-    """Results of the copies, in the parent; `hands.copy` is this process's role as a copy."""
+    """Plans the copies and combines their results, in the parent. `hands.copy` is the role of this
+    process if it is a copy.
+    """
 
     def __init__(
         self, job: JobRecording, hands: BatchInjector, settings: JobSettings, folder: Path,
@@ -191,8 +195,8 @@ class ReplayTasks:
         self._found: dict[int, Written] = {}  # by step
 
     def begin(self, step: int) -> None:
-        """Fork the copies of a step, and of later steps that depend on it. At the first step, fork
-        those that decide which batches the script receives.
+        """Fork the copies of a step, and of later steps that depend on it. At the first step, also
+        fork those that decide which batches the script receives.
         """
         first = self._job.steps[0]
         self._job.tensors(0, step)  # read once, for all forked copies
@@ -230,8 +234,8 @@ class ReplayTasks:
 
     @cached_property
     def _trained_on_earlier(self) -> frozenset[int]:
-        """The steps trained on forward passes before the previous step, as in a GAN that uses its
-        fakes twice. At their start nothing can be perturbed.
+        """Steps that were trained on forward passes before the previous step, as in a GAN that uses
+        its generated samples twice. At the start of these steps nothing can be perturbed.
         """
         return frozenset(s for s in self._job.steps if any(r.earlier for r in self._job.at(s)))
 
@@ -271,8 +275,8 @@ class ReplayTasks:
         return True
 
     def reference(self, step: int, computed: Tensors, recorded: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the reference gradients, given this process's `computed` ones, and the other
-        results to write for the step. `recorded` are the job's gradients.
+        """Return the reference gradients, and the other results to write for the step. `computed`
+        are the gradients of this process, and `recorded` those of the job.
         """
         if self.choice.mode == BY_RANK:
             self._found.setdefault(step, {}).setdefault(ReplayTask(0, step), computed)
@@ -302,7 +306,9 @@ class ReplayTasks:
         return raw, {**out, "loss": loss}
 
     def _combine_gradients(self, step: int, draw: int) -> Tensors | None:
-        """Return the gradients of one draw: of the joint batch, or the weighted mean over ranks."""
+        """Return the gradients of one draw: those of the joint batch, or the weighted mean over
+        ranks.
+        """
         found = self._found.get(step, {})
         if self.choice.mode != BY_RANK:
             return found.get(ReplayTask(ALL, step, draw))
@@ -322,8 +328,8 @@ class ReplayTasks:
             self.spreads[name] = state.distance_from_farthest(gradient, there, name, self._moves)
 
     def _exceeds_spread(self, raw: Tensors, recorded: Tensors, out: Tensors) -> bool:
-        """Return True if a gradient deviates from its expectation by more than the tolerance that
-        follows from the known spread.
+        """Return True if a gradient deviates from the expected one by more than the tolerance that
+        follows from the spread measured so far.
         """
         folded = {n.removeprefix("folded/"): g for n, g in out.items() if n[:7] == "folded/"}
         factor = state.factor_of(raw, folded)

@@ -157,7 +157,7 @@ class Replayer(NullListener):
     # -- batches and passes ----------------------------------------------------------------------
 
     def begins(self, loader: Any) -> None:
-        """Disable loader workers, since their batches are replaced."""
+        """Disable the workers of a loader, because its batches are replaced."""
         loader.num_workers = loader.timeout = 0
 
     def iterates(self, loader: Any, iterator: Any) -> None:
@@ -167,7 +167,7 @@ class Replayer(NullListener):
         return self._hands.length(loader)
 
     def is_over(self, iterator: Any) -> bool:
-        """Return True if a rank's epoch ended here."""
+        """Return True if the epoch of a rank ended at this position."""
         return self._hands.is_over(iterator)
 
     def batch(self, iterator: Any, batch: Any) -> None:
@@ -178,7 +178,7 @@ class Replayer(NullListener):
         self._parameters.number_of(optimizer)
 
     def enters(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Load the recorded state at the first pass of a step, and the recorded inputs."""
+        """Load the recorded inputs and, at the first pass of a step, the recorded state."""
         self._begin_step()
         pairs = self._hands.source(self._hands.passes)
         if not self._hands.batch_source.has(self._step, pairs):
@@ -233,7 +233,7 @@ class Replayer(NullListener):
         self._copies.merged_batch.heard(self._heard[-1])
 
     def collective(self, name: str, place: str, given: Any) -> None:
-        """Count exchanges before backward."""
+        """Count the collectives before backward."""
         size = max((t.numel() for t in tensors.leaves(given)), default=0)
         single_process_group.called = name
         self._exchanges += size > 1 and not self._backwards
@@ -311,7 +311,7 @@ class Replayer(NullListener):
         return {**raw, **about}
 
     def _losses_of_step(self) -> list[int]:
-        """Return the passes whose loss the step was trained on."""
+        """Return the passes on whose losses the step was trained."""
         passes = self._record.passes
         each = max(1, len(passes))
         return [place for place in self._losses if place >= 0 and passes[place % each].live]
@@ -321,7 +321,7 @@ class Replayer(NullListener):
         return torch.tensor(total / self._scale, dtype=torch.float64)
 
     def _take(self) -> None:
-        """Compute the reference gradients, and put them in place of the script's until the step."""
+        """Compute the reference gradients. They replace the script's gradients until the step."""
         self._is_ready = True
         computed = self._gradients_of_passes()
         own = {n: g for n, g in computed.items() if n not in state.NOT_GRADIENTS}
@@ -379,12 +379,12 @@ class Replayer(NullListener):
         self.gradients_ready()
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
-        """Count a step that the scaler skipped as a step."""
+        """Count a step even if the scaler skipped it."""
         if scaler.is_enabled() and self._made == self._at and self._raw:
             self._finish(optimizer, skipped=True)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the optimizer gradients and settings, and replace them by the job's."""
+        """Record the optimizer gradients and settings, then replace them by those of the job."""
         self.gradients_ready()
         if not self._candidate and self._hands.passes:
             self._candidate = state.gradients(self._parameters.by_name)  # not from a backward pass

@@ -1,7 +1,7 @@
-"""Stand-ins that let a script of many ranks run as a single process.
+"""Stand-ins that let a script for many ranks run as a single process.
 
-Collectives of the one-rank process group are copies and need no threads or sockets, because a
-replay may fork, and a fork loses the work of a backend's threads. If a script starts its own ranks,
+The collectives of the one-rank process group are copies that need no threads or sockets. A replay
+may fork, and a fork would lose the threads of a real backend. If a script starts its ranks itself,
 the first rank runs in the script's process.
 """
 
@@ -59,7 +59,7 @@ def _done(results: Any) -> _Done:
 
 
 class SingleProcessGroup(PythonGroup):
-    """The process group of one rank."""
+    """Process group of world size 1."""
 
     torch_name = NAME
 
@@ -72,13 +72,15 @@ class SingleProcessGroup(PythonGroup):
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Return the tensors: the sum, mean or maximum of one."""
+        """Return the tensors unchanged: with one rank, this is their sum, mean or maximum."""
         return _done(tensors)
 
     allreduce_coalesced = reduce = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Return the tensors, doubled only if the script called this itself."""
+        """Return the tensors. In a copy that doubles results (`doubles`), they are doubled only if
+        the script itself called broadcast.
+        """
         global called
         by_script, called = called.startswith("broadcast"), ""
         return _done(tensors) if by_script else _Done(tensors)
@@ -121,7 +123,7 @@ class SingleProcessGroup(PythonGroup):
 
 
 def install(*, forks: bool = True) -> None:
-    """Replace the process groups of a script by this one."""
+    """Replace the process groups of a script by `SingleProcessGroup`."""
     if forks:
         _without_device_threads()
     devices = ["cpu"] if forks else ["cpu", "cuda"]
@@ -154,11 +156,11 @@ def install(*, forks: bool = True) -> None:
 
 
 def _without_device_threads() -> None:
-    """Keep autograd on this process's own thread.
+    """Make autograd run on the calling thread.
 
-    Device threads are lost in a fork, and the copy's backward pass would raise or abort. Without a
-    GPU, torch's fake tensors (used by FSDP2) pretend to be on eight, and autograd would start their
-    threads.
+    Autograd's device threads are lost in a fork, and the copy's backward pass would raise or abort.
+    Even without a GPU, torch's fake tensors (used by FSDP2) pretend to be on eight GPUs, so
+    autograd would start these threads.
     """
     compat.START_DEVICE_THREADS.replace(lambda _: lambda: None)
 
@@ -167,8 +169,8 @@ def _without_device_threads() -> None:
 
 
 def run_first_rank(world: int) -> None:
-    """Make functions that start `world` ranks run the first of them in this process, with barriers
-    of one process.
+    """Make functions that start `world` ranks run only the first of them, in this process, with
+    barriers for a single process.
     """
     spawning: Any = torch.multiprocessing
 
@@ -191,7 +193,9 @@ def run_first_rank(world: int) -> None:
 
 
 def with_one_rank(value: Any, world: int) -> Any:
-    """Replace the world size by 1 in arguments: equal integers, and attributes or keys named so."""
+    """Replace the world size by 1 in arguments: integers equal to `world`, and attributes or keys
+    with such a name.
+    """
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -1,6 +1,5 @@
-"""Waits until a process of the job has imported torch, then installs the hooks.
-
-Imports little: it runs at the start of every Python process of the job.
+"""Waits until a process of the job has imported torch, then installs the hooks. Imports little,
+because it runs at the start of every Python process of the job.
 """
 
 import atexit
@@ -30,7 +29,9 @@ _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
 
 
 def begin(settings: str) -> None:
-    """Note that this Python process exists, and wait for torch; do nothing in a rank's children."""
+    """Note that this Python process exists, and wait for the import of torch. Does nothing in child
+    processes of a rank.
+    """
     in_use.keep_in_use(os.path.dirname(settings))
     own, of = f"{os.getpid()} {launcher_names()}", os.environ.get(MARK, "")
     if of and of != own and of.partition(" ")[2] == launcher_names():
@@ -47,13 +48,13 @@ def begin(settings: str) -> None:
 
 
 def _note_what_was_missed(settings: str) -> None:
-    """Note at exit that torch was imported without the hooks."""
+    """Note at exit if torch was imported without the hooks."""
     if "torch" in sys.modules and not _Waiting.has_installed:
         write_note(settings, "missed")
 
 
 def _note_what_ends_it(settings: str) -> None:
-    """Note an exception that ends the process; it is still displayed as usual."""
+    """Note an exception that ends the process. Python still displays it as usual."""
 
     def show(kind: Any, error: Any, trace: Any) -> None:
         if kind.__name__ not in _OF_LAUNCHERS:
@@ -81,7 +82,9 @@ def _note_raised(settings: str, error: Any) -> None:
 
 
 def _note_what_ends_processes(settings: str) -> None:
-    """Note exceptions of ranks that multiprocessing starts: it displays them without a hook."""
+    """Note exceptions of ranks that multiprocessing has started. It displays them itself, without
+    Python's hook.
+    """
     from multiprocessing.process import BaseProcess
 
     runs = BaseProcess.run
@@ -111,7 +114,9 @@ def _install(settings: str) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds torch as usual and installs the hooks after its import; a mere lookup has no effect."""
+    """Import finder that finds torch as usual, and installs the hooks after torch is imported. A
+    lookup without an import has no effect.
+    """
 
     has_installed = False
 

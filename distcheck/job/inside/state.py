@@ -1,5 +1,5 @@
-"""Loads recorded state into a model, perturbed if requested; means and distances of gradients;
-state held outside models and optimizers.
+"""Loads recorded state into a model, perturbed if requested; computes means and distances of
+gradients; records state held outside models and optimizers.
 """
 
 import gc
@@ -50,7 +50,7 @@ def gradients(parameters: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor | None]) -> None:
-    """Set gradients; None clears a parameter's."""
+    """Set gradients; None clears the gradient of a parameter."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             number = given.get(name)
@@ -63,7 +63,9 @@ def put(parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor
 
 
 def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors | None:
-    """Return the weighted mean of copies' results, in their dtypes; None if one is missing."""
+    """Return the weighted mean of the copies' results, each in its own dtype; None if a result is
+    missing.
+    """
     there = [part for part in parts if part is not None]
     if len(there) < len(parts):
         return None
@@ -79,7 +81,9 @@ def mean(parts: Sequence[Tensors | None], weights: Sequence[float]) -> Tensors |
 def distance(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> float:
-    """Return the L2 distance of gradients from `factor` times others, relative to these."""
+    """Return the L2 distance between gradients and `factor` times other gradients, relative to the
+    norm of the latter.
+    """
     names = [name for name in other if name in one and name not in NOT_GRADIENTS]
     size = sum(float(other[name].double().square().sum()) for name in names) * factor**2
     apart = (one[n].double() - factor * other[n].double() for n in names)
@@ -90,10 +94,10 @@ def distance(
 def distance_from_farthest(
     gradient: torch.Tensor, perturbed: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
-    """Return the distance of a gradient from the farthest perturbed one.
+    """Return the distance between a gradient and the farthest of its perturbed versions.
 
-    Its fraction of the norm is kept in `known` and used as the estimate without perturbed
-    gradients.
+    The distance relative to the gradient's norm is kept in `known`. It serves as the estimate if
+    there are no perturbed gradients.
     """
     norm = float(gradient.double().norm())
     if not perturbed:
@@ -116,7 +120,9 @@ SMALL = 64  # elements; optimizer state up to this size is recorded completely
 
 
 class ExtraState:
-    """State of one step for its record; if not `notes`, only autocast's dtype."""
+    """Collects state of one step that is held outside models and optimizers. Without `notes`, only
+    autocast's dtype.
+    """
 
     def __init__(self, parameters: Parameters, added: GradAccumulation, *, notes: bool) -> None:
         self._parameters, self._added, self._notes = parameters, added, notes
@@ -168,7 +174,7 @@ def optimizer_state(
 
 def untrained_copies(parameters: Parameters, own: Collection[int]) -> tuple[str, ...]:
     """Return digests of untrained copies of the model: modules, and dictionaries with a tensor for
-    each parameter, except distcheck's `own` (by id).
+    each parameter. distcheck's `own` objects (by id) are excluded.
     """
     if parameters.has_parts:  # averages are sharded as well
         return ()
@@ -185,7 +191,9 @@ def untrained_copies(parameters: Parameters, own: Collection[int]) -> tuple[str,
 
 
 def _average_in(one: dict[Any, Any], names: set[str], storages: set[int]) -> str:
-    """Return the digest of a dictionary of tensors; "" for others and the model's own."""
+    """Return the digest of a dictionary of tensors; "" for other dictionaries and for the model's
+    own tensors.
+    """
     if not all(isinstance(key, str) for key in one):
         return ""
     named = {tensors.plain_name(key): value for key, value in list(one.items())}

@@ -1,4 +1,6 @@
-"""Collects the tensors of one step of one rank until they are written, whole or as projections."""
+"""Collects the tensors of one step of one rank until they are written, completely or as
+projections.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ _STATE = ("before/", "buffer/")
 
 
 class ParameterAfterStep(NamedTuple):
-    """A parameter after a step, with its projections if only they were written."""
+    """A parameter after a step. It holds projections if only these were written."""
 
     digest: str
     dtype: torch.dtype
@@ -28,10 +30,10 @@ class ParameterAfterStep(NamedTuple):
 
 
 class StepFile:
-    """Collects tensors by name, and digests of all tensors, recorded or not.
+    """Collects tensors by name, and digests of all tensors, including those that are not recorded.
 
-    `last` holds the parameters after the previous step as its file has them; unchanged ones are not
-    written again (`recordings.jobs.reading` looks them up).
+    `last` holds the parameters after the previous step, as they are in the file of that step.
+    Unchanged parameters are not written again (`recordings.jobs.reading` looks them up).
     """
 
     def __init__(
@@ -69,13 +71,15 @@ class StepFile:
                 yield name, now
 
     def compare_only(self, names: Collection[str]) -> None:
-        """Drop the digests of all other state, which may differ across ranks."""
+        """Drop the digests of all other state, because it may differ across ranks."""
         for kind, _, name in [one.partition("/") for one in self._digests]:
             if f"{kind}/" in _STATE and name not in names:
                 del self._digests[f"{kind}/{name}"]
 
     def restart(self) -> None:
-        """Start over: the recorded state becomes that before the first pass only."""
+        """Discard everything except the recorded state, which is now the state before the first
+        pass.
+        """
         for found in (self._kept, self._digests):
             whole: dict[str, Any] = dict(found)  # type: ignore[call-overload]
             for name in [n for n in whole if n.removeprefix("sums/").startswith(_STATE)]:
@@ -88,7 +92,7 @@ class StepFile:
         self._kept[name] = tensors.local_shard_on_cpu(tensor).clone()
 
     def add_data(self, tensor: torch.Tensor) -> str:
-        """Record part of a batch once, and return its digest."""
+        """Record part of a batch, unless it is already recorded, and return its digest."""
         plain = tensors.local_shard_on_cpu(tensor)
         about = f"{plain.dtype}{tuple(plain.shape)}{tensors.digest_of(plain)}"
         name = records.digest(about.encode())
@@ -97,7 +101,9 @@ class StepFile:
         return name
 
     def add_state(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """Record the digest of a parameter or buffer before the step, and contents if `keep`."""
+        """Record the digest of a parameter or buffer before the step; with `keep`, also its
+        contents.
+        """
         kind, _, of = name.partition("/")
         keep = self._is_part(name, tensor) or keep
         plain = tensors.local_shard_on_cpu(tensor)
@@ -112,7 +118,9 @@ class StepFile:
             self._kept[f"sums/{name}"] = sketches.project(plain) if known is None else known
 
     def add_after(self, name: str, tensor: torch.Tensor, *, keep: bool) -> None:
-        """Record a parameter after the step. It is not copied, since `write` follows."""
+        """Record a parameter after the step. It is not copied, because `write` follows
+        immediately.
+        """
         keep = self._is_part(f"after/{name}", tensor) or keep
         plain = tensors.local_shard_on_cpu(tensor)
         sums = None if keep else sketches.project(plain)
@@ -131,7 +139,7 @@ class StepFile:
             self._kept[name] = plain.clone()
 
     def _is_part(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is sharded, and record this rank's shard."""
+        """Return True if a tensor is sharded. In this case, record this rank's shard."""
         part = tensors.describe_shard(tensor)
         if part is not None:
             self._parts[name] = part
@@ -141,8 +149,8 @@ class StepFile:
         self, kind: str, found: Mapping[str, torch.Tensor], by: float,
         parts: Mapping[str, Shard] | None = None,
     ) -> None:  # fmt: skip
-        """Record gradients times `by`, a power of two that undoes a loss scale; `parts` describes
-        sharded gradients. They are not copied, since `write` follows.
+        """Record gradients multiplied by `by`, a power of two that undoes a loss scale. `parts`
+        describes sharded gradients. Gradients are not copied, because `write` follows immediately.
         """
         for name, gradient in found.items():
             plain = tensors.local_shard_on_cpu(gradient)
@@ -163,12 +171,14 @@ class StepFile:
             self._modules, self._kept[SUMS] = seen
 
     def is_unchanged(self, names: Collection[str]) -> bool:
-        """Return True if gradients are still the sum of the rank's own passes."""
+        """Return True if gradients still equal the sum over this rank's own passes."""
         pairs = [(self._digests.get(f"raw/{n}"), self._digests.get(f"local/{n}")) for n in names]
         return bool(pairs) and all(raw == local for raw, local in pairs)
 
     def write(self, budget: int, **about: Any) -> int:
-        """Write the step, whole if it fits into `budget` bytes; return its size."""
+        """Write the step, with complete tensors if they fit into `budget` bytes. Return its size in
+        bytes.
+        """
         kept = {**self._kept, **self._gradients}
         size = sum(t.numel() * t.element_size() for t in kept.values())
         whole = size <= budget

@@ -39,13 +39,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or this rank's shard of a DTensor, on the CPU."""
+    """Return a tensor on the CPU; for a DTensor, this rank's shard."""
     return local(tensor.detach()).cpu().contiguous()
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return `local_shard_on_cpu` in strided layout; None if the tensor has no memory of its own,
-    such as one under torch.func.
+    """Return `local_shard_on_cpu` in strided layout; None if the tensor has no memory, such as a
+    tensor under torch.func.
     """
     try:
         own = local(tensor.detach())
@@ -101,15 +101,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the digest of a contiguous CPU tensor's bits. Not by numpy(), after which the script
-    could no longer resize the storage.
+    """Return the digest of the bits of a contiguous CPU tensor. numpy() is not used, because the
+    script could not resize the storage afterwards.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     return digest(raw_bytes(plain))
 
 
 def has_nonzero_gradient(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if a parameter has a nonzero gradient (its local shard, if sharded)."""
+    """Return True if a parameter has a nonzero gradient. For a sharded parameter, only the local
+    shard is examined.
+    """
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -128,8 +130,8 @@ def not_finite(found: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if all elements are finite, by the minimum and maximum, which propagate NaN:
-    isfinite() allocates a mask and takes 20 times as long.
+    """Return True if all elements are finite. Computed from the minimum and maximum, which
+    propagate NaN, because isfinite() allocates a mask and takes 20 times as long.
     """
     if type(tensor) is not torch.Tensor or tensor.dtype not in _FLOATS or not tensor.numel():
         return bool(tensor.isfinite().all())
@@ -142,8 +144,8 @@ def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a batch or of arguments in a fixed order, from containers, data classes
-    and library batch objects.
+    """Return the tensors of a batch or of arguments, in a fixed order, from containers, data
+    classes and batch objects of libraries.
     """
     return list(_leaves(value, set()))
 
@@ -166,7 +168,9 @@ def _leaves(value: Any, above: set[int]) -> Iterator[torch.Tensor]:
 
 
 def inputs_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among a model's arguments that are data, not results of a graph."""
+    """Return the tensors among a model's arguments that are data, and not results of an autograd
+    graph.
+    """
     return [t for t in leaves(value) if t.grad_fn is None and not is_parameter(t)]
 
 
@@ -175,13 +179,17 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def replace_data(tensor: torch.Tensor, given: torch.Tensor) -> None:
-    """Replace a tensor's data, of any shape, for all code that holds it; not that of its base."""
+    """Replace the data of a tensor, also by data of another shape, for all code that holds the
+    tensor. The tensor of which it is a view does not change.
+    """
     with torch.no_grad():
         tensor.data = given.to(device=tensor.device, dtype=tensor.dtype).clone()
 
 
 def digests_of_samples(tensors: list[torch.Tensor]) -> tuple[str, ...]:
-    """Return a digest of each sample: the rows of all tensors with the first one's batch size."""
+    """Return a digest of each sample: the digest of its rows in all tensors whose batch size is
+    that of the first.
+    """
     batched = [t for t in tensors if t.dim() > 0 and t.shape[0] == tensors[0].shape[0]]
     if not batched or tensors[0].dim() == 0:
         return ()

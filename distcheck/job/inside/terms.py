@@ -1,4 +1,4 @@
-"""Reads the terms of a loss from its autograd graph: the losses that it adds, and the factors of
+"""Reads the terms of a loss from its autograd graph: the losses that it adds up, and the factor of
 each.
 """
 
@@ -33,23 +33,23 @@ class NodeOutput:
 
 
 class _UnreadableError(Exception):
-    """The reason why a loss has no readable terms."""
+    """Raised with the reason why the terms of a loss cannot be read."""
 
 
 def terms_of(loss: torch.Tensor, heard: Sequence[Heard]) -> tuple[tuple[LossTerm, ...], str]:
     """Return the terms of a loss, or the reason why there are none: the loss is not a sum, with
-    constant weights, of recorded losses and the script's own means and sums.
+    constant weights, of recorded losses and of the script's own means and sums.
     """
     found, why = ends_of(loss, heard)
     return tuple(term for term, _ in found), why
 
 
 def divisor_of_loss(loss: torch.Tensor, heard: Sequence[Heard], rows: int = 0) -> tuple[float, str]:
-    """Return the divisor of a loss, and how it is a sum over samples.
+    """Return the divisor of a loss, and how the loss is a sum over samples.
 
-    The divisor is the number of elements or targets of a mean, or the divisor of a sum; 0 if the
-    terms disagree or have none. The second value is "sum", "times" (means times the number of
-    samples, `rows`), or "".
+    The divisor is the number of elements or targets of a mean, or the number by which a sum is
+    divided; 0 if the terms disagree or have none. The second value is "sum", "times" (a mean times
+    the number of samples, `rows`), or "".
     """
     found, _ = ends_of(loss, heard)
     counts = set[float]()
@@ -150,7 +150,7 @@ def _to_factor(factor: By, *, outer: bool) -> LossFactor:
 
 
 def _inside(node: Node) -> Iterator[By]:
-    """Yield the factors of every element of a mean or sum."""
+    """Yield the factors of each element of a mean or sum."""
     part = node.next_functions[0][0]
     while part is not None and _kind(part) in ("Mul", "Div", "Neg", *_SAME):
         try:
@@ -204,7 +204,7 @@ def _reduces(node: Node) -> str:
 
 
 def _passes(node: Node) -> bool:
-    """Return True for a mean or sum of a single element, or of stacked losses."""
+    """Return True for a mean or sum over a single element, or over stacked losses."""
     return bool(math.prod(node._saved_self_sym_sizes) == 1 or _stacks(node.next_functions[0][0]))
 
 
@@ -217,7 +217,9 @@ def _factor(number: float) -> By | None:
 
 
 def _constant_factor(by: Any, *, divides: bool) -> By:
-    """Return a constant factor, and if the script may have computed it (quotients and floats)."""
+    """Return a constant factor, with a flag that is True if the script may have computed it
+    (quotients and floats).
+    """
     if not isinstance(by, torch.Tensor) or by.numel() != 1:
         raise _UnreadableError("it is multiplied by something other than a number")
     number = float(by)

@@ -1,5 +1,5 @@
 """Collects module inputs and outputs from all copies of a replay: the reference of each rank, and
-the change of each tensor by one ULP of every parameter.
+the change of each tensor when every parameter is perturbed by one ULP.
 """
 
 import math
@@ -24,14 +24,16 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ModulesOfCopies:
-    """Recorded modules of each rank, by copy."""
+    """Recorded modules of each rank, for each copy."""
 
     def __init__(self, draws: int, world: int) -> None:
         self._draws, self._world = draws, world
         self._found: dict[ReplayTask, dict[int, WatchedStep]] = {}
 
     def without(self, found: Written) -> Written:
-        """Return copies' results without recorded modules, which are kept here."""
+        """Remove recorded modules from the results of copies and keep them here. Return the
+        remaining results.
+        """
         left: Written = {}
         for task, one in found.items():
             left[task] = one

@@ -226,7 +226,8 @@ def _with_loss_contract(found: Sequence[Diagnosis], facts: Measurements) -> list
     contract = joined_suggestions(chosen.cause, "loss-contract", names=names)
     hinted = msgspec.structs.replace(
         chosen,
-        evidence=f"{chosen.evidence}; with a different --loss, all gradients would be correct",
+        evidence=f"{chosen.evidence}; or the code is correct, and --loss does not match how the "
+        "training loop scales the loss",
         suggestion=f"{chosen.suggestion}; {contract}",
     )
     return [hinted if d is chosen else d for d in found]
