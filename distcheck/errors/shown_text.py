@@ -62,7 +62,7 @@ def displayable(value: T) -> T:
 
 
 def encodable(value: T) -> T:
-    """Return the value with every text in it encodable as UTF-8, and unchanged otherwise."""
+    """Return the value with characters that UTF-8 cannot encode escaped in every text."""
     return _map_texts(value, lambda _, text: text.encode(errors="backslashreplace").decode())  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,6 @@
-"""The main sequence of `distcheck job`: run the command, read the recording, judge, report."""
+"""Implementation of `distcheck job`: runs the command, reads the recording, judges it,
+and reports.
+"""
 
 import contextlib
 import dataclasses
@@ -151,7 +153,7 @@ def _store_report(report: Report) -> Report:
 
 
 def _hung(asked: JobOptions, ran: CommandResult) -> CaseReport:
-    """Report a job that hung; nothing else of it is judged."""
+    """Report a job that hung. Nothing else of the job is judged."""
     made = [one.step for one in ran.hung if one.step is not None]
     where = f"after step {max(made)}" if made else "before its first step"
     check = CheckResult(
@@ -181,7 +183,9 @@ def _why_none(asked: JobOptions) -> str:
 def _replay(
     asked: JobOptions, job: JobRecording, copy: ProjectCopy, folder: Path, own_inputs: str = ""
 ) -> tuple[JobRecording, Reference | None, str]:
-    """Return the job as compared, and the reference or the reason why there is none."""
+    """Return the job in the form that is compared, and the reference or the reason why there is
+    none.
+    """
     if job.processes == 1 or not job.steps or job.divided_by:
         return job, None, "there is nothing to compare with"
     if any(len(replica) > 1 for replica in job.replicas) and any(

@@ -1,7 +1,8 @@
-"""Copies the project so that the reference run cannot modify the original.
+"""Copies the project, so that the reference run cannot modify the original.
 
-The copy covers the whole checkout, since scripts import from neighboring folders. A link out of the
-checkout is copied with its target, or kept as a link if the target is not writable.
+The copy covers the whole checkout, because scripts import from neighboring folders. The target of a
+link that leads out of the checkout is copied. If the target is not writable, the link is kept
+instead.
 """
 
 import functools
@@ -21,25 +22,27 @@ _LEFT_OUT = (".git", "__pycache__", ".distcheck", "node_modules", ".venv", "venv
 
 @dataclass(frozen=True)
 class ProjectCopy:
-    """A project and its copy, or `missing`: the reason why there is none."""
+    """A project and its copy. If there is no copy, `missing` is the reason."""
 
     project: Path
     folder: Path
     missing: str = ""
 
     def of(self, path: Path) -> Path | None:
-        """Return the copy's counterpart of a path into the project."""
+        """Return the path in the copy that corresponds to a path in the project."""
         inside = path.is_absolute() and path.is_relative_to(self.project)
         return self.folder / path.relative_to(self.project) if inside else None
 
     def words(self, words: Sequence[str]) -> list[str]:
-        """Return a command with its paths into the project replaced by paths into the copy."""
+        """Return a command in which paths into the project are replaced by paths into the copy."""
         places = [(word, self.of(Path(word))) for word in words]
         return [str(place) if place and place.exists() else word for word, place in places]
 
 
 def copy_project(target: Path) -> ProjectCopy:
-    """Copy the current checkout, or the current folder if it is in none or that is too large."""
+    """Copy the current checkout. Copy only the current folder if it is in no checkout, or the
+    checkout is too large.
+    """
     here, own = Path.cwd(), target.parent  # may be inside the project, depending on TMPDIR
     folders = (one for one in (here, *here.parents) if (one / ".git").exists())
     checkout = next((one for one in folders if private.has_trusted_owner(one / ".git")), here)
@@ -63,7 +66,9 @@ def copy_project(target: Path) -> ProjectCopy:
 
 
 def _size(project: Path, own: Path) -> int | None:
-    """Return a project's size in bytes, link targets included; None if it is too large."""
+    """Return the size of a project in bytes, including targets of links; None if it is
+    too large.
+    """
     size = 0
     for count, file in enumerate(_files(project, own)):
         size += file.stat().st_size if file.is_file() else 0
@@ -73,7 +78,9 @@ def _size(project: Path, own: Path) -> int | None:
 
 
 def _files(folder: Path, own: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of its link targets, each once even if links form a cycle."""
+    """Yield the files of a folder and of the targets of its links, without duplicates, even if
+    links form a cycle.
+    """
     ahead, seen = [folder], {folder}
     while ahead:
         for parent, folders, names in os.walk(top := ahead.pop()):
@@ -103,8 +110,8 @@ def _is_left_out(path: Path, own: Path) -> bool:
 
 
 def _copy_what_links_lead_to(project: Path, copy: Path) -> None:
-    """Point the copy's links into the copy, except those with a read-only target. A folder outside
-    the project is copied once, and all links to it share that copy.
+    """Make the links of the copy point into the copy, except those with a read-only target. A
+    folder outside the project is copied once, and all links to it share that copy.
     """
     copies: dict[Path, Path] = {}
     for parent, folders, names in os.walk(copy):

@@ -12,8 +12,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 
 def fit(actual: Gradients, *bases: Gradients) -> tuple[tuple[float, ...], float] | None:
-    """Fit `actual` as a linear combination of `bases`; return the factors and the relative
-    residual, or None if a base is zero.
+    """Fit `actual` as a linear combination of `bases`. Return the factors and the relative
+    residual; None if a base is zero.
     """
     rows = []
     for name, one in actual.items():

@@ -65,7 +65,9 @@ class SlurmEngine:
                 yield part, LostPart(f"Slurm's job {job.job_id} ended as {state}: {first.strip()}")
 
     def close(self) -> None:
-        """End jobs that still run, and remove the arguments and results of all."""
+        """Cancel the jobs that still run, and remove the files with the arguments and results of
+        all jobs.
+        """
         for job, _ in self._jobs:
             job.cancel()
         for pickle in self._place.glob("*.pkl"):

@@ -33,8 +33,8 @@ _MOST_WORDS = 2000  # characters of stderr
 
 
 def run_part(words: Sequence[str], folder: str | None, umask: int = -1) -> Ended:
-    """Run `distcheck verify` with these arguments, in `folder` or the task's working directory, and
-    with its umask or the task's.
+    """Run `distcheck verify` with these arguments. The task's own working directory and umask are
+    used, unless `folder` and a umask are given.
     """
     parent = os.getpid()
     with scratch.folder(prefix="distcheck-part-") as place:

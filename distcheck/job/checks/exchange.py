@@ -101,8 +101,8 @@ def gradients_at_step(
 ) -> JobStep:
     """Return the gradients of a step.
 
-    `of_all` omits the parameters that some rank's optimizer does not have. For optimizer gradients,
-    clipping by norm is taken into account.
+    With `of_all`, parameters are omitted that the optimizer of some rank does not have. For
+    optimizer gradients, clipping by norm is taken into account.
     """
     shares, later = token_weights(job, step), scale_after_last_pass(job, step)
     counted = len(set(shares)) > 1
@@ -150,10 +150,10 @@ def _compare(view: JobStep, tally: Tally, index: int) -> int:
 
 def redundant_synchronization(job: JobRecording) -> tuple[int, int, float | None]:
     """Measure redundant synchronization: backward passes of rank 0 in which DistributedDataParallel
-    synchronizes although a later pass of the same step does, too.
+    synchronizes, although it does so again in a later pass of the same step.
 
-    Returns their number, the gradient bytes of one synchronization, and the seconds by which it
-    delayed backward (None if torch did not measure them).
+    Returns the number of these passes, the gradient bytes of one synchronization, and the seconds
+    by which one delayed backward (None if torch did not measure them).
     """
     count = size = 0
     waited: float | None = None
@@ -170,7 +170,9 @@ def redundant_synchronization(job: JobRecording) -> tuple[int, int, float | None
 
 
 def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
-    """Check that clipping by norm multiplies reduced gradients by the factor of the norm."""
+    """Check that clipping by norm multiplies the reduced gradients by the factor that follows from
+    their norm.
+    """
     if not any(clip.kind == "norm" for record in job.records.values() for clip in record.clips):
         return None
     tally = Tally("clipping", ROUNDING)
@@ -190,7 +192,9 @@ def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
 
 
 def _clipped_by(record: StepRecord, name: str) -> tuple[float, int]:
-    """Return the factor of clipping by norm for a parameter, and its number of roundings."""
+    """Return the factor by which clipping by norm scales a parameter's gradient, and its number of
+    roundings.
+    """
     clips = [one for one in record.clips if not one.names or name in one.names]
     factor = 1.0
     for clip in clips:
@@ -231,9 +235,9 @@ def loss_factors(job: JobRecording, step: int) -> list[float] | None:
 
 
 def factors_of_sum_losses(job: JobRecording, step: int) -> list[float] | None:
-    """Return the factors of `loss_factors`, equal on all ranks, for losses that are sums over
-    targets: the average sum of a rank's losses, relative to the mean over all targets. None for
-    other losses.
+    """Return the factors of `loss_factors` for losses that are sums over targets: the sum of a
+    rank's losses, averaged over ranks, relative to the mean over all targets. It is the same for
+    all ranks. None for other losses.
     """
     total = sums = 0.0
     targets = 0
@@ -248,8 +252,8 @@ def factors_of_sum_losses(job: JobRecording, step: int) -> list[float] | None:
 
 
 def scale_after_last_pass(job: JobRecording, step: int) -> float:
-    """Return the factor by which a script scales gradients after the last pass: one over the number
-    of passes if its losses are not scaled, else (or if unknown) 1.
+    """Return the factor by which a script scales gradients after the last pass: 1 / (number of
+    passes) if its losses are not scaled, and 1 otherwise or if this is unknown.
     """
     factors = _loss_weights(job, step)
     passes = len(job.records[0, step].trained)
@@ -284,7 +288,9 @@ def _loss_weights(job: JobRecording, step: int) -> list[float] | None:
 
 
 def carried(job: JobRecording) -> CheckResult:
-    """Check that gradients are cleared before the next step's gradients reach the optimizer."""
+    """Check that the gradients of a step are cleared before those of the next step reach the
+    optimizer.
+    """
     tally = Tally("accumulation", NO_LAYER)
     for step in job.steps:
         for rank, record in enumerate(job.at(step)):
@@ -300,7 +306,7 @@ def carried(job: JobRecording) -> CheckResult:
 def loss_scale(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:
     """Check that an accumulated loss is divided by the number of backward passes exactly once.
 
-    In a step with passes of several losses, each loss is judged by itself.
+    If the passes of a step belong to several losses, each loss is judged separately.
     """
     tally, views = Tally("loss scale", NO_LAYER), _views_by_loss(job)
     ranks = range(job.world)
@@ -325,7 +331,7 @@ def _lengths(job: JobRecording, rank: int, step: int) -> set[int]:
 
 
 def _views_by_loss(job: JobRecording) -> list[JobRecording]:
-    """Return the recording with the passes of one loss only, for each loss of a step."""
+    """Return one recording for each loss of a step, which has only the passes of that loss."""
     found = {place: job.by_loss(*place) for place in job.records}
     return [
         dataclasses.replace(

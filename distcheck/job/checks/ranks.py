@@ -1,5 +1,5 @@
-"""Checks of state that is the same across ranks (parameters, settings, loss scales) or must differ
-(RNG streams).
+"""Checks state that must be the same on all ranks (parameters, settings, loss scales), and RNG
+streams, which must differ.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def _same_digests(job: JobRecording, tally: Tally, step: int, prefixes: tuple[st
 
 
 def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> None:
-    """Compare ranks of model-parallel units: ranks that hold the same shard, and tensors that two
-    pipeline stages share from the start (tied weights).
+    """Compare ranks within model-parallel units: ranks that hold the same shard, and tensors that
+    two pipeline stages share from the start (tied weights).
     """
     if job.apart is None:
         return
@@ -55,7 +55,9 @@ def _same_in_units(job: JobRecording, tally: Tally, step: int, kind: str) -> Non
 
 
 def differs_in_units(job: JobRecording) -> str:
-    """Return a parameter whose initial values differ within a model-parallel unit, or ""."""
+    """Return the first parameter whose initial values differ within a model-parallel
+    unit, or "".
+    """
     tally = Tally("initial state", NO_LAYER)
     for step in job.steps[:1]:
         _same_in_units(job, tally, step, "before/")
@@ -75,9 +77,10 @@ def _distance(job: JobRecording, rank: int, step: int, name: str, beside: int = 
 
 
 def averaged_parameters(job: JobRecording) -> list[str]:
-    """Return the parameters of modules that no gradient and no optimizer reaches and of which some
-    change: averages of others, such as an EMA inside the model. On a rank where an average starts,
-    its updates may be below rounding.
+    """Return the parameters of modules that have neither gradients nor an optimizer, if some of
+    these parameters change: averages of other parameters, such as an EMA inside the model. A change
+    on any rank counts, because on a rank where an average starts, its updates may be below
+    rounding.
     """
     if len(job.steps) < 2:
         return []
@@ -136,7 +139,7 @@ def agreement(job: JobRecording) -> CheckResult:
 
 
 def first_different_start(job: JobRecording, step: int) -> str:
-    """Return the first parameter that differs across ranks before a step, or ""."""
+    """Return the first parameter that differs across ranks at the start of a step, or ""."""
     for name in (n for n in job.records[0, step].digests if n.startswith("before/")):
         if len({record.digests.get(name) for record in job.at(step)}) > 1:
             return _bare(name)
@@ -168,7 +171,9 @@ def _bare(name: str) -> str:
 
 
 def random_streams(job: JobRecording) -> Iterator[CheckResult]:
-    """Check that ranks draw different random numbers in forward, or between batch and loss."""
+    """Check that ranks draw different random numbers, in forward or between loading the batch and
+    the loss.
+    """
     tally = Tally("random streams", NO_LAYER)
     compared = _compare_streams_of_shared_samples(job, tally)
     for step in job.steps:
@@ -194,7 +199,7 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
 
 
 def _compare_streams_of_shared_samples(job: JobRecording, tally: Tally) -> bool:
-    """Compare RNG streams of ranks that share samples; return True if there were any."""
+    """Compare the RNG streams of ranks that share samples. Return True if there are such ranks."""
     compared = False
     if job.apart is None or not any(axis.kind == "sequence" for axis in job.ranks[0].axes):
         return False

@@ -1,15 +1,15 @@
-"""Compares each step with the script as a single process on the ranks' batches.
+"""Compares each step with the script running as a single process on the batches of all ranks.
 
 A gradient is within
 
     8 max_d |g_d - g| + gamma(W + 1) |g| + u |G|
 
-of the reference's g in the L2 norm. The g_d are its gradients after every parameter was perturbed
-by ±1 ULP at random (measured in the same process), gamma(W + 1) |g| is the rounding of the
-all-reduce (`judge/oracles/rounding.py`), and u |G|, with G the gradients of all parameters, is a
-floor for gradients that consist of rounding only. The factor 8 is a heuristic: the ranks' sums are
-evaluated in another order in every layer, which changes a gradient about as much as one ULP of the
-parameters, and two draws do not show the largest such change.
+of the reference gradient g, in the L2 norm. The g_d are the reference gradients after every
+parameter was perturbed by ±1 ULP at random (measured in the same process). gamma(W + 1) |g| is the
+rounding of the all-reduce (`judge/oracles/rounding.py`). u |G|, with G the gradients of all
+parameters, is a floor for gradients that consist of rounding only. The factor 8 is a heuristic: the
+ranks' sums are evaluated in another order in every layer, which changes a gradient about as much as
+one ULP of the parameters, and two draws do not show the largest such change.
 
 Only the gradients passed to the optimizer decide. Reduced gradients may differ, because a script
 may scale the loss and unscale later.
@@ -43,8 +43,8 @@ from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 def checks_with_reference(
     job: JobRecording, reference: Reference
 ) -> tuple[list[CheckResult], frozenset[int]]:
-    """Return every check against the reference in report order, and the steps at which every
-    optimizer received the reference gradients and reached its parameters.
+    """Return all checks against the reference in report order, and the steps at which every
+    optimizer received the reference gradients and computed the reference parameters.
     """
     raw, given = Tally("gradients", IN_FLOAT32), Tally("clipped gradients", IN_FLOAT32)
     clips = any(record.clips for record in job.records.values())
@@ -81,9 +81,9 @@ def checks_with_reference(
 
 
 def reference_scale(reference: Reference) -> float:
-    """Return the factor from the replay's gradients to the single-process reference: 1, unless the
-    loss is a sum over samples and the job averages the ranks' sums. A script may multiply by the
-    world size afterwards.
+    """Return the factor from the gradients of the replay to those of the single-process reference.
+    It differs from 1 if the loss is a sum over samples and the job averages the ranks' sums. (A
+    script may multiply by the world size afterwards.)
     """
     return max(reference.replayed.scales) / reference.replayed.scale
 
@@ -128,7 +128,9 @@ def _add_results(tally: Tally, compared: Results, step: int) -> None:
 def gradient_tolerances(
     job: JobRecording, found: dict[str, torch.Tensor], step: int
 ) -> dict[str, float]:
-    """Return the tolerance of every gradient; 0 for all if all are exactly zero."""
+    """Return the tolerance of every gradient. If all gradients are exactly zero, all tolerances are
+    0.
+    """
     raw = reference_gradients(found, Kind.EXCHANGED)
     total = math.hypot(*(norm_of(t) for t in raw.values()))
     return {
@@ -146,8 +148,8 @@ def gradient_tolerances(
 
 
 def _bounds_given(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> dict[str, float]:
-    """Return the tolerances of optimizer gradients: scaled like the gradient, plus the error of the
-    clipping factor (that of the total norm, and eight roundings).
+    """Return the tolerances of optimizer gradients: those of the gradients times the clipping
+    factor, plus the error of that factor (the error of the total norm, and eight roundings).
     """
     of_norm = _norm_error(found, bounds)
     clipped = {}
@@ -169,8 +171,9 @@ def _norm_error(found: dict[str, torch.Tensor], bounds: dict[str, float]) -> flo
 def _clipping_matches(
     job: JobRecording, seen: ReplayedStep, found: dict[str, torch.Tensor], bounds: dict[str, float]
 ) -> bool:
-    """Return True if every rank's clipping scales by the reference's factor. Twice the correct
-    gradients are clipped to the same result while both norms exceed the maximum.
+    """Return True if the clipping of every rank scales by the same factor as in the reference. The
+    clipped gradients do not show this: gradients that are 2x too large are clipped to the same
+    result if both norms exceed the maximum.
     """
     unit = max(unit_roundoff(found[f"raw/{name}"].dtype) for name in bounds)
     room = _norm_error(found, bounds) + gamma(8, unit)
@@ -185,7 +188,7 @@ Norms = tuple[float, float]  # maximum norm of clipping, and the norm it compute
 
 
 def paired_clips(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, Norms]]:
-    """Pair each clipping by norm in a rank's step with that of the reference."""
+    """Pair each call of clipping by norm in a rank's step with that of the reference."""
     own = [(one.most, one.norm) for one in record.clips if one.most is not None]
     pairs = [(most, norm) for most, norm in own if norm is not None]
     return [*zip(pairs, seen.clips, strict=True)] if len(pairs) == len(seen.clips) else []
@@ -194,8 +197,9 @@ def paired_clips(record: StepRecord, seen: ReplayedStep) -> list[tuple[Norms, No
 def contents(reference: Reference) -> Iterator[CheckResult]:
     """Check that a rank's samples equal those that a single process reads for the same indices.
 
-    If the largest field agrees and another differs, samples are assembled differently: labels of
-    other samples, or other class numbers. Differing inputs may be augmented per rank.
+    If the largest field agrees and another one differs, samples are assembled incorrectly: with
+    labels of other samples, or other class numbers. If the inputs differ, each rank may have its
+    own augmentation.
     """
     tally = Tally("data", IN_FLOAT32)
     for read in reference.replayed.reads:
@@ -223,8 +227,8 @@ def contents(reference: Reference) -> Iterator[CheckResult]:
 def losses(
     job: JobRecording, reference: Reference, agreed: Collection[int]
 ) -> Iterator[CheckResult]:
-    """Check that the mean of the ranks' losses is the reference's loss. If gradients agree the loss
-    may differ: a script may report another number than it trains on.
+    """Check that the mean of the ranks' losses equals the reference's loss. If gradients agree, the
+    loss may differ, because a script may report another number than the loss on which it trains.
     """
     tally = Tally("loss", IN_FLOAT32)
     for seen in reference.replayed.steps:
@@ -267,8 +271,8 @@ def _trained_on(
     loss: float,
     alone: float,
 ) -> bool:
-    """Return True if gradients deviate by the loss's factor, too little to appear in each of them.
-    A script that changes gradients later may scale its loss freely.
+    """Return True if the gradients deviate by the factor of the loss, which is too small to show in
+    each gradient. (A script that changes gradients later may scale its loss freely.)
     """
     if seen.changes or not alone:
         return False

@@ -1,10 +1,11 @@
-"""Checks that ranks train on different samples and that every epoch has a different order.
+"""Checks that ranks train on different samples, and that every epoch has a different order.
 
-A sample is identified by its sampler index, or by its content if there is none. In the latter case,
-rows that one rank reads twice in an epoch are ignored. If ranks read different content for the same
-indices, each rank has its own data set, unless some part of every sample is the same. If reading
-also draws random numbers, the data sets cannot be distinguished, and the result is unknown. If all
-ranks read one batch and each takes every W-th row, they have different samples.
+A sample is identified by its sampler index, or by its content if it has no index. In the second
+case, rows that one rank reads twice in an epoch are ignored. If ranks read different content for
+the same indices, each rank has its own data set, unless some field of every sample is the same. If
+reading also draws random numbers, it is unclear whether the data sets differ, and the result is
+unknown. If all ranks read the same batch and each takes every W-th row, they have different
+samples.
 """
 
 from collections import Counter
@@ -30,7 +31,7 @@ Key = object  # identifies a sample
 
 @dataclass
 class _Trained:
-    """The batches that ranks trained on, by place, each with the step that loaded it."""
+    """The batches on which ranks trained, by place, each with the step that loaded it."""
 
     batches: dict[tuple[int, Place], tuple[int, LoadedBatch]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)  # loaders with a separate data set per rank
@@ -49,7 +50,9 @@ def samples(job: JobRecording, rank: int, step: int, trained: "_Trained") -> lis
 
 
 def disjoint_samples(job: JobRecording) -> CheckResult:
-    """Check that no sample is on two ranks in one step, or in the recorded part of one epoch."""
+    """Check that no sample is on two ranks within one step, or within the recorded part of one
+    epoch.
+    """
     tally, trained = Tally("data", NO_LAYER), _trained_samples(job)
     padded = _padded_passes(job, trained)
     if job.processes == 1:
@@ -124,7 +127,9 @@ def _trained_samples(job: JobRecording) -> _Trained:
 
 
 def _is_split(job: JobRecording, trained: _Trained, loader: int) -> bool:
-    """Return True if all ranks together gave their models as many rows as one of them read."""
+    """Return True if all ranks together gave their models as many rows as a single rank
+    has read.
+    """
     read = [len(b.indices) for (_, place), (_, b) in trained.batches.items() if place[0] == loader]
     given = [
         len(one.rows)
@@ -138,12 +143,13 @@ def _is_split(job: JobRecording, trained: _Trained, loader: int) -> bool:
 
 
 def _has_per_rank_data(job: JobRecording, trained: _Trained, loader: int) -> tuple[bool, bool]:
-    """Return whether an index of a loader is another sample on each rank, and whether this is
-    unclear.
+    """Return True if the same index of a loader gives a different sample on each rank. The second
+    value is True if this is unclear.
 
-    Different files mean different samples, and one file per index the same sample. Otherwise
-    samples read under equal RNG streams decide, or else the trained batches: their largest leaf,
-    since ranks may have equal labels in equal order.
+    If samples come from files, different files mean different samples, and the same file means the
+    same sample. Otherwise, samples that were read with equal RNG states decide. Without these, the
+    trained batches decide: only their largest tensor, because ranks may have equal labels in the
+    same order.
     """
     by_index: dict[int, dict[int, tuple[int, LoadedBatch, int]]] = {}
     for (rank, place), (step, batch) in trained.batches.items():
@@ -186,15 +192,15 @@ def _last_batches(job: JobRecording) -> set[tuple[int, int, int, int]]:
 
 
 def _ends_padded(job: JobRecording, rank: int, step: int, padded: set[tuple[int, int]]) -> bool:
-    """Return True if a rank's step was trained on last batches of padded passes only."""
+    """Return True if a rank's step was trained only on last batches of padded passes."""
     places = {p for one in job.records[rank, step].passes if one.live for p in one.batches}
     last = _last_batches(job)
     return bool(places) and all(p[:2] in padded and (rank, *p) in last for p in places)
 
 
 def _padded_passes(job: JobRecording, trained: _Trained) -> set[tuple[int, int]]:
-    """Return the passes over loaders in which ranks together read every sample, and some again to
-    fill their last batches, as accelerate does.
+    """Return the passes over loaders in which the ranks together read every sample, and read some
+    again to fill their last batches, as accelerate does.
     """
     sizes = {
         (one.loader, one.epoch): (one.length, one.samples)
@@ -218,8 +224,8 @@ def _padded_passes(job: JobRecording, trained: _Trained) -> set[tuple[int, int]]
 def _within_epochs(
     job: JobRecording, tally: Tally, trained: _Trained, padded: set[tuple[int, int]]
 ) -> None:
-    """Check that ranks share few samples of an epoch: DistributedSampler repeats one each, and
-    other samplers may fill the last batch with samples that were read before.
+    """Check that ranks share few samples of an epoch: DistributedSampler repeats one sample per
+    rank, and other samplers may fill the last batch with samples that were read before.
     """
     last = _last_batches(job)
     seen: dict[tuple[int, int], dict[int, Counter[Key]]] = {}
@@ -275,7 +281,7 @@ def _report_equal_random_samples(job: JobRecording, tally: Tally, trained: _Trai
 
 
 def _divides(job: JobRecording, loader: int) -> bool:
-    """Return True if a loader's sampler draws each sample once."""
+    """Return True if the sampler of a loader draws each sample once."""
     found = [i for record in job.records.values() for i in record.iterations if i.loader == loader]
     return bool(found) and not any(WITH_REPLACEMENT in i.sampler for i in found)
 

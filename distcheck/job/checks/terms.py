@@ -1,13 +1,14 @@
 """Checks the scale of a loss with several terms, by the factors of each term.
 
-A term that is divided by the number of passes has that number or its inverse among its factors. If
-only some terms are divided, the others are too large by the number of passes. But a script may fold
-the division into a term's weight (`aux * (0.1 / passes)`). So an undivided term is a mistake if it
-has no weight or an integer weight; with any other weight the result is unknown.
+If a term is divided by the number of passes, its factors include that number or its inverse. If
+only some terms are divided, the others are too large by a factor equal to the number of passes. But
+a script may fold the division into the weight of a term (`aux * (0.1 / passes)`). An undivided term
+is therefore a mistake if it has no weight or an integer weight. With any other weight, the result
+is unknown.
 
-A sum is a mean if it is divided by the number of samples of a pass, or of all passes of the step. A
-divisor that differs between steps, but not between a rank's passes of a step, is a number that the
-script has determined for the whole step, such as a number of tokens.
+A sum is a mean if it is divided by the number of samples of a pass, or of all passes of the step.
+If a divisor differs between steps, but not between the passes of a rank within a step, the script
+has determined it for the whole step; it may be a number of tokens.
 """
 
 import math
@@ -24,10 +25,10 @@ _SAME = 1e-6  # Heuristic: a script's factors are float64 or float32 (2^-24)
 
 @dataclass(frozen=True)
 class LossWeight:
-    """The total weight of a rank's mean loss over the passes of a step (1 is correct).
+    """Total weight of a rank's mean loss over the passes of a step; 1 is correct.
 
-    Alternatively `alone`, the terms that are not divided although `others` are, or `why` it is
-    unknown.
+    Instead of a weight, it may have `alone`, the terms that are not divided although `others` are,
+    or `why`, the reason why the weight is unknown.
     """
 
     times: float = 1.0
@@ -56,8 +57,8 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
 
 
 def own_divisors(passes: Sequence[ForwardPass]) -> list[float]:
-    """Return the divisors of losses that are one sum each, if each pass has its own, such as the
-    number of targets within a mask; else nothing.
+    """Return the divisors of losses that consist of one sum, if each pass has its own divisor, such
+    as the number of targets within a mask; otherwise nothing.
     """
     places = _own_factors(passes)
     numbers = [[one.terms[0].factors[n].number for n in places] for one in passes]
@@ -65,7 +66,7 @@ def own_divisors(passes: Sequence[ForwardPass]) -> list[float]:
 
 
 def _own_factors(passes: Sequence[ForwardPass]) -> list[int]:
-    """Return the places of the divisors of sums that differ between passes."""
+    """Return the places of those divisors of sums that differ between passes."""
     terms = [one.terms[0] for one in passes if len(one.terms) == 1]
     if len(terms) < len(passes) or {term.reduction for term in terms} != {"sum"}:
         return []
@@ -77,7 +78,9 @@ def _own_factors(passes: Sequence[ForwardPass]) -> list[int]:
 
 
 def _as_means(passes: Sequence[ForwardPass]) -> Iterator[ForwardPass]:
-    """Yield passes; a sum that is divided by a number of its own pass becomes a mean."""
+    """Yield passes in which a sum that is divided by a number specific to its pass is replaced by a
+    mean.
+    """
     places, replace = _own_factors(passes), msgspec.structs.replace
     for one in passes:
         if places:
@@ -88,7 +91,7 @@ def _as_means(passes: Sequence[ForwardPass]) -> Iterator[ForwardPass]:
 
 
 def may_be_intended_weight(job: JobRecording, rank: int, step: int, number: float) -> bool:
-    """Return True if a loss may have this total weight by design: in every pass it is one term,
+    """Return True if a loss may intentionally have this total weight: in every pass it is one term,
     multiplied by this number as a weight.
     """
     record = job.records[rank, step]
@@ -165,8 +168,8 @@ def _judge_sum(
 
 
 def _is_determined_by_step(job: JobRecording, rank: int, number: int) -> bool:
-    """Return True if a rank's only term is divided by a factor (by its place `number`) that differs
-    between steps, but not between the passes of one step.
+    """Return True if the only term of a rank is divided by a factor that differs between steps, but
+    not between the passes of one step. `number` is the place of the factor.
     """
     found = []
     for step in job.steps:

@@ -1,17 +1,19 @@
-"""A linear audit of gradient synchronization: it detects errors that are identical on all replicas.
+"""Audits gradient synchronization by random projections. It detects errors that are identical on
+all replicas.
 
 In an audited step, each gradient is projected onto a random ±1 vector twice: as backward produces
 it, before any communication, and as the optimizer receives it. Reduction, division and clipping by
-norm are linear and the same for all parameters, so the second projection is one weighted mean of
-the ranks' first, within rounding. With W ranks and k backward passes, each element is rounded at
-most W + k + 6 times (a sum over ranks and passes; divisions by the world size, by passes, by a loss
-scale; a clip), each time by at most the unit roundoff u of the summed magnitudes. The bound of a
-parameter is therefore (W + k + 6) * u * sum |g|. A factor of 1 + d appears as d * |g|_2, which
-exceeds the bound for up to 1 / (W + k + 6)^2 u^2 elements: for float32 the whole tensor is
-projected, for 16-bit dtypes a part of it, a different part each time.
+norm are linear and the same for all parameters. Within rounding, the second projection must
+therefore be a weighted mean of the ranks' first projections, with the same weights for all
+parameters. With W ranks and k backward passes, each element is rounded at most W + k + 6 times (a
+sum over ranks and passes; divisions by the world size, by passes, by a loss scale; a clip), each
+time by at most the unit roundoff u of the summed magnitudes. The bound of a parameter is therefore
+(W + k + 6) * u * sum |g|. A factor of 1 + d appears as d * |g|_2, which exceeds the bound for up to
+1 / (W + k + 6)^2 u^2 elements. For float32 this allows whole tensors. For 16-bit dtypes, a part of
+the tensor is projected, a different part each time.
 
-If fully_shard shards a parameter, the first projection covers the unsharded gradient of the model,
-and the second is summed over the ranks, each of which contributes its shard.
+If fully_shard shards a parameter, the first projection covers the unsharded gradient of the model.
+The second one is summed over the ranks, each of which contributes its shard.
 """
 
 import hashlib
@@ -38,10 +40,10 @@ _EQUAL = 1e-3  # Heuristic: rank weights closer than this are equal
 
 @dataclass(frozen=True)
 class WeightedMeanFit:
-    """The optimizer gradients as a weighted mean of the local gradients.
+    """Fit of the optimizer gradients as a weighted mean of the ranks' local gradients.
 
-    Holds the weights, and for each parameter (by index) that does not fit them, the deviating ranks
-    if known.
+    Holds the weights and, for each parameter (by index) that does not fit them, the ranks that
+    deviate, if known.
     """
 
     weights: tuple[float, ...]
@@ -63,7 +65,7 @@ class WeightedMeanFit:
 
 
 class LeafGradients:
-    """Gradients of one parameter since it was last cleared."""
+    """Gradients of one parameter since its `.grad` was last cleared."""
 
     def __init__(self, audit: "Audit", parameter: torch.Tensor, number: int) -> None:
         self._audit, self.parameter, self.number = audit, parameter, number
@@ -91,7 +93,7 @@ class LeafGradients:
             self._hook.put_back()
 
     def got(self) -> float:
-        """Return the projection of the optimizer gradient; NaN if there is none."""
+        """Return the projection of the optimizer gradient; NaN if there is no gradient."""
         grad: Any = self.parameter.grad
         if self.is_divided and grad is not None and hasattr(grad, "to_local"):
             grad = grad.to_local()
@@ -111,7 +113,7 @@ class LeafGradients:
     def _is_held(self) -> bool:
         """Return True if the recorded local gradient is still part of `.grad`.
 
-        A shard may be zero although the whole gradient is not; then this step is unknown.
+        A shard may be zero although the whole gradient is not; the step is then unknown.
         """
         grads: list[Any] = [t.grad for t in (self.parameter, self.whole) if t is not None]
         parts = [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
@@ -132,7 +134,7 @@ class UnshardedTensor(NamedTuple):
 
 class Audit:
     """Measures the armed steps of one optimizer. `wire` is the dtype in which the reduction rounds,
-    if it is not the gradients' dtype.
+    if that is not the dtype of the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, wire: torch.dtype | None) -> None:
@@ -151,7 +153,7 @@ class Audit:
 
     @property
     def is_early(self) -> bool:
-        """True at the first step, before the unsharded tensors of fully_shard are known."""
+        """True at the first step, when the unsharded tensors of fully_shard are not known yet."""
         return self._step == 1 and any(leaf.whole is None for leaf in self.leaves)
 
     @property
@@ -161,7 +163,7 @@ class Audit:
         return self._others + (0 if self.is_early else waits)
 
     def arm(self, step: int, model: torch.nn.Module | None = None) -> None:
-        """Measure the next step of an optimizer that trains `model`, if that is known."""
+        """Measure the next step of an optimizer. `model` is the model that it trains, if known."""
         self.armed, self._step, self.rows = True, step, []
         wholes = {} if model is None else dict(_wholes_in(model))
         for leaf in self.leaves:
@@ -204,7 +206,9 @@ class Audit:
         return self._signs[device]
 
     def _measure(self) -> None:
-        """Measure before a step; if optimizers call each other's step, the innermost counts."""
+        """Measure before a step. If optimizers call each other's step, the innermost step is
+        measured.
+        """
         if not self.armed:
             return
         self.rows = []
@@ -243,8 +247,8 @@ def _wholes_in(model: torch.nn.Module) -> Iterator[tuple[int, UnshardedTensor]]:
 
 
 def sum_projections(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[int]) -> list[Rows]:
-    """Sum the optimizer projections of sharded parameters over ranks. `copies`: the number of
-    replicas of each shard, 0 for parameters that every rank holds completely.
+    """Sum the optimizer projections of sharded parameters over ranks. `copies` is the number of
+    replicas of each shard; 0 for parameters that every rank holds completely.
     """
     found = [[list(row) for row in one] for one in rows]
     for place, several in enumerate(copies):
@@ -256,7 +260,9 @@ def sum_projections(rows: Sequence[Sequence[Sequence[float]]], copies: Sequence[
 
 
 def _sampled_elements(roundoff: float) -> int:
-    """Return the number of elements at which a factor is still visible in the mean of two ranks."""
+    """Return the number of projected elements at which a wrong factor is still visible in the mean
+    of two ranks.
+    """
     return max(_LEAST, int((_VISIBLE * (2 + 1 + _ROUNDINGS) * roundoff) ** -2))
 
 
@@ -267,8 +273,9 @@ def _seed_of(*about: int) -> int:
 def judge(
     rows: Sequence[Sequence[Sequence[float]]], roundoff: Sequence[float]
 ) -> WeightedMeanFit | None:
-    """Compare the measurements of all ranks (by rank and parameter: local projection, L1 norm,
-    passes, optimizer projection), or return None without any. Pure, so all ranks conclude the same.
+    """Fit the measurements of all ranks, or return None if there are none. For each rank and
+    parameter, `rows` has the local projection, the L1 norm, the number of passes, and the optimizer
+    projection. This is a pure function, so all ranks reach the same conclusion.
     """
     every = torch.tensor(rows, dtype=torch.float64)
     known = (every.isfinite().all(2) & (every[:, :, 1].sum(0) > 0)).all(0)
@@ -302,9 +309,10 @@ def judge(
 
 
 def _fit_equal(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return equal weights, by the factor that fits most gradients.
+    """Return equal weights, scaled by the factor that fits most gradients.
 
-    Candidates are factors of single gradients; least squares over the fitted gradients refines it.
+    The candidates are the factors that fit single gradients. The best candidate is refined by least
+    squares over the gradients that it fits.
     """
     mean, seen = given.mean(0), got.mean(0)
     ratios = (seen / mean)[mean != 0].sort().values
@@ -322,8 +330,8 @@ def _fit_equal(given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> t
 def _fit_weights(
     given: torch.Tensor, got: torch.Tensor, bound: torch.Tensor
 ) -> torch.Tensor | None:
-    """Fit separate weights for each rank (a script that weights by samples or tokens) by least
-    squares over the gradients that they fit; None if these are too few.
+    """Fit a separate weight for each rank (a script may weight by samples or tokens), by least
+    squares over the gradients that fit. Return None if these are too few.
     """
     world, count = given.shape
     kept = torch.ones(count, dtype=torch.bool)

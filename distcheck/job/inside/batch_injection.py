@@ -54,7 +54,9 @@ class BatchInjector:
         return copy is not None and copy.step == self.step and bool(copy.pairs)
 
     def source(self, number: int) -> Pairs:
-        """Return the ranks and passes whose inputs replace the script's now."""
+        """Return the ranks and passes whose recorded inputs replace the inputs of the
+        script now.
+        """
         if self.makes_one and self.copy is not None:
             return self.copy.pairs
         if self.mode == IN_TURN:

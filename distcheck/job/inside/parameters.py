@@ -91,7 +91,7 @@ class Parameters:
         return [name for one in parameters if (name := self.name_of(one)) is not None]
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters, in the order of naming."""
+        """Return the names of an optimizer's parameters, in the order in which they were named."""
         own = set(self.names_of(parameter for _, parameter in places_in(optimizer)))
         return [name for name in self.by_name if name in own]
 

@@ -1,7 +1,7 @@
-"""Runs ranks in processes that a launcher started, on this or other machines.
+"""Runs ranks in processes that a launcher started, on this machine or on others.
 
-bootstrap   connects them; secret and handshake authenticate them
+bootstrap    connects these processes; secret and handshake authenticate them
 coordinator  runs in the front end: a pool whose ranks are spread over these processes
-agent       runs in every other process, and runs its ranks for the front end
-protocol    the messages between front end and agent
+agent        runs in every other process, and forks ranks for the front end
+protocol     the messages between front end and agent
 """

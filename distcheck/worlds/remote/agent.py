@@ -42,7 +42,7 @@ _READ_DEADLINE_S = 600.0  # idle seconds; downloads take time
 
 @dataclass(eq=False)
 class HostedChild(Child):
-    """A rank here; all of its events are forwarded."""
+    """A rank in this process's care. All of its events are forwarded to the front end."""
 
     host: "Agent | None" = None
     world: int = 0
@@ -66,7 +66,9 @@ class HostedChild(Child):
 
 @dataclass(eq=False)
 class HostedShare:
-    """Ranks of one world here, and the local replacements for the front end's descriptors."""
+    """The ranks of one world in this process, and the local replacements for the front end's
+    descriptors.
+    """
 
     share: LocalShare
     regions: dict[int, tuple[Region, ...]]
@@ -74,17 +76,17 @@ class HostedShare:
 
 
 class HostedJobs(Protocol):
-    """Jobs that the front end may run in this process."""
+    """The jobs that the front end may run in this process."""
 
     def check(self, target: str, payload: bytes) -> None:
-        """Raise CannotRunError for a job that is not permitted in a rank here."""
+        """Raise CannotRunError for a job that a rank of this process must not run."""
 
     def prepare(self, name: str, data_dir: str, *, download: bool) -> tuple[Job[Any, bytes], Any]:
         """Return the job that reads a data set, and its request."""
 
 
 class Agent:
-    """A launched process that is not the front end."""
+    """One of the launched processes, except the front end."""
 
     def __init__(self, pool: Pool, launch: Launch, *, deadline_s: float) -> None:
         self._pool, self._launch = pool, launch
@@ -168,7 +170,7 @@ class Agent:
             ) from None
 
     def _heard_verdict(self) -> bool:
-        """Return True if a front end that closed the connection had sent the result first."""
+        """Return True if the front end had sent the result before it closed the connection."""
         assert self._line is not None
         with contextlib.suppress(EOFError, OSError, msgspec.MsgspecError):
             while self._over is None:
@@ -369,7 +371,7 @@ class StoreFinder:
 
 
 def written_parts(fd: int, regions: tuple[Region, ...]) -> Iterator[Region]:
-    """Yield (begin, end) of the written parts of a sparse file within regions (offset, length)."""
+    """Yield the written parts (begin, end) of a sparse file within `regions` (offset, length)."""
     for offset, length in regions:
         at, end = offset, offset + length
         while at < end:

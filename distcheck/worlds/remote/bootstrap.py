@@ -34,8 +34,8 @@ Finder = Callable[[], tuple[str, int] | str | None]  # an address, an abstract s
 
 
 class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Publish rank 0's address under `key` in the TCPStore at host:port, or wait for it if `value`
-    is empty. `size_key` holds the number of ranks of the run's first start.
+    """Publish rank 0's address under `key` in the TCPStore at host:port or, if `value` is empty,
+    wait for it. `size_key` holds the number of ranks with which the run was first started.
     """
 
     host: str
@@ -48,7 +48,7 @@ class StoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The published address, and the number of ranks at the run's first start."""
+    """The published address, and the number of ranks with which the run was first started."""
 
     value: str
     first_size: int
@@ -104,7 +104,9 @@ def _is_host(text: str) -> bool:
 
 
 def address_in(file: Path) -> tuple[str, int] | None:
-    """Return the host and port that rank 0 has written to a file; None until it has."""
+    """Return the host and port that rank 0 has written to a file; None until it has
+    written them.
+    """
     try:
         text = read_bounded(file, _MOST_BYTES).decode()
         return address_of(f"tcp://{text.strip()}")
@@ -146,7 +148,9 @@ def _look_up(host: str, port: int) -> tuple[int, Any]:
 
 
 def place_of(server: socket.socket) -> str:
-    """Return a socket's address for `address_of`; the machine's name for a wildcard."""
+    """Return the address of a socket in the format of `address_of`. For a wildcard address, it has
+    the machine's name.
+    """
     host, port = server.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # the user asked for all interfaces
         host = socket.gethostname()
@@ -185,7 +189,9 @@ def listen_on_own() -> socket.socket:
 
 
 def listen_on_way_to(host: str, port: int) -> socket.socket:
-    """Listen at an address or, on another machine, at the local end of the route to it."""
+    """Listen at an address of this machine. If the address belongs to another machine, listen at
+    the local end of the route to it.
+    """
     try:
         return listen(host, 0)
     except CannotRunError:

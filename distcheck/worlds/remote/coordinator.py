@@ -37,7 +37,7 @@ _ENDED = "its process exited"
 
 @dataclass(eq=False)
 class RemoteChild(Child):
-    """A rank in another process: its last reported state."""
+    """A rank in another process, with its last reported state."""
 
     busy_seconds: float = 0.0
     known_at: float = 0.0
@@ -48,7 +48,7 @@ class RemoteChild(Child):
 
     @property
     def is_stopped(self) -> bool:
-        """Its state as its own machine reports it."""
+        """The state of the rank as its own machine has reported it."""
         return self.heard_stopped and not self.gone
 
     @property
@@ -62,7 +62,9 @@ class RemoteChild(Child):
 
 
 class Link:
-    """The connection to one process, and its shares of worlds; `on_lost` is called at its end."""
+    """The connection to one process, and that process's shares of worlds. `on_lost` is called when
+    the connection ends.
+    """
 
     def __init__(
         self, line: protocol.Connection, coming: protocol.Joining, on_lost: Callable[["Link"], None]
@@ -84,7 +86,7 @@ class Link:
         return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} on {self.host}"
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message unless the peer is lost; a failure marks it as lost."""
+        """Send a message. Does nothing if the peer is lost; marks it as lost if sending fails."""
         if self.lost:
             return
         try:
@@ -231,7 +233,7 @@ _BYE_S = 2.0  # for agents to exit before the front end does
 
 
 class Coordinator(Pool):
-    """The front end's pool. `wait_ready` returns when every rank has a place."""
+    """The front end's pool. `wait_ready` returns when all ranks are connected."""
 
     def __init__(self, launch: Launch, *, deadline_s: float, identity: Mapping[str, str]) -> None:
         super().__init__(helper_for_launch(launch))
@@ -252,7 +254,7 @@ class Coordinator(Pool):
 
     @property
     def address(self) -> str:
-        """The address at which the other processes have reached this one."""
+        """The address at which the other processes have connected to this one."""
         return next(filter(None, (link.line.own_address for link in self._links)), "127.0.0.1")
 
     def ranks_here(self, world: int) -> int:
@@ -269,14 +271,16 @@ class Coordinator(Pool):
         }
 
     def open_interpreters(self) -> None:
-        """Do nothing: there is already a process for every rank, or for some of them."""
+        """Do nothing: there is already a process for every rank, or for several of them."""
 
     def why_no_interpreters(self) -> str:
         """Return that each of the launcher's processes has its own interpreter."""
         return f"each process of {self._launch.launcher} has its own in both worlds"
 
     def wait_ready(self) -> str:
-        """Wait for torch, and for every other process. Raises CannotRunError."""
+        """Wait until torch is imported and every other process is connected. Raises
+        CannotRunError.
+        """
         if self._gathered:
             return super().wait_ready()
         self._gathered = True  # the calls below call this again
@@ -344,7 +348,9 @@ class Coordinator(Pool):
         return found
 
     def pump(self, timeout_s: float) -> None:
-        """Handle events as any pool; send heartbeats, and check those of the others."""
+        """Handle events as any pool does. Also send heartbeats, and check those of the other
+        processes.
+        """
         super().pump(min(timeout_s, protocol.SIGN_EVERY_S) if self._links else timeout_s)
         if self._asked_to_end:
             self._end_as_asked()
@@ -361,12 +367,12 @@ class Coordinator(Pool):
             link.send(protocol.Heartbeat())
 
     def on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Record that the launcher ends its processes; `pump` finds out why."""
+        """Record that the launcher ends its processes. `pump` then finds out why."""
         self._asked_to_end = True
 
     def _end_as_asked(self) -> None:
-        """Wait for the loss that made the launcher end all processes, which the world then reports.
-        Raises KeyboardInterrupt if no process was lost.
+        """Wait for the lost process because of which the launcher ends all processes; the world
+        then reports it. Raises KeyboardInterrupt if no process was lost.
         """
         self._asked_to_end = False
         deadline = time.monotonic() + _FAREWELL_S
@@ -376,13 +382,17 @@ class Coordinator(Pool):
             super().pump(0.05)
 
     def _on_lost(self, link: Link) -> None:
-        """Stop watching a lost peer. Raises RankLostError before a world can report it."""
+        """Stop watching a lost peer. Raises RankLostError if no world exists yet that can report
+        the loss.
+        """
         self.unwatch(link.line)
         if self._is_gathering and link in self._links:
             raise RankLostError(link.lost)
 
     def dismiss(self, exit_code: int, summary: str) -> None:
-        """Make every other process exit with the verdict's code, and wait briefly for that."""
+        """Make every other process exit with the exit code of the verdict, and wait briefly until
+        they have exited.
+        """
         self._is_gathering = False
         for link in self._links:
             link.send(protocol.Shutdown(exit_code, summary))
@@ -475,7 +485,9 @@ class Coordinator(Pool):
         return [rank for rank in range(self._launch.world) if rank not in there]
 
     def _check_alike(self, own: Mapping[str, str]) -> None:
-        """Wait for every hello. Raises CannotRunError for the first version that differs."""
+        """Wait until every process has sent its versions. Raises CannotRunError for the first one
+        that differs.
+        """
         deadline = time.monotonic() + _IMPORT_S
         while waiting := [x for x in self._links if x.hello is None and not x.lost]:
             self.pump(protocol.SIGN_EVERY_S)
@@ -507,7 +519,7 @@ def _about_refused(connections: int) -> str:
 
 
 def helper_for_launch(launch: Launch) -> CleanHelper:
-    """Return a helper for a launched process, whose hash seed depends on its rank as in a rerun."""
+    """Return a helper for a launched process. Its hash seed depends on the rank, as in a rerun."""
     number = Surroundings(("interpreters",)).interpreter_of(launch.rank)
     return CleanHelper(hash_seed=HASH_SEED if number is None else HASH_SEEDS[number])
 

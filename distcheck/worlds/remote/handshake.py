@@ -23,7 +23,9 @@ _MOST_WAITING = 256
 
 @dataclass(eq=False)
 class _Handshake:
-    """A connection that has not introduced itself. `line` is set once it has proved the secret."""
+    """A connection that is not authenticated yet. `line` is set once the peer has proved that it
+    has the secret.
+    """
 
     connection: socket.socket
     sent: bytes
@@ -38,8 +40,8 @@ class _Handshake:
 
 
 class Handshakes:
-    """All pending connections of a run, until every rank has connected; messages are of `kind`, and
-    `translated` as for `RunSecret.of_accepted`.
+    """All connections that are not authenticated yet; used until every rank has connected. Messages
+    are of `kind`.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Handshakes:
         return True
 
     def _goes_on(self, handshake: _Handshake) -> bool:
-        """Process received data; return False if the connection must be closed."""
+        """Process received data. Return False if the connection must be closed."""
         try:
             if handshake.line is None:
                 return self._checked(handshake)

@@ -22,7 +22,9 @@ SIGN_EVERY_S = 0.25
 
 
 class Joining(msgspec.Struct, tag=True):
-    """First message: the sender's ranks, before torch is imported; `error` if it cannot run."""
+    """First message: the ranks of the sender, sent before torch is imported. `error` is the reason
+    if it cannot run.
+    """
 
     protocol: int
     ranks: tuple[int, ...]
@@ -32,14 +34,16 @@ class Joining(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """Ready to fork. `identity` must be equal in all processes: versions and digests, by name."""
+    """The sender can fork ranks. `identity` (versions and digests, by name) must be equal in all
+    processes.
+    """
 
     identity: dict[str, str]
     error: str = ""
 
 
 class Written(msgspec.Struct, tag=True):
-    """Part of the trace of a rank that is gone."""
+    """Part of the trace of a rank that has exited."""
 
     world: int
     rank: int
@@ -48,7 +52,9 @@ class Written(msgspec.Struct, tag=True):
 
 
 class RankHeartbeat(msgspec.Struct, tag=True):
-    """Heartbeat with the state of the ranks: busy seconds, and which ranks are awake or stopped."""
+    """Heartbeat of an agent, with the state of its ranks: busy seconds, and which ranks are awake
+    or stopped.
+    """
 
     world: int
     busy_s: dict[int, float]
@@ -57,7 +63,7 @@ class RankHeartbeat(msgspec.Struct, tag=True):
 
 
 class DataPrepared(msgspec.Struct, tag=True):
-    """The data set was read; `error` is the reason if not."""
+    """The data set was read, or `error` is the reason why not."""
 
     description: bytes
     error: str = ""
@@ -81,7 +87,9 @@ class ReplacedDescriptor(msgspec.Struct, frozen=True):
 
 
 class RankToStart(msgspec.Struct, frozen=True):
-    """One rank to start; `regions` (offset, length) of the first trace are sent when it is gone."""
+    """One rank to start. When it has exited, the `regions` (offset, length) of its first trace are
+    sent.
+    """
 
     rank: int
     payload: bytes
@@ -99,8 +107,9 @@ class StartRanks(msgspec.Struct, tag=True):
 
 
 class ToRanks(msgspec.Struct, tag=True):
-    """Request about a world's ranks: "signal" sends `number` to `rank`, "ask" makes all report
-    their stacks, "release" lets finished ones exit, "close" ends and forgets all.
+    """Request to the ranks of a world: "signal" sends signal `number` to `rank`, "ask" makes all
+    ranks report their stacks, "release" lets finished ranks exit, "close" ends all ranks and
+    forgets the world.
     """
 
     world: int

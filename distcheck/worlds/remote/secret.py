@@ -198,6 +198,9 @@ class Keys(NamedTuple):
 
 
 def answer_is_right(sent: bytes, answer: bytes, secret: bytes) -> bool:
+    """Return True if a peer's answer to the challenge `sent` proves that the peer has
+    the secret.
+    """
     wanted = _proof(b"host", sent, answer, secret)
     return hmac.compare_digest(answer[CHALLENGE_BYTES:], wanted)
 
@@ -273,8 +276,8 @@ def _receive_exactly(connection: socket.socket, count: int, until: float) -> byt
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Return True if the peer of a connection on this machine belongs to this user. Network
-    connections have no owner and return True.
+    """Return True if the process at the other end of a local connection belongs to this user.
+    Return True for network connections, whose owner is unknown.
     """
     if connection.family != socket.AF_UNIX:
         return True
