@@ -119,7 +119,7 @@ def judge(
         compared, agreed = checks_with_reference(job, reference)
     seen_steps = () if reference is None else reference.replayed.steps
     folded = [] if reference is None else [*accumulation(job, reference)]
-    # It has judged the scale of losses that are not torch's, too, but not that of terms.
+    # It has also judged the scale of losses that are not torch's, but not the scale of terms.
     scaled = bool(folded) and all(seen.folded != "terms" for seen in seen_steps)
     if job.steps:
         results += checks.checks_without_reference(job, agreed, folded=scaled)

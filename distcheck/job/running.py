@@ -127,7 +127,7 @@ def _is_proven(found: Sequence[Outcome]) -> bool:
     return outcomes.explain(found)[0].cause == "collective-mismatch"
 
 
-_LAST_S = 5.0  # to drain a pipe after the job ended; others may hold it open
+_LAST_S = 5.0  # to drain a pipe after the job ended; other processes may hold it open
 
 
 @contextlib.contextmanager

@@ -98,8 +98,8 @@ class JobStep(StepView):
 
     @property
     def wire(self) -> str | None:
-        """None for complete tensors. Projections are float64 sums of elements in the dtype of the
-        gradients.
+        """Dtype of the gradients if they are recorded as projections, which are float64 sums of
+        their elements; None for complete tensors.
         """
         return None if all(self._whole) else self.dtype
 

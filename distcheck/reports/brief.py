@@ -468,7 +468,7 @@ def add_failure(case: CaseReport, causes: Sequence[Diagnosis], lines: LabeledLin
         lines.add("module", sentence_on_modules(case.modules), most=3)
     if first is not None and first.first is not None:
         of = "" if case.case.job else f"workload {case.case.workload} {case.case.dtype}: "
-        lines.add("first", f"{of}{_format_place(first.check, first.first)}", most=2)
+        lines.add("first", f"{of}{_format_place(first.check, first.first)}", most=3)
     elif not case.ranks_failed and (
         failed := [r for r in case.checks if r.verdict == "fail" and r.reason]
     ):

@@ -1,8 +1,8 @@
 """How the error of one strategy grows with the world size: curves over the cases of a document.
 
-A curve has one strategy, workload, dtype and reduction order. Its error is that of the check
-`gradients`, in the first of the layers below that was compared, at the element whose error is
-largest relative to its bound.
+A curve has one strategy, workload, dtype and reduction order. The error comes from the check
+`gradients`: from the first layer in `_LAYERS` that was compared, and there from the element whose
+error is largest relative to its bound.
 """
 
 from collections.abc import Sequence

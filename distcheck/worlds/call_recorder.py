@@ -348,7 +348,7 @@ def _message(original: Callable[..., Any], kind: str, takes: int) -> Callable[..
         try:
             work = original(group, *given)
         except Exception:
-            if _count(group) == before:  # it was refused, so it does not count
+            if _count(group) == before:  # the call was refused, so it is not recorded
                 HERE.messages[key] -= 1
                 HERE.of_group[group_name] -= 1
             raise

@@ -167,7 +167,7 @@ def _wait(
     try:
         watched = [control.fileno(), os.pidfd_open(front_pid), os.pidfd_open(launcher.pid)]
     except OSError:
-        return  # one of them is gone already
+        return  # one of the processes has already exited
     asked = [listens] if listens is not None else []
     while select.select([*watched, *asked], [], [])[0] == asked:
         with contextlib.suppress(OSError):  # it died in the meantime

@@ -181,7 +181,7 @@ def kill_worlds(pool: Pool, *worlds: World) -> None:
             for world in worlds:
                 world.tick()
     except HelperError:
-        pass  # the helper is gone, and its children with it
+        pass  # the helper has exited, and so have its children
     for world in worlds:
         world.close()
 

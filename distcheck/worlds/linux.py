@@ -118,7 +118,7 @@ def is_awake(pid: int, *, main_by_the_clock: bool = False) -> bool:
     """
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:  # it is gone
         for task in tasks:
-            with contextlib.suppress(OSError):  # the thread is gone
+            with contextlib.suppress(OSError):  # the thread has exited
                 stat = Path(task.path, "stat").read_bytes()  # may be cut within a character
                 before, _, after = stat.rpartition(b")")
                 by_the_clock = before.partition(b"(")[2] in _BY_THE_CLOCK or (

@@ -249,8 +249,8 @@ def two_causes(workload: str, *causes: str, world: int = 4) -> CaseReport:
         ),
         "unweighted-mean": name_cause(
             "unweighted-mean",
-            "step 0, all 6 parameters: all ranks are weighted equally; weights proportional to "
-            "their numbers of samples are 0.3359375, 0.3320312, 0.3320312",
+            "step 0, all 6 parameters: all ranks are weighted equally; weights by number of "
+            "samples are 0.3359375, 0.3320312, 0.3320312",
         ),
     }  # fmt: skip
     layer, right, bound = "rounding", _EXPECTED, 9.2e-10

@@ -215,7 +215,11 @@ def _one_line(outcome: Outcome) -> str:
     return f"rank {outcome.rank}, {said}"
 
 
-_LARGE_DTYPES = ("float32", "bfloat16", "int64")  # 4, 2 and 8 bytes; the others have the same sizes
+_LARGE_DTYPES = (
+    "float32",
+    "bfloat16",
+    "int64",
+)  # 4, 2 and 8 bytes; other dtypes have one of these sizes
 _LEAST_RANKS = 2
 _SUB_GROUP_LEAST_RANKS = 3  # a group without the first rank needs at least two ranks
 

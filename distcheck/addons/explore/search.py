@@ -230,7 +230,7 @@ class Search:
         fresh = self.runner.run_fresh(case)
         if fresh.verdict == "fail":
             return fresh
-        once = msgspec.structs.replace(case, rerun=False)  # a rerun would be a second use by itself
+        once = msgspec.structs.replace(case, rerun=False)  # a rerun would already be a second use
         alone, after = self.runner.run(once), self.runner.run(once)
         if alone.verdict == "fail":
             return report

@@ -26,7 +26,7 @@ from distcheck.worlds import keeper
 from distcheck.worlds.shares import RankStart
 
 _START_DEADLINE_S = 120.0
-_PATIENCE_S = 10.0  # for a supervisor that was asked to end
+_PATIENCE_S = 10.0  # time for a supervisor to end
 _POLL_S = 0.05
 _HERE = Path(__file__).parent
 _SHARED_MEMORY = "/dev/shm"

@@ -148,7 +148,7 @@ def _matches_patterns(name: str, patterns: Sequence[str]) -> bool:
 
 
 PACKAGE = "distcheck_mutants"
-_BUILT_IN = "distcheck_strategies"  # others are the user's, and may be incorrect
+_BUILT_IN = "distcheck_strategies"  # strategies of the user may be incorrect
 
 
 @LIST.does

@@ -26,7 +26,7 @@ TURNS = 400  # of one run that are kept
 NOT_SEEN = ("hung", "killed")  # ended by a clock or from outside, which proves nothing
 _FIRST_ROUND, _LAST_ROUND = 4 * len(KINDS), 32 * len(KINDS)  # Heuristic: schedules
 _CHANGES, _AMONG = 3, 128  # Heuristic: PCT's priority changes, among so many choices
-_ASKS_EARLY = 0.5  # Heuristic: share of polls that return before others run
+_ASKS_EARLY = 0.5  # Heuristic: share of polls that return before other ranks run
 _MOST_QUANTUM = 4  # Heuristic: calls between two preemptions of round-robin
 
 

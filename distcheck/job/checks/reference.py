@@ -244,7 +244,7 @@ def losses(
         tally.add(Comparison(1, worst=place, first=None if ok else place),
                   parameter="loss", rank=0, step=seen.step)  # fmt: skip
     result = tally.result()
-    if result.compared.elements:  # not if some pass has no loss of its own
+    if result.compared.elements:  # not if a pass has no separate loss
         yield result
 
 

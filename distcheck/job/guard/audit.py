@@ -30,7 +30,7 @@ from distcheck.machine.numerics import unit_roundoff
 from distcheck.training.leaf_hooks import LeafHook
 
 Rows = list[list[float]]
-_ROUNDINGS = 6  # in addition to those of ranks and passes
+_ROUNDINGS = 6  # roundings in addition to those of ranks and passes
 _CHUNK = 1 << 20  # number of signs that are kept
 _VISIBLE = 8  # Heuristic: a factor of 1 + 1/8 must be visible in a part of a tensor
 _LEAST = 16  # minimum number of elements in a part

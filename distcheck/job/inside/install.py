@@ -42,7 +42,7 @@ class StatusResponder:
         self._file = os.open(
             folder / f"heartbeat-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
-        with contextlib.suppress(OSError):  # without named pipes it cannot be asked
+        with contextlib.suppress(OSError):  # without named pipes, a rank cannot be asked
             os.mkfifo(folder / f"ask-{os.getpid()}", 0o600)
             threading.Thread(target=self._answer, daemon=True).start()
 
@@ -90,7 +90,7 @@ def install(file: str) -> None:
 
     def give_up() -> None:
         error = sys.exception()
-        with contextlib.suppress(OSError):  # the folder and its reader are gone
+        with contextlib.suppress(OSError):  # the folder and its reader no longer exist
             if not isinstance(error, SharedRankError):
                 private.write(folder / "defect", masked(traceback.format_exc()))
             elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

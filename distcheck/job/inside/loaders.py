@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distcheck.job.inside.step_file import StepFile
 
 Place = tuple[int, int, int]  # loader, pass over it, batch number
-_SETTINGS = ("seed", "rank", "num_replicas")  # of DistributedSampler, which others imitate
+_SETTINGS = ("seed", "rank", "num_replicas")  # of DistributedSampler and similar samplers
 _MOST_AHEAD = 4096  # batches prefetched by workers
 
 

@@ -25,7 +25,7 @@ from distcheck.machine import compat
 from distcheck.machine.compat import BatchNorm, ddp_times
 from distcheck.recordings.jobs import records
 
-_EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the others
+_EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the other ranks
 _RUN = "distcheck/run"  # key in the store of the default group
 _MOST_SETTING = 1 << 1023  # of a param group; a float holds it
 _WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state

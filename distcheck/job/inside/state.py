@@ -94,7 +94,7 @@ def distance(
 def distance_from_farthest(
     gradient: torch.Tensor, perturbed: Sequence[torch.Tensor], name: str, known: dict[str, float]
 ) -> float:
-    """Return the distance between a gradient and the farthest of its perturbed versions.
+    """Return the largest distance between a gradient and its perturbed versions.
 
     The distance relative to the gradient's norm is kept in `known`. It serves as the estimate if
     there are no perturbed gradients.

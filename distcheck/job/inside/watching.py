@@ -79,7 +79,9 @@ def packed_all(seen: dict[int, WatchedStep]) -> Tensors:
 
 
 def distances_from_farthest(seen: WatchedStep, perturbed: list[WatchedStep]) -> torch.Tensor:
-    """Return the distance of each tensor and gradient from the farthest perturbed one, or NaN."""
+    """Return, for each tensor and gradient, the largest distance from its perturbed versions; NaN
+    if there are none.
+    """
     found = torch.full(seen.sums.shape[:2], math.nan, dtype=torch.float64)
     places = seen.places()
     for one in perturbed:

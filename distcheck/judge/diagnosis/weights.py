@@ -76,8 +76,8 @@ def causes_of_extra_factor(step: StepFacts, way: Reading, where: str) -> list[Di
 def cause_of_equal_weights(step: StepFacts, where: str) -> Diagnosis:
     """Name the missing weights of uneven shards."""
     shares = ", ".join(number_text(share) for share in step.shares)
-    evidence = f"{where}: all ranks are weighted equally; weights proportional to their numbers of"
-    return name_cause("unweighted-mean", f"{evidence} samples are {shares}")
+    evidence = f"{where}: all ranks are weighted equally; weights by number of samples are {shares}"
+    return name_cause("unweighted-mean", evidence)
 
 
 def cause_of_dropped_ranks(

@@ -24,7 +24,7 @@ from distcheck.worlds.local import child, late_compiler
 from distcheck.worlds.local.forks import HugePagesForForks
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data")
-# Imported by a variant in an order of its own: fast, and without global effects.
+# Each variant imports these in another order. Their import is fast and without global effects.
 _HARMLESS = ("calendar", "colorsys", "csv", "fractions", "graphlib", "html", "plistlib", "wave")
 
 

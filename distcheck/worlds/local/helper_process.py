@@ -26,7 +26,7 @@ from distcheck.worlds.local.forks import HugePagesForForks
 from distcheck.worlds.surroundings import HASH_SEED
 
 _POLL_S = 0.001
-_forks = HugePagesForForks(first=4)  # of this process; each fork stands for those of a world
+_forks = HugePagesForForks(first=4)  # each fork stands for the forks of a world
 
 # Use the front end's own package, wherever `path` would find one: two installations may be
 # importable, such as a checkout and an installed release.
@@ -52,8 +52,9 @@ class HelperProcess(Protocol):
     def start(
         self, control: socket.socket, *, ours: socket.socket, imports: Sequence[str] = ()
     ) -> None:
-        """Start the process with `control` as its connection; it closes its copy of `ours`, the
-        other end. `imports` are modules that its children will need in addition to torch.
+        """Start the process with `control` as its connection. The process closes its copy of
+        `ours`, the other end. `imports` are modules that its children will need in addition to
+        torch.
         """
         ...
 

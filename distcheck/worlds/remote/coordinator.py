@@ -44,7 +44,7 @@ class RemoteChild(Child):
     is_awake: bool = False
     low_level_stacks: str = ""
     heard_stopped: bool = False
-    heard_called: list[LoggedCall] = field(default_factory=list)  # sent when it is gone
+    heard_called: list[LoggedCall] = field(default_factory=list)  # sent when the rank has exited
 
     @property
     def is_stopped(self) -> bool:
