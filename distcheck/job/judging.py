@@ -97,9 +97,7 @@ def judge(
     reference: Reference | None,
     missing: str,
 ) -> CaseReport:
-    """Judge a recording. `missing` is the reason why there is no reference; empty if
-    there is one.
-    """
+    """Judge a recording. `missing` is the reason why there is no reference, or ""."""
     ends = ran.outcomes(job.processes)
     results = [_outcome_check(asked, job, ends)]
     if job.divided_by:

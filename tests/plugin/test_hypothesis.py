@@ -230,7 +230,7 @@ def test_a_failure_beside_a_rejection_tells_both(pytestconfig: pytest.Config) ->
     killed = [Outcome(rank=0, outcome="killed"), Outcome(rank=1, outcome="finished")]
     ended = WorldEnd(size=2, outcomes=killed, reports=reports, outputs={})
     assert str(failures.longrepr_of(ended, pytestconfig)).splitlines() == [
-        "rank 0 of 2 was killed:",
+        "rank 0 of 2 was killed",
         "rank 1 of 2 had rejected the example (assume())",
     ]
 
