@@ -97,7 +97,7 @@ class InternalError(DistcheckError):
 
 
 class VerdictError(DistcheckError, AssertionError):
-    """Raised by `Report.raise_for_verdict()`. The message is the part of the report on
+    """Raised by `Report.raise_for_verdict()`. The message is the part of the report that describes
     the failure.
     """
 
