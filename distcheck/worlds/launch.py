@@ -61,8 +61,8 @@ def start_world(
     own_fds: Sequence[Descriptors] = (),
     on_progress: OnProgress | None = None,
 ) -> World:
-    """Start a world of ranks. Each rank receives the descriptors of the store, `fds`, and its entry
-    of `own_fds`.
+    """Start a world of ranks. Each rank receives three kinds of descriptors: the store's, all of
+    `fds`, and its own entry of `own_fds`.
     """
     pool.wait_ready()  # before there is a job: a helper forked from here would keep it alive
     job, backend, size = ranks.job, ranks.backend, ranks.size

@@ -41,8 +41,9 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def rendezvous_endpoint(host: str, *, in_memory: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield the address of the ranks' store, and a descriptor: with `in_memory` that of a file in
-    memory, else that of a socket that listens at the address, on which rank 0 serves the store.
+    """Yield the host, the port and a file descriptor for the ranks' store. With `in_memory`, the
+    descriptor is that of a file in memory. Otherwise it is that of a socket that listens at this
+    address; rank 0 serves the store on it.
 
     Only processes that inherit the file can open it. Every user of this machine can connect to the
     socket, because torch's store has no authentication.
@@ -161,9 +162,9 @@ def _torchs_timeout() -> timedelta:
 
 
 def _see_all_join(store: Any, rendezvous: Rendezvous) -> None:
-    """Wait until every rank has created its group. gloo returns on one rank while others are still
-    connecting; if that rank died at once, the others would report a failed start instead of a lost
-    peer. Rank 0 leaves last if it serves the store.
+    """Wait until every rank has created its group. gloo may return on one rank while others are
+    still connecting. If that rank then died at once, the others would report a failed start instead
+    of a lost peer. Rank 0 leaves last if it serves the store.
     """
     others = rendezvous.world - 1
     if store.add("distcheck/joined", 1) == rendezvous.world:

@@ -72,7 +72,7 @@ def _describe_period(joined: list[int]) -> str:
 
 
 def explain(job: JobRecording, result: CheckResult) -> Diagnosis:
-    """Name the cause of parameters that are a multiple of the mean over ranks."""
+    """Name the cause if parameters after averaging are a multiple of the mean over ranks."""
     later = result.first.step if result.first is not None else job.steps[0]
     step = max(one for one in job.steps if one < later)
     factor, _ = _factor(_sums(job, step, later, job.parameters(step)))

@@ -249,7 +249,7 @@ class Forker:
 
     def _send(self, request: messages.Request, fds: Iterable[int] = ()) -> None:
         """Send a request. Raises HelperError if the helper does not read it, OSError if the helper
-        has gone.
+        has exited.
         """
         assert self._connection is not None
         assert self._line is not None

@@ -1,8 +1,9 @@
 """Authenticates incoming connections at the front end, concurrently.
 
-An unauthenticated peer may send nothing, or arbitrary bytes, without delaying the others; its
-connection is closed after `HANDSHAKE_S`. If more than `_MOST_WAITING` are unauthenticated, the
-address with the most connections loses its oldest, so a flood evicts only its own connections.
+An unauthenticated peer cannot delay the others, whether it sends nothing or arbitrary bytes. Its
+connection is closed after `HANDSHAKE_S`. If more than `_MOST_WAITING` connections are
+unauthenticated, the oldest connection from the address with the most connections is closed, so a
+flood evicts only its own connections.
 """
 
 import select
