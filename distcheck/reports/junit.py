@@ -48,8 +48,8 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _note_origin(suite: ElementTree.Element, made: Origin | None) -> None:
-    """Add the date, the command and the commit of the report: an attribute and properties, which
-    must come first in a suite.
+    """Add the date of the report as an attribute of the suite, and its origin as properties. In
+    JUnit XML, properties come first in a suite.
     """
     if not made:
         return

@@ -54,9 +54,9 @@ def wait_for_turn() -> Iterator[None]:
 
 
 def _let_go_in_fork() -> None:
-    """Release the turn in a forked process. The name stays bound while any process has the socket
-    open, and the helper of a persistent world, if forked during a turn, outlives that turn. Worlds
-    that a rank starts belong to the turn of its test.
+    """Release the turn in a forked process. Otherwise the name would stay bound as long as any fork
+    has the socket open: the helper of a persistent world, forked during a turn, outlives that turn.
+    Worlds that a rank starts belong to the turn of its test.
     """
     global _shared
     _shared = None

@@ -3,9 +3,9 @@ zero.
 
 These contributions, not the number of calls, define the passes of a step. Gradients that are
 cleared before the step are part of no optimizer gradient: those of a dry pass, a skipped step, the
-first pass of sharpness-aware minimization, or the generator's loss in the discriminator. The
-exception are gradients that the script has moved to its own buffer (`moved_gradients`), so cleared
-gradients are kept as `cleared`.
+first pass of sharpness-aware minimization, or the generator's loss in the discriminator. A
+script may, however, have moved cleared gradients to its own buffer (`moved_gradients`), so they are
+kept as `cleared`.
 """
 
 from collections.abc import Collection, Iterable
