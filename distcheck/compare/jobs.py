@@ -1,5 +1,8 @@
 """Compares two recordings of training jobs, made by `distcheck job --save`."""
 
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from distcheck.judge.divergence import noise_floor
 from distcheck.judge.divergence.job_recordings import (
     JobComparison,
     compare_recordings,
+    name_in_only_one,
     why_not_comparable,
 )
 from distcheck.judge.divergence.modules import add_module_evidence
@@ -20,7 +24,7 @@ from distcheck.plan.provenance import Provenance, changes_affecting_bits
 from distcheck.recordings.differing import CHOSEN, TraceComparison
 from distcheck.recordings.jobs.reading import REPORT, JobRecording, read_saved_recording
 from distcheck.recordings.recording import Kind
-from distcheck.records import Case, Change, Diagnosis, VerdictName
+from distcheck.records import Case, Change, ChangeKind, Diagnosis, VerdictName
 from distcheck.records.causes import name_cause
 from distcheck.reports.documents import read_report
 
@@ -50,11 +54,12 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
         known[1].case,
     )
     verdicts = [_verdict_of_job(report) for report in reports]
+    before = (*changed, *_changes_before_training(earlier, later, {one.name for one in changed}))
     missing = why_not_comparable(earlier, later)
     if missing:
         found = TraceComparison(why_not=missing)
         one = compared_case(_NAME, found, changed, (verdicts[0], verdicts[1]), bits=bits)
-        return one, known[1]
+        return msgspec.structs.replace(one, changes=before), known[1]
     comparison = compare_recordings(earlier, later, floors)
     found = comparison.result()
     one = compared_case(
@@ -68,11 +73,13 @@ def compare_jobs(then: Path, now: Path, *, bits: bool) -> tuple[CaseComparison, 
     if comparison.diverged is not None and comparison.diverged.what == "optimizer's settings":
         reason = f"the {comparison.diverged.what} differ: later steps are not compared"
         one = msgspec.structs.replace(one, verdict="fail", reason=reason)
-    op = comparison.first_divergent_op()
+    _, op = comparison.first_divergent_op()
     if op and causes:
         evidence = f"{causes[0].evidence}; {op}"
         causes[0] = msgspec.structs.replace(causes[0], evidence=evidence)
-    return msgspec.structs.replace(one, diagnosis=tuple(causes), modules=modules, op=op), known[1]
+    return msgspec.structs.replace(
+        one, changes=before, diagnosis=tuple(causes), modules=modules, op=op
+    ), known[1]
 
 
 def _check_comparable(then: Path, earlier: JobRecording, now: Path, later: JobRecording) -> None:
@@ -88,13 +95,60 @@ def _check_comparable(then: Path, earlier: JobRecording, now: Path, later: JobRe
             f"{then} starts at step {earlier.steps[0]}, but {now} at step {later.steps[0]}; "
             "pass the same --from-step to both, or record the second one with --resumed-from"
         )
-    for kind in (Kind.PARAMETER, Kind.BUFFER):
-        one, two = (set(job.names(kind)) for job in (earlier, later))
-        if one != two:
-            raise UsageError(
-                f"{then} and {now} are recordings of different models: only one of them has the "
-                f"{kind.label} {min(one ^ two)}"
-            )
+    if other := name_in_only_one(earlier, later):
+        raise UsageError(
+            f"{then} and {now} are recordings of different models: only one of them has the {other}"
+        )
+
+
+def _changes_before_training(
+    earlier: JobRecording, later: JobRecording, known: Collection[str]
+) -> Iterator[Change]:
+    """Yield what differed before the first step, except `known` changes: command, settings,
+    variables, optimizer, data loaders, seeds, initial state, data order.
+    """
+    then, now = _before_training(earlier), _before_training(later)
+    for name in [name for name in now | then if name not in known]:
+        was, is_now = then.get(name, "none"), now.get(name, "none")
+        is_known = name in then and name in now
+        if was != is_now and (is_known or " of parameter group " not in name):
+            kind: ChangeKind = "code" if name == "script" else "settings"
+            yield Change(kind=kind, name=name, then=was, now=is_now)
+    one, two = (job.records[0, job.steps[0]].digests for job in (earlier, later))
+    states = [name for name in one if name.startswith(("before/", "buffer/")) and name in two]
+    if other := [name for name in states if one[name] != two[name]]:
+        name = f"the initial state of {len(other)} of {len(states)} tensors, first {other[0]},"
+        yield Change(kind="settings", name=name, then=one[other[0]][:8], now=two[other[0]][:8])
+    ids = [[i for r in range(job.world) for i in job.header(r, 0).ids] for job in (earlier, later)]
+    if ids[0] != ids[1]:
+        common = (Counter(ids[0]) & Counter(ids[1])).total()
+        is_same = common == len(ids[0]) == len(ids[1])
+        said = "the same samples in another order" if is_same else f"{common} of them"
+        was = f"{len(ids[0])} samples"
+        yield Change(kind="settings", name="the data of the first step", then=was, now=said)
+
+
+# Variables whose values are part of the launch, and settings that only describe a machine.
+_OF_A_LAUNCH = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "OMPI_", "WORLD_")
+
+
+def _before_training(job: JobRecording) -> dict[str, str]:
+    """Return the choices of rank 0 before its first step, as text by name."""
+    rank, record = job.ranks[0], job.records[0, job.steps[0]]
+    given = {n: v for n, v in rank.variables.items() if not n.startswith(_OF_A_LAUNCH)}
+    found: dict[str, Any] = {
+        "world size": job.world, "the command": shlex.join(rank.arguments[1:]),
+        "backend": rank.backend, "device": rank.device, "torch": rank.torch,
+        "wrapper": rank.wrapper, **rank.settings, **given, "optimizer": record.optimizer,
+    }  # fmt: skip
+    for number, group in enumerate(record.groups):
+        found |= {f"{key} of parameter group {number}": f"{v:.9g}" for key, v in group.items()}
+    for one in record.iterations:
+        about = msgspec.structs.asdict(one)
+        about |= about.pop("settings")
+        names = [name for name in about if name not in ("loader", "epoch")]
+        found |= {f"{name} of data loader {one.loader}": about[name] for name in names}
+    return {name: str(value) for name, value in found.items()}
 
 
 def _verdict_of_job(report: dict[str, Any]) -> VerdictName:

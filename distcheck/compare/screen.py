@@ -37,16 +37,18 @@ from distcheck.reports.wrapping import VERDICT, print_hanging, print_verdict
 
 
 def render(comparison: RunsComparison, console: Console, *, quiet: bool = False) -> None:
-    """Print the number of changed cases and the changes of their environment, then every case.
+    """Print the changes before the first step, then the number of changed cases, and every case.
     Changed cases come first, with all details.
     """
     comparison = displayable(comparison)
     common = common_changes(comparison)
     if not quiet:
+        changes = [str(change) for change in common] or ["no recorded setting changed"]
+        said = f"changed between the runs: {changes[0]}" if common else changes[0]
+        print_hanging(said, console, indent=0, style="dim")
+        for change in changes[1:]:
+            print_hanging(change, console, indent=2, style="dim")
         print_hanging(headline(comparison), console, indent=0, style="bold")
-        changes = "; ".join(map(str, common))
-        text = f"changed between the runs: {changes}" if common else "no recorded setting changed"
-        print_hanging(text, console, indent=0, style="dim")
     for case in sorted(comparison.cases, key=lambda case: case.bits == "same"):
         said = f"{case.id}: bits {case.bits}; {case.reason}"
         print_verdict(said, case.verdict, console, bold=case.id)

@@ -22,12 +22,12 @@ from distcheck.judge.divergence.job_recordings import (
     JobComparison,
     comparable_recordings,
     compare_recordings,
+    name_in_only_one,
     why_not_comparable,
 )
 from distcheck.judge.divergence.noise_floor import NoiseFloor, distance_between, norm_of
 from distcheck.recordings.jobs.reading import JobRecording, read_saved_recording
 from distcheck.recordings.jobs.records import digest
-from distcheck.recordings.recording import Kind
 from distcheck.records import CaseReport, CheckResult, Diagnosis, Difference, merge_verdicts
 from distcheck.records.causes import name_cause
 from distcheck.records.layers import NO_LAYER
@@ -157,15 +157,11 @@ def judge(earlier: Earlier, job: JobRecording) -> Judged:
 
 
 def _check_model(earlier: Earlier, job: JobRecording) -> None:
-    for kind in (Kind.PARAMETER, Kind.BUFFER):
-        one, two = (set(side.names(kind)) for side in (earlier.job, job))
-        if one != two:
-            other = min(one ^ two)
-            raise UsageError(
-                f"{earlier.folder} is a recording of a different model: only one of the two has "
-                "the "
-                f"{kind.label} {other}"
-            )
+    if other := name_in_only_one(earlier.job, job):
+        raise UsageError(
+            f"{earlier.folder} is a recording of a different model: only one of the two has the "
+            f"{other}"
+        )
 
 
 # -- the resume step -----------------------------------------------------------------------------

@@ -1,23 +1,27 @@
 """Two recordings of jobs, of which the second has something changed: where they part first."""
 
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from distcheck.compare.command import compare_command
 from distcheck.compare.jobs import compare_jobs
-from distcheck.compare.records import CaseComparison
+from distcheck.compare.records import CaseComparison, RunsComparison
+from distcheck.compare.screen import render
 from distcheck.errors import CannotRunError, UsageError
 from distcheck.judge.divergence import noise_floor
 from distcheck.judge.divergence.noise_floor import NoiseFloor, Perturbation
-from distcheck.recordings.jobs import reading
+from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import REPORT
-from distcheck.recordings.jobs.records import SavedRecordingFiles, write_json
+from distcheck.recordings.jobs.records import RankRecord, SavedRecordingFiles, write_json
 from distcheck.records import Case, CaseReport, CheckResult, Compared, Outcome, Report, VerdictName
 from distcheck.records.exit_status import RankEnd
 from distcheck.reports.json_report import render_json
@@ -102,6 +106,47 @@ def test_where_two_jobs_part(
         else [] if change is other_rows else ["nondeterministic"]
     )  # fmt: skip
     assert (one.found.kind, one.found.first.step, one.found.first.rank) == (kind, step, rank)
+
+
+def test_differences_before_the_first_step_are_listed_in_order(tmp_path: Path) -> None:
+    def other(facts: Facts) -> None:
+        other_rate(facts)
+        facts.sampler = "RandomSampler"
+        facts.before = {**facts.before, "bias": facts.before["bias"] + (facts.step == 0)}
+        facts.rows = tuple(reversed(facts.rows))
+        facts.passes = [facts.a_pass(0)]
+
+    then, now = kept(tmp_path / "then"), kept(tmp_path / "now", other)
+    for folder, seed in ((then, "0"), (now, "7")):
+        file = folder / "rank-0000" / "rank.json"
+        rank = msgspec.structs.replace(
+            records.read_record(file, RankRecord), settings={"seed of torch": seed, "numpy": "2"},
+            arguments=("python", "train.py", "--seed", seed), variables={"MASTER_PORT": seed},
+        )  # fmt: skip
+        write_json(file, rank)
+    one, _ = compare_jobs(then, now, bits=False)
+    assert [(change.name, change.then, change.now) for change in one.changes][:4] == [
+        ("the command", "train.py --seed 0", "train.py --seed 7"),
+        ("seed of torch", "0", "7"),
+        ("lr of parameter group 0", "0.5", "0.25"),
+        ("sampler of data loader 0", "DistributedSampler", "RandomSampler"),
+    ]
+    state, data = one.changes[4:]
+    assert state.name == "the initial state of 1 of 2 tensors, first before/bias,"
+    assert (data.then, data.now) == ("8 samples", "the same samples in another order")
+    comparison = RunsComparison(then="then", now="now", cases=(one,))
+    console = Console(width=200, file=io.StringIO())
+    render(comparison, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == (
+        "changed between the runs: the command was 'train.py --seed 0' and is 'train.py --seed 7'"
+    )
+    assert lines[5].startswith("  the data of the first step was '8 samples' and is 'the same ")
+    assert lines[6].startswith("1 of 1 cases changed (first difference: ")
+
+
+def test_two_runs_of_one_job_differ_in_nothing_before_the_first_step(tmp_path: Path) -> None:
+    assert compared(tmp_path, lambda facts: None).changes == ()
 
 
 def test_only_what_differs_of_the_settings_is_shown(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ is without.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distcheck.judge.divergence.job_recordings import (
     compare_recordings,
     divergent_op,
-    first_divergent_op_text,
+    first_divergent_op,
 )
 from distcheck.recordings.jobs.records import COMPILED, OpCall, RecordedOps
 from tests.job.test_modules_watched import COMPILED as PARTS
@@ -95,15 +96,13 @@ def test_the_first_operator_that_parts_is_named(how: str, tmp_path: Path) -> Non
     )
     if how == "same":
         other = record(script, tmp_path / "again", how, "1", world=1, modules=True, ops=True)
-        assert first_divergent_op_text(
-            [(0, 0, one.records[0, 0].ops, other.records[0, 0].ops)]
-        ).startswith(  # type: ignore[list-item]
+        assert said_of([(0, 0, one.records[0, 0].ops, other.records[0, 0].ops)]).startswith(  # type: ignore[list-item]
             "none of "
         )
         return
     walk = compare_recordings(one, two, [])
-    assert FOUND[how] in walk.first_divergent_op(), walk.first_divergent_op()
-    assert "(step 0, rank 0, number " in walk.first_divergent_op()
+    assert FOUND[how] in walk.first_divergent_op()[1], walk.first_divergent_op()[1]
+    assert "(step 0, rank 0, number " in walk.first_divergent_op()[1]
 
 
 @pytest.mark.sweep
@@ -122,6 +121,10 @@ def test_what_is_compiled_is_one_operator(tmp_path: Path) -> None:
     assert [one.module for one in ops.calls if one.name == COMPILED] == ["one", "two"]
 
 
+def said_of(steps: Any) -> str:
+    return first_divergent_op(steps)[1]
+
+
 def op(name: str, inputs: str, outputs: str, **about: str) -> OpCall:
     return OpCall(name, inputs, outputs, **about)  # type: ignore[arg-type]
 
@@ -130,19 +133,15 @@ def test_what_comes_from_an_exchange_or_a_region_is_said() -> None:
     exchange = op("c10d.allreduce_", "a", "")
     later = [op("aten.div", given, "c", part="backward") for given in ("b", "x")]
     one, two = (RecordedOps((exchange, last)) for last in later)
-    assert "they come from communication, c10d.allreduce_" in first_divergent_op_text(
-        [(3, 1, one, two)]
-    )
+    assert "they come from communication, c10d.allreduce_" in said_of([(3, 1, one, two)])
     one, two = (RecordedOps((op(COMPILED, "a", made, module="net.0"),)) for made in "bc")
-    assert "within net.0, which torch.compile has compiled" in first_divergent_op_text(
-        [(0, 0, one, two)]
-    )
+    assert "within net.0, which torch.compile has compiled" in said_of([(0, 0, one, two)])
 
 
 def test_of_ranks_the_one_that_makes_other_bits_is_named() -> None:
     given = [RecordedOps((op("aten.div", one, "c"),)) for one in "ab"]
     made = [RecordedOps((op("aten.mm", "a", "a"), op("aten.mul", "a", one))) for one in "ab"]
-    said = first_divergent_op_text([(0, 0, *given), (0, 1, *made), (1, 0, *given)])  # type: ignore[arg-type]
+    said = said_of([(0, 0, *given), (0, 1, *made), (1, 0, *given)])  # type: ignore[arg-type]
     assert "aten.mul: its inputs are bit-identical" in said
     assert "(step 0, rank 1, number 1)" in said
     assert divergent_op(made[0], made[0]) is None

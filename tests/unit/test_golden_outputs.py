@@ -104,12 +104,15 @@ def compared(*cases: tuple[str, str, int]) -> RunsComparison:
         ([("unknown", "not compared", 0)], "no case was compared"),
     ],
 )
-def test_a_comparison_begins_with_how_much_has_changed(cases: list[Any], line: str) -> None:
+def test_a_comparison_begins_with_changes_and_how_much_has_changed(
+    cases: list[Any], line: str
+) -> None:
     assert headline(compared(*cases)) == line
     console = Console(file=io.StringIO(), width=200)
     render(compared(*cases), console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == line
+    assert lines[0].startswith(("changed between the runs: ", "no recorded setting changed"))
+    assert lines[1] == line
     bits = [one.split("bits ")[1].split(";")[0] for one in lines if "bits " in one]
     assert bits == sorted(bits, key="same".__eq__), "those that changed come first"
 

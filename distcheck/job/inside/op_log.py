@@ -20,6 +20,7 @@ from distcheck.machine.compat import (
 )
 from distcheck.recordings.jobs import records
 from distcheck.recordings.jobs.records import COMPILED, MOST_OPS, OpCall, RecordedOps
+from distcheck.worlds.callers import line_of_script
 
 # They overwrite the tensor, whatever its contents.
 _FILLS = {
@@ -94,7 +95,8 @@ class OpLog(OpMode):
             named = {**dict(zip(known, args, strict=False)), **kwargs}
             outputs = _digest(([one for n, one in named.items() if known.get(n)], made))
         draws = draws_random_numbers(func)
-        self._add(OpCall(name, given, outputs, self.module, self._part, draws))
+        line = line_of_script()
+        self._add(OpCall(name, given, outputs, self.module, self._part, draws, line))
 
     def _add(self, call: OpCall) -> None:
         if len(self._calls) < MOST_OPS:

@@ -5,6 +5,7 @@ its modules.
 import atexit
 import gc
 import os
+import platform
 import secrets
 import sys
 import time
@@ -23,14 +24,18 @@ from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine import compat
 from distcheck.machine.compat import BatchNorm, ddp_times
+from distcheck.machine.seeds import describe_settings
 from distcheck.recordings.jobs import records
 
 _EXCHANGED, _APART = "exchanged", "apart-{:06d}"  # notes of a rank for the other ranks
 _RUN = "distcheck/run"  # key in the store of the default group
 _MOST_SETTING = 1 << 1023  # of a param group; a float holds it
 _WAIT_S = 30.0  # Heuristic: for other ranks' last step, which may save state
-# Variables of launchers that a script may read; a prefix would match user variables as well.
+# Variables of launchers that a script may read, and variables that change results; a prefix would
+# match user variables as well.
 _VARIABLES = {
+    *["PYTHONHASHSEED", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG"],
+    *["NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO"],
     *["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ROLE_NAME"],
     *(f"{of}_{what}" for of in ("LOCAL", "GROUP", "ROLE") for what in ("RANK", "WORLD_SIZE")),
     *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -85,6 +90,7 @@ def write_rank_record(
             backend=_backend_for(first.device.type) if grouped else "",
             device=first.device.type,
             torch=str(torch.__version__),
+            settings=_settings(),
             variables={name: v for name, v in os.environ.items() if name in _VARIABLES},
             wrapper=type(parameters.roots[0]).__name__ if parameters.roots else "",
             divided_by=sharding_library(parameters),
@@ -105,6 +111,29 @@ def _name_of_run() -> str:
     except (AttributeError, RuntimeError):
         return ""
     return str(name.decode(errors="replace"))
+
+
+_LIBRARIES = (
+    "numpy", "torchvision", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft",
+    "datasets", "deepspeed",
+)  # fmt: skip
+
+
+def _settings() -> dict[str, str]:
+    """Return the versions, settings and seeds of this process that may change results."""
+    cudnn, main = torch.backends.cudnn, getattr(sys.modules["__main__"], "__file__", None)
+    found = {
+        "python": platform.python_version(),
+        **{n: getattr(sys.modules[n], "__version__", "") for n in _LIBRARIES if n in sys.modules},
+        **describe_settings(),
+        "default dtype": torch.get_default_dtype(),
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "seed of torch": torch.initial_seed(),
+    }
+    if main and Path(main).is_file():
+        found["script"] = records.digest(Path(main).read_bytes())
+    return {name: str(value) for name, value in found.items()}
 
 
 def _backend_for(device: str) -> str:

@@ -76,9 +76,11 @@ def divergent_op(one: RecordedOps, two: RecordedOps) -> DivergentOp | None:
     return None
 
 
-def first_divergent_op_text(steps: Iterable[tuple[int, int, RecordedOps, RecordedOps]]) -> str:
-    """Return a sentence about the first diverging operator over (step, rank); "" if no operators
-    were recorded. Within a step, ranks whose operator had equal inputs take precedence.
+def first_divergent_op(
+    steps: Iterable[tuple[int, int, RecordedOps, RecordedOps]],
+) -> tuple[DivergentOp | None, str]:
+    """Return the first diverging operator over (step, rank), and a sentence about it; "" if no
+    operators were recorded. Within a step, ranks whose operator had equal inputs take precedence.
     """
     found: dict[int, list[tuple[int, DivergentOp]]] = {}
     compared = 0
@@ -90,8 +92,9 @@ def first_divergent_op_text(steps: Iterable[tuple[int, int, RecordedOps, Recorde
             found.setdefault(step, []).append((rank, where))
     for step, ranks in found.items():
         rank, where = min(ranks, key=lambda of: (_ORDER.index(of[1].how), of[1].place))
-        return _sentence(where, f"step {step}, rank {rank}, number {where.place}")
-    return f"none of {compared} operators diverges before the jobs do" if compared else ""
+        line = f", {where.one.line.rpartition('/')[2]}" if where.one.line else ""
+        return where, _sentence(where, f"step {step}, rank {rank}, number {where.place}{line}")
+    return None, f"none of {compared} operators diverges before the jobs do" if compared else ""
 
 
 def _sentence(where: DivergentOp, at: str) -> str:
@@ -197,6 +200,14 @@ def _side(job: JobRecording, as_one: bool, names: dict[Kind, list[str]]) -> Reco
     return RecordingSide(**{**about, "_names": dict(names)}, as_one=as_one)  # type: ignore[arg-type]
 
 
+def name_in_only_one(then: JobRecording, now: JobRecording) -> str:
+    """Return a parameter or buffer that only one of two jobs has, with its kind, or ""."""
+    for kind in (Kind.PARAMETER, Kind.BUFFER):
+        if other := set(then.names(kind)) ^ set(now.names(kind)):
+            return f"{kind.label} {min(other)}"
+    return ""
+
+
 def why_not_comparable(then: JobRecording, now: JobRecording) -> str:
     """Return why jobs of different world sizes differ by design, or ""."""
     if then.world == now.world:
@@ -299,11 +310,11 @@ class JobComparison(LockstepComparison):
             found = by_bits if by_bits is not None and by_bits.is_found else found or by_bits
         return found
 
-    def first_divergent_op(self) -> str:
+    def first_divergent_op(self) -> tuple[DivergentOp | None, str]:
         """Return the first diverging operator, if both jobs recorded operators."""
         if self._first is None or self.diverged is not None or self._sides[0].as_one:
-            return ""
-        return first_divergent_op_text(self._ops_until(self._first.step))
+            return None, ""
+        return first_divergent_op(self._ops_until(self._first.step))
 
     def _ops_until(self, last: int) -> Iterator[tuple[int, int, RecordedOps, RecordedOps]]:
         for step in range(last + 1):

@@ -52,6 +52,7 @@ COMPILED = "torch.compile"
 class OpCall(msgspec.Struct, frozen=True):
     """A call of an operator or a compiled region, in a `module` and a `part` of a step. `outputs`
     is "" if it completes later, like a collective. `draws` is True if it uses random numbers.
+    `line` is the script's, FILE:LINE; "" in a package.
     """
 
     name: str
@@ -60,6 +61,7 @@ class OpCall(msgspec.Struct, frozen=True):
     module: str = ""
     part: str = "forward"
     draws: bool = False
+    line: str = ""
 
 
 class RecordedOps(msgspec.Struct, frozen=True):
@@ -348,7 +350,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a rank: how and where its script was started, and its devices and libraries."""
+    """Identity of a rank: how and where its script was started, and its devices and libraries.
+    `settings`: versions, settings and seeds before its first step, and the digest of its script.
+    """
 
     rank: int
     world: World
@@ -358,6 +362,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     torch: str
     variables: dict[str, str] = {}
+    settings: dict[str, str] = {}
     process: int = 0
     parent: int = 0  # the process that started it
     wrapper: str = ""
