@@ -152,7 +152,7 @@ def _rerun_with_modules(
 ) -> JobRecording:
     found = reading.read_recording(
         record_again(
-            msgspec.structs.replace(settings, modules=True),
+            msgspec.structs.replace(settings, modules=True, kept=False, ops=False),
             running.command_of(asked.words, asked.nproc), copy, folder, deadline_s=asked.deadline_s,
         )
     )  # fmt: skip

@@ -18,6 +18,7 @@ from distcheck.job import (
     resuming,
     running,
     settings,
+    twice,
 )
 from distcheck.job.by_module import diagnose_modules, needs_diagnosis
 from distcheck.job.checks.averaging import averaging
@@ -64,7 +65,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         recorded, copy = folder / "recording", folder / "copy"
         private.folder(recorded, is_new=True)
         missing = _why_none(asked)
-        needs_copy = asked.save is not None or not missing
+        needs_copy = asked.save is not None or asked.twice or not missing
         copied = copy_project(copy) if needs_copy else ProjectCopy(Path.cwd(), copy, missing)
         file = settings.write(_settings_of(asked), recorded)
         live.phase(f"[1/3] recording {asked.steps} steps of the job")
@@ -110,14 +111,18 @@ def _judge_recording(
         job = dataclasses.replace(job, steps=job.steps[: asked.steps])
     missing = missing or ("" if own_steps is None else own_steps.reason)
     reference, noise_floor = None, NoiseFloor()
+    own_settings = _settings_of(asked)
     if asked.save is not None and whole.hosts:
         noise_floor = NoiseFloor(why="the job runs on several machines and was not rerun")
     elif asked.save is not None:
         live.phase("[1/3] measuring the noise floor: two reruns with parameters perturbed by 1 ULP")
         noise_floor = perturbed_runs.measured(
-            job, _settings_of(asked), running.command_of(asked.words, asked.nproc), copied,
+            job, own_settings, running.command_of(asked.words, asked.nproc), copied,
             folder / "moved", deadline_s=asked.deadline_s,
         )  # fmt: skip
+    if asked.twice:
+        case = twice.judge(asked, own_settings, job, whole, copied, folder / "twice", live)
+        return _report(None, case), job, noise_floor
     if not missing:
         live.phase("[2/3] replaying them in a single process")
         job, reference, missing = _replay(asked, job, copied, folder / "reference")
@@ -125,7 +130,7 @@ def _judge_recording(
     case = judge(asked, job, whole.ran, reference, missing)
     if reference is not None and not whole.hosts and needs_diagnosis(case):
         live.phase("[3/3] rerunning to record its modules")
-        case = diagnose_modules(case, job, asked, _settings_of(asked), copied, folder / "again")
+        case = diagnose_modules(case, job, asked, own_settings, copied, folder / "again")
     case = case if earlier is None else resuming.judged(case, earlier, job)
     return _report(None, case), job, noise_floor
 
@@ -168,14 +173,14 @@ def _hung(asked: JobOptions, ran: CommandResult) -> CaseReport:
 
 
 def _settings_of(asked: JobOptions) -> JobSettings:
-    kept = asked.save is not None or asked.resumed_from is not None
+    kept = asked.save is not None or asked.resumed_from is not None or asked.twice
     return msgspec.structs.replace(asked, kept=kept, modules=asked.modules or asked.ops)
 
 
 def _why_none(asked: JobOptions) -> str:
     if asked.resumed_from is not None:
         return "it is compared with the job that it resumes"
-    if asked.no_reference:
+    if asked.no_reference or asked.twice:
         return "--no-reference was given"
     return "the reference starts at step 0, but --from-step was given" if asked.from_step else ""
 

@@ -59,10 +59,18 @@ def only_source_line(
     if len(kinds) != 1:
         return None
     (kind,) = kinds
+    return source_line(job, kind, script)
+
+
+def source_line(job: JobRecording, kind: str, script: str) -> CallSite | None:
+    """Return the only recorded source line of a kind, or None."""
     lines = {line for one in job.records.values() for line in _lines(one, kind)}
-    if len(lines) != 1:
-        return None
-    return _relative_site(with_source_text(parse_call_site(*lines), str(Path(script).absolute())))
+    return site_of(lines.pop(), script) if len(lines) == 1 else None
+
+
+def site_of(line: str, script: str) -> CallSite | None:
+    """Return a line FILE:LINE of a script or of a module next to it, with its text."""
+    return _relative_site(with_source_text(parse_call_site(line), str(Path(script).absolute())))
 
 
 def _kinds_of_lines(cause: str, exchange: str) -> Iterator[str]:
@@ -99,7 +107,7 @@ def judge(
 ) -> CaseReport:
     """Judge a recording. `missing` is the reason why there is no reference, or ""."""
     ends = ran.outcomes(job.processes)
-    results = [_outcome_check(asked, job, ends)]
+    results = [outcome_check(asked, job, ends)]
     if job.divided_by:
         results.append(_unsupported_sharding(job.divided_by))
         job = dataclasses.replace(job, steps=())  # nothing of them can be compared
@@ -145,14 +153,14 @@ def judge(
     )
     diagnosis = [*_early_exit(ran, job.processes), *diagnosis]
     case = CaseReport(
-        case=_case_of(asked, job),
+        case=case_of(asked, job),
         strategy_file=script_of(job.ranks[0].arguments),
         verdict=merge_verdicts([result.verdict for result in results]),
         outcomes=ends,
         checks=tuple(results),
         diagnosis=tuple(diagnosis),
         where=only_source_line(job, script_of(job.ranks[0].arguments), diagnosis, results),
-        replay=_case_of(asked, job).command_line,
+        replay=case_of(asked, job).command_line,
         notes=tuple(_notes(asked, job, reference, missing)),
         remarks=tuple(remarks),
         accepted=accepted,
@@ -211,7 +219,7 @@ def _before(
     return job, None if reference is None or not seen else reference.until(seen)
 
 
-def _case_of(asked: JobOptions, job: JobRecording) -> Case:
+def case_of(asked: JobOptions, job: JobRecording) -> Case:
     first, script = job.ranks[0], script_of(job.ranks[0].arguments) or script_of(asked.words)
     if not job.steps:
         return case_of_command(asked, script=script, world=job.processes)
@@ -227,7 +235,7 @@ def _case_of(asked: JobOptions, job: JobRecording) -> Case:
 # Fields of `JobOptions` that are options of the same name in the command that replays a job.
 _REPLAYED = (
     "no_reference", "reference", "weights", "mesh", "steps", "from_step", "resumed_from", "modules",
-    "on_cpu", "strict", "keep_going",
+    "on_cpu", "strict", "keep_going", "twice",
 )  # fmt: skip
 
 
@@ -244,9 +252,7 @@ def case_of_command(asked: JobOptions, *, script: str, world: int, **about: Any)
     return job_case(asked, options, script=script, world=world, **about)
 
 
-def _outcome_check(
-    asked: JobOptions, job: JobRecording, outcomes: Sequence[Outcome]
-) -> CheckResult:
+def outcome_check(asked: JobOptions, job: JobRecording, outcomes: Sequence[Outcome]) -> CheckResult:
     """Check that every rank made all requested steps."""
     reasons = []
     verdict = "pass"
@@ -260,7 +266,7 @@ def _outcome_check(
             "made are compared: this is right if Join or similar code handles the last steps; "
             f"pass --steps {min(job.uneven.values())}"
         )
-    elif asked.resumed_from is not None:
+    elif asked.resumed_from is not None or asked.twice:
         pass  # as far as both recordings reach
     elif job.processes == 1:
         verdict = "unknown"

@@ -28,6 +28,7 @@ class JobOptions(CommandOptions, frozen=True, kw_only=True):
     no_reference: bool = False
     reference: str | None = None
     strict: bool = False
+    twice: bool = False
     deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -40,6 +41,12 @@ class JobOptions(CommandOptions, frozen=True, kw_only=True):
         if self.ops and self.save is None:
             raise UsageError(
                 "--ops requires a saved recording to compare later; pass --save as well"
+            )
+        unused = ("resumed_from", "reference", "no_reference", "weights", "accept", "strict")
+        if self.twice and (name := next((n for n in unused if getattr(self, n)), "")):
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for other checks than --twice, which compares the "
+                "job with itself; remove one of the two"
             )
         if not 1 <= self.steps <= MOST_STEPS:
             raise UsageError(f"--steps must be between 1 and {MOST_STEPS}")

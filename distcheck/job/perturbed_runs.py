@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -44,18 +45,20 @@ def record_again(
     folder: Path,
     *,
     deadline_s: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Rerun the command in a copy of the project. Return the folder of the new recording, which is
-    within `folder`. Raises DistcheckError, OSError or shutil.Error if the command cannot run.
+    within `folder`. `variables` are added to the command's environment. Raises DistcheckError,
+    OSError or shutil.Error if the command cannot run.
     """
     recorded, project = folder / "recording", dataclasses.replace(copy, folder=folder / "copy")
     private.folder(recorded, is_new=True)
-    once_more = msgspec.structs.replace(asked, kept=False, ops=False, keep_going=False)
+    once_more = msgspec.structs.replace(asked, keep_going=False)
     try:
         shutil.copytree(copy.folder, project.folder, symlinks=True)
         ran = running.run_silently(
             project.words(command), settings.write(once_more, recorded),
-            folder=project.of(Path.cwd()) or project.folder, variables={}, without=(),
+            folder=project.of(Path.cwd()) or project.folder, variables=variables, without=(),
             deadline_s=deadline_s,
         )  # fmt: skip
     finally:
@@ -79,7 +82,8 @@ def measured(
         return NoiseFloor(why=copy.missing or whole or "no step was recorded")
     perturbed = []
     for draw in range(1, PERTURBED_RUNS + 1):
-        own, moves = folder / str(draw), msgspec.structs.replace(asked, draw=draw)
+        own = folder / str(draw)
+        moves = msgspec.structs.replace(asked, draw=draw, kept=False, ops=False)
         try:
             recorded = record_again(moves, command, copy, own, deadline_s=deadline_s)
             found = read_whole(recorded, own / "whole", asked.mesh)

@@ -14,6 +14,7 @@ surroundings.py  differences between ranks in several interpreters: machines, en
 stalls.py        distinguishes a hung rank from a slow machine
 waiting.py       detects that a rank is blocked, and the call in which it is blocked
 call_recorder.py records those calls; flight.py reads torch's flight recorder
+pinning.py       pins sources of nondeterminism, such as clocks and seeds, in a process of a job
 callers.py       classifies source files, and finds the line that made a call
 proofs.py        proves that a world is deadlocked, from the reports of its blocked ranks
 call_log.py      the latest calls in shared memory, for ranks that a library aborts

@@ -6,8 +6,9 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from unittest.mock import patch
 
 import torch
@@ -25,6 +26,7 @@ from distcheck.recordings.jobs import reading
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.records import CaseReport
 from distcheck.records.decoding import decode_json
+from distcheck.worlds import pinning
 from tests.launchers.processes import free_port
 
 WORLD = 2
@@ -44,7 +46,11 @@ def _forked(script: Path, words: tuple[str, ...], file: Path, variables: dict[st
             os.dup2(os.open(file.parent / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         torch.set_num_threads(1)  # threads of this process are not in a fork
+        if (pins := variables.get(pinning.VARIABLE)) is not None:
+            pinning.begin(pins, file.parent)
         install(str(file))
+        if pins is not None:
+            pinning.pin_torch()
         exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
         code = 0
     except SystemExit as ended:
@@ -64,8 +70,9 @@ def _ended(children: list[int], folder: Path) -> None:
 
 
 def record(
-    script: Path, folder: Path, *words: str, world: int = WORLD, **asked: int | bool
-) -> JobRecording:
+    script: Path, folder: Path, *words: str, world: int = WORLD,
+    variables: Mapping[str, str] = MappingProxyType({}), **asked: int | bool,
+) -> JobRecording:  # fmt: skip
     """What the ranks of a script have recorded."""
     folder.mkdir(parents=True)
     file = settings.write(JobSettings(**{"steps": 3, **asked}), folder)  # type: ignore[arg-type]
@@ -73,7 +80,7 @@ def record(
     children = [
         _forked(script, words, file, {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **variables,
         })
         for rank in range(world)
     ]  # fmt: skip

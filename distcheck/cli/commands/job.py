@@ -39,6 +39,9 @@ from distcheck.reports.files import errors_annotated, output_options, pop_output
 @click.option("--resumed-from", metavar="DIR", type=click.Path(),
               help="Recording (--save) of the same job without interruption: check that this job "
               "resumes as if it had never stopped.")  # fmt: skip
+@click.option("--twice", is_flag=True,
+              help="Run the job twice, and report the first step, module, operator and line at "
+              "which the two runs diverge, and why.")  # fmt: skip
 @click.option("--modules", is_flag=True,
               help="Record every module, to find the first whose inputs match but whose outputs "
               "do not.")  # fmt: skip
@@ -84,6 +87,7 @@ def command(words: tuple[str, ...], verbose: bool, quiet: bool, **asked: Any) ->
     distcheck job --world 4 -- python train.py
     distcheck job --keep-going -- accelerate launch --num_processes 2 train.py
     distcheck job --resumed-from whole --world 4 -- python train.py --resume
+    distcheck job --twice -- torchrun --nproc-per-node 4 train.py
     distcheck job --guard --every 100 -- torchrun --nproc-per-node 4 train.py
 
     The command runs unchanged, and distcheck records the first optimizer steps of every rank:

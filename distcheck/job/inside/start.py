@@ -23,6 +23,7 @@ from distcheck.job.inside.marking import (
     mark_rank,
     write_note,
 )
+from distcheck.worlds import pinning
 
 _OF_LAUNCHERS = ("ChildFailedError",)  # torchrun's, for exceptions that ranks note themselves
 _OF_SPAWN = "ProcessRaisedException"  # of torch.multiprocessing
@@ -38,6 +39,8 @@ def begin(settings: str) -> None:
         return
     if launcher_names():
         mark_rank()
+    if (pins := os.environ.get(pinning.VARIABLE)) is not None:
+        pinning.begin(pins, Path(os.path.dirname(settings)))
     write_note(settings, "python", "\0".join([str(os.getppid()), *sys.orig_argv]))
     _note_what_ends_it(settings)
     if "torch" in sys.modules:
@@ -108,6 +111,8 @@ def _install(settings: str) -> None:
 
         install.install(settings)
         _note_what_ends_processes(settings)
+        if pinning.VARIABLE in os.environ:
+            pinning.pin_torch()
     except Exception:  # the script continues after importing torch
         with contextlib.suppress(OSError):
             private.write(Path(os.path.dirname(settings), "defect"), traceback.format_exc())
