@@ -82,7 +82,7 @@ _OBSERVED = (
     "workers",
     "waiting",
 )  # no cause unless a process was seen to use them
-_BEFORE_COMPUTING = ("seeds", "clock", "hashing", "workers", "operators", "memory", "addresses")
+_BEFORE_COMPUTING = ("seeds", "operators", "memory", "clock", "hashing", "workers", "addresses")
 _IN_COMPUTING = ("operators", "memory", "waiting", "threads", "hashing", "addresses", "seeds")
 _CUDNN = ("conv", "rnn", "lstm", "gru", "ctc")  # in names of operators that cuDNN implements
 _LINES = {
