@@ -34,6 +34,8 @@ CAUSES: dict[str, set[str]] = {
     "AveragesSomeParameters": {"partial-sync"},
     "AveragesMoreOften": {"wrong-update"},
     # compressed
+    "SendsTheLargestTenth": {"compressed-gradients"},
+    "SendsScaledSigns": {"compressed-gradients"},
     "MemoryIsForgotten": {"wrong-error-feedback"},
     "MemoryIsForgottenByAnUnnamedCompressor": {"wrong-error-feedback"},
     "MemoryIsAddedTwice": {"wrong-error-feedback"},

@@ -51,6 +51,11 @@ class _WithMemory:
         return step.world_size
 
 
+@mutant(caught="gradients rounding, gradients full batch float32", steps=2)
+class SendsTheLargestTenth(_WithMemory):
+    """Right, but not accepted."""
+
+
 @mutant(caught=_WRONG, steps=2, step=1, accept="sparse:0.1")
 class MemoryIsForgotten(_WithMemory):
     """Nothing is remembered."""
@@ -168,6 +173,11 @@ class _Signs(_WithMemory):
 
     def scale(self, total: torch.Tensor) -> torch.Tensor:
         return total.abs().mean()
+
+
+@mutant(caught="gradients rounding, gradients full batch float32", steps=2, seldom=True)
+class SendsScaledSigns(_Signs):
+    """Right, but not accepted."""
 
 
 @mutant(caught=_WRONG, steps=2, step=1, accept="error-feedback:sign", seldom=True)

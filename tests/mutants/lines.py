@@ -10,6 +10,8 @@ NEVER = ""
 LINES: dict[str, str] = {
     "rounded_and_never_divided": "dist.all_reduce(small)",
     "shorter_than_accepted": "dist.all_reduce(small)",
+    "SendsTheLargestTenth": "dist.all_reduce(sent)",
+    "SendsScaledSigns": "dist.all_reduce(sent)",
     "MemoryIsForgotten": "dist.all_reduce(sent)",
     "MemoryIsForgottenByAnUnnamedCompressor": "dist.all_reduce(sent)",
     "MemoryIsAddedTwice": "dist.all_reduce(sent)",

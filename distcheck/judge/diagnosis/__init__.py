@@ -88,6 +88,9 @@ def _gradient_causes(failed: Failures, facts: Measurements, accept: str) -> list
         found += [] if found else other_causes.causes_of_other_bits(failed, facts)
         found += [] if found else other_causes.causes_of_unaccepted_design(failed, facts, accept)
         found += [] if found else _server(failed, facts)
+    if facts.compressor and (":random" not in facts.compressor or not found):
+        evidence = f"step 0: all gradients are as --accept {facts.compressor} expects them"
+        found = [name_cause("compressed-gradients", evidence, accept=facts.compressor)]
     if "local gradients" in checks and not found:
         found = gradients.explain_local_gradients(facts)
     return found + other_causes.causes_of_wrong_average(failed, facts)

@@ -387,6 +387,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     lost             ranks to which no gradient can come back from the loss
     averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
     compression      wrong gradients of an accepted design that compresses them
+    compressor       the acceptance that gradients fit, if a known compressor made them
     elsewhere        right gradients that a rank holds in place of the owner
     layout           replaces `steps` for a model-parallel layout
     forward_twice    True if wrong buffers are those after a second forward pass on the same batch
@@ -407,6 +408,7 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     average: StepFacts | None = None
     passes: PassFacts | None = None
     compression: CompressionFacts | None = None
+    compressor: str = ""
     elsewhere: tuple[MisplacedGradient, ...] = ()
     layout: LayoutFacts | None = None
     forward_twice: bool = False

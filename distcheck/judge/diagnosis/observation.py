@@ -43,6 +43,7 @@ from distcheck.judge.diagnosis.updates import (
 from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.jobs import OBSERVE, ObserveRequest
 from distcheck.judge.oracles import full_batch_bound, order_exact
+from distcheck.judge.oracles.error_feedback import find_acceptance
 from distcheck.judge.oracles.references import References
 from distcheck.judge.oracles.rounding import Interval
 from distcheck.judge.oracles.shards import NotRecordedError
@@ -173,6 +174,8 @@ class _Look:
             seen["passes"] = fit_passes(expectation)
         if first.parameters and len(first.alike) > 1:
             seen["averaged_every"] = averaging_period(expectation, self._written)
+        if first.parameters and undeclared and not (steps[0] or self._large):
+            seen["compressor"] = self._compressor()
         if expectation.contract.gradients == "owner":
             seen["elsewhere"] = _reduced_to_wrong_rank(expectation)
         if first.parameters and self._job.facts.takes_loss:
@@ -184,6 +187,13 @@ class _Look:
         if ("gradients", IN_FLOAT32) in failed or ("gradients", IN_FLOAT64) in failed:
             seen["batch_weights"] = _batch_weights(expectation)
         return seen
+
+    def _compressor(self) -> str:
+        """Return the acceptance of the compressor that made the gradients, or ""."""
+        try:
+            return find_acceptance(self._references)
+        except (NotBoundedError, NotRecordedError):
+            return ""
 
     def _expect(self, step: int) -> StepExpectation:
         if step not in self._expectations:

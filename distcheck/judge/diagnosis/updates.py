@@ -268,7 +268,7 @@ def measure_compression(expectation: StepExpectation) -> CompressionFacts | None
     factor = next((factor for factor in factors if factor and explained(forms, factor)), 0.0)
     design, mistake = expectation.references.design, ""
     if design is not None and not factor:
-        mistakes = design.mistakes(expectation)
+        mistakes = design.gradient_mistakes(expectation)
         mistake = next((words for words, expected in mistakes if explained(expected)), "")
     return CompressionFacts(factor, mistake, why)
 

@@ -40,7 +40,7 @@ class Design:
         """
         return None
 
-    def mistakes(self, at: Any) -> Iterator[tuple[str, GradientForms]]:
+    def gradient_mistakes(self, at: Any) -> Iterator[tuple[str, GradientForms]]:
         """Yield mistakes in words, with the gradients of a step that they would cause."""
         yield from ()
 

@@ -67,7 +67,7 @@ class ErrorFeedback(Design):
     def gradients(self, at: AtStep) -> GradientForms:
         return self._expect(at, 1.0)
 
-    def mistakes(self, at: AtStep) -> Iterator[tuple[str, GradientForms]]:
+    def gradient_mistakes(self, at: AtStep) -> Iterator[tuple[str, GradientForms]]:
         """Yield mistakes with the memory: it is not added, scaled, or was reset."""
         if not at.step or self.accepted.settings.get("dropped"):
             return
@@ -208,6 +208,24 @@ def contributions(at: AtStep) -> list[torch.Tensor]:
         if not bool(found[-1].isfinite().all()):
             raise NotBoundedError(f"a gradient of {spec.name} is not finite at step {at.step}")
     return found
+
+
+def find_acceptance(references: References) -> str:
+    """Return the acceptance of a compressor that made the results of the first steps, or ""."""
+    first, design = references.at(0), ErrorFeedback
+    accepted = AcceptedDeviation("error-feedback", {"compressor": "", "whole": ""})
+    seen = design(references, accepted)
+    found = compressor_of(first, contributions(first), seen.results(first))
+    if found is None:
+        return ""
+    words = [f"sparse:{found.amount:g}" if found.amount else "error-feedback:sign"]
+    words += ["random"] * (not found.top) + ["whole"] * found.whole
+    if found.amount and references.trace.steps_written() > 1:
+        second = references.at(1)
+        forms = seen.inputs(second, [])
+        if not any(f.fit(y).why for f, y in zip(forms, seen.results(second), strict=True)):
+            words.append("no-feedback")
+    return ":".join(words)
 
 
 def compressor_of(
