@@ -212,9 +212,11 @@ def contributions(at: AtStep) -> list[torch.Tensor]:
 
 def find_acceptance(references: References) -> str:
     """Return the acceptance of a compressor that made the results of the first steps, or ""."""
-    first, design = references.at(0), ErrorFeedback
+    first = references.at(0)
+    if references.trace.layout.world > _MOST_RANKS:
+        return ""
     accepted = AcceptedDeviation("error-feedback", {"compressor": "", "whole": ""})
-    seen = design(references, accepted)
+    seen = ErrorFeedback(references, accepted)
     found = compressor_of(first, contributions(first), seen.results(first))
     if found is None:
         return ""
