@@ -74,7 +74,7 @@ def judge_job(asked: JobOptions, live: LiveProgress) -> Report:
         ran = running.run(command, file, deadline_s=asked.deadline_s, defaults=threads)
         if ran.hung:
             return _store_report(_report(made, _hung(asked, ran)))
-        running.check_recorded(recorded, ran, command)
+        running.check_recorded(recorded, ran, command, on_cpu=asked.on_cpu)
         keep_freed_memory()
         with machines.gather_recording(recorded, ran) as whole:
             with live:

@@ -364,7 +364,9 @@ def noted_exceptions(folder: Path) -> tuple[Outcome, ...]:
     return tuple(found)
 
 
-def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> None:
+def check_recorded(
+    folder: Path, ran: CommandResult, command: Sequence[str], *, on_cpu: bool = False
+) -> None:
     """Raise an error that explains why nothing can be judged, if that is the case."""
     if (folder / "defect").exists():
         trace = (folder / "defect").read_text(errors="backslashreplace")
@@ -387,9 +389,11 @@ def check_recorded(folder: Path, ran: CommandResult, command: Sequence[str]) -> 
         return
     for one in ran.raised:
         if _needs_gpu(one.text):
+            do = "pass --on-cpu to run it on CPUs"
+            if on_cpu:
+                do = "it calls a function of CUDA that --on-cpu does not replace"
             raise CannotRunError(
-                f"the job needs a GPU, but this machine has none ({one.text[:200]}); pass --on-cpu "
-                "to run it on CPUs"
+                f"the job needs a GPU, but this machine has none ({one.text[:200]}); {do}"
             )
     if (note := folder / "no-distcheck").exists():
         program = note.read_text(errors="backslashreplace").partition("\n")[0]

@@ -140,6 +140,7 @@ def _replace_cuda(gpus: int) -> None:
     cuda.get_device_capability = lambda *_, **__: (8, 0)
     cuda.get_device_properties = lambda *_, **__: about
     cuda.mem_get_info = lambda *_, **__: (_MEMORY, _MEMORY)
+    cuda.is_current_stream_capturing = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
     cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state_all = list
