@@ -192,7 +192,9 @@ bn = torch.nn.SyncBatchNorm(3)
 given = torch.randn(4, 3, 2, device="cuda").half()
 torch.distributed.init_process_group("NCCL", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 assert len(torch.cuda.random.get_rng_state(device="cuda"))  # where it is defined, as Megatron calls
-assert not torch.cuda.is_current_stream_capturing()  # torch.compile asks
+# torch.compile asks, and has one handler per function.
+assert not torch.cuda.is_current_stream_capturing()
+assert torch.cuda.current_stream is not torch.cuda.stream
 print(torch.cuda.device_count(), bn(given).dtype)
 torch.distributed.destroy_process_group()
 # As a reference has it: nothing that a fork would lose.

@@ -145,7 +145,8 @@ def _replace_cuda(gpus: int) -> None:
     cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state_all = list
     cuda.Stream = cuda.Event = cuda.ExternalStream = _Stream
-    cuda.current_stream = cuda.default_stream = cuda.stream = lambda *_, **__: _Stream()
+    for name in ("current_stream", "default_stream", "stream"):  # torch.compile keys by function
+        setattr(cuda, name, lambda *_, **__: _Stream())
     cuda.device = cuda.device_of = lambda *_, **__: contextlib.nullcontext()
     for name in _TYPES:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
