@@ -379,10 +379,16 @@ def test_parameters_that_another_rank_steps_are_sent_by_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict"),
-    [("in_chunks", "pass"), ("in_chunks_sum", "fail"), ("in_whole_chunks", "fail")],
+    ("name", "verdict", "world"),
+    [
+        ("in_chunks", "pass", 2),
+        ("in_whole_chunks", "fail", 2),
+        ("in_chunks_sum", "fail", 3),
+        pytest.param("in_chunks_sum", "fail", 2, marks=pytest.mark.sweep),
+        pytest.param("in_chunks", "pass", 3, marks=pytest.mark.sweep),
+        pytest.param("in_whole_chunks", "fail", 3, marks=pytest.mark.sweep),
+    ],
 )
-@pytest.mark.parametrize("world", [2, 3])
 def test_code_that_fails_on_small_tensors_gets_a_vector(
     name: str, verdict: str, world: int
 ) -> None:
