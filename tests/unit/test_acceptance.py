@@ -29,6 +29,12 @@ U = unit_roundoff(torch.float32)
         ("low-precision:float16", "low-precision:fp16"),
         ("low-precision:fp32", "low-precision:fp32"),
         ("quantized:08", "quantized:8"),
+        ("quantized:8:stochastic:block=64", "quantized:8:block=64:stochastic"),
+        ("sparse:0.010", "sparse:0.01"),
+        ("sparse:20:whole:random", "sparse:20:random:whole"),
+        ("error-feedback", "error-feedback"),
+        ("error-feedback:sign", "error-feedback:sign"),
+        ("error-feedback:quantized=4", "error-feedback:quantized=4"),
         ("low-rank:2", "low-rank:2"),
         ("low-rank:2:no-feedback", "low-rank:2:no-feedback"),
         ("local-sgd:4", "local-sgd:4"),
@@ -85,6 +91,23 @@ def test_groups_must_divide_the_world() -> None:
 def test_what_is_out_of_range_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match=r"is out of range; .* takes"):
         acceptance.parse_deviation(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("sparse:1.5", "1.5 is neither a number of elements nor a fraction below 1"),
+        ("sparse:0", "is out of range; amount of sparse takes"),
+        ("sparse:10:first", "expected sparse:K"),
+        ("quantized:8:block=1", "is out of range; block of quantized takes 2 to"),
+        ("error-feedback:sign:quantized=4", "name one compressor"),
+    ],
+)
+def test_settings_of_compressors_are_checked(asked: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        acceptance.parse_deviation(asked)
+    with pytest.raises(UsageError, match=r"requires two steps.*; pass --steps 2 or more"):
+        plan_cases(request("sparse:0.01", steps=1))
 
 
 def request(accept: str, **asked: object) -> Request:
