@@ -1,8 +1,9 @@
 """Accepted deviations from the single-process reference: `distcheck job --accept CAUSE`.
 
 Some deviations are so common that they are only warnings unless `--strict` is given: one dropout
-seed for all ranks, a learning rate multiplied by the world size or its square root, and
-accelerate's convention of stepping a schedule once per rank.
+seed for all ranks (but not one seed for the noise of different samples), a learning rate multiplied
+by the world size or its square root, and accelerate's convention of stepping a schedule once per
+rank.
 
 An accepted cause fails no check, but what the user accepts with it is checked: a scaled learning
 rate must be the reference's times the same factor at every step, and a schedule that steps once per
@@ -17,7 +18,7 @@ from distcheck.errors import UsageError
 from distcheck.job.replaying import Reference
 from distcheck.judge.checks.tally import Tally
 from distcheck.recordings.jobs.reading import JobRecording
-from distcheck.records import AcceptedChanges, CheckResult, Diagnosis
+from distcheck.records import AcceptedChanges, CheckResult, Diagnosis, FindingKind
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER
 
 RANDOMNESS, RATES, SCHEDULE = "shared-rng-seed", "learning-rate-differs", "scheduler-steps-per-rank"
@@ -61,13 +62,15 @@ def kinds_that_only_warn(
     job: JobRecording, reference: Reference | None, results: Sequence[CheckResult]
 ) -> tuple[str, ...]:
     """Return the kinds of deviation in this job that are only warnings."""
+    is_noise = any(result.first_kind is FindingKind.SAME_NOISE for result in results)
+    common = () if is_noise else (RANDOMNESS,)
     alike = all(r.verdict != "fail" for r in results if (r.check, r.layer) == _OF_RANKS)
     if reference is None or not alike:
-        return (RANDOMNESS,)
+        return common
     scaling = (float(job.world), math.sqrt(job.world))
     if any(abs(_factor(job, reference) - by) <= _SAME_RATE * by for by in scaling):
-        return (RANDOMNESS, RATES)
-    return (RANDOMNESS, SCHEDULE) if job.ranks[0].schedules_by else (RANDOMNESS,)
+        return (*common, RATES)
+    return (*common, SCHEDULE) if job.ranks[0].schedules_by else common
 
 
 def accept(

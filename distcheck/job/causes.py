@@ -31,11 +31,13 @@ from distcheck.job.fitting import Gradients, fit, gradients_of_rank
 from distcheck.job.inside.choosing import collective_before_backward
 from distcheck.job.inside.moved_gradients import fate_of_cleared
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import TERM
 from distcheck.job.step_view import JobStep
+from distcheck.job.term_weights import term_weights
 from distcheck.judge.diagnosis.measurements import MOST_EARLIER, SAME_FACTOR
 from distcheck.judge.diagnosis.measuring import explain
+from distcheck.judge.diagnosis.updates import tensors_in_norm
 from distcheck.judge.diagnosis.wording import first_names_text
+from distcheck.judge.divergence.noise_floor import norm_of
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import LoaderIteration
 from distcheck.recordings.recording import Kind
@@ -133,9 +135,11 @@ def _data_causes(job: JobRecording, failed: Failed) -> Iterator[Diagnosis]:
     if "epoch order" in checks:
         yield name_cause("missing-set-epoch", _result_of(failed, "epoch order").first_reason)
     if "random streams" in checks:
-        reason = _result_of(failed, "random streams").first_reason
-        evidence = f"{reason}, so their dropout masks or noise are identical"
-        yield name_cause("shared-rng-seed", evidence, "job")
+        result = _result_of(failed, "random streams")
+        evidence = f"{result.first_reason}, so their dropout masks or noise are identical"
+        is_noise = result.first_kind is FindingKind.SAME_NOISE
+        evidence = result.first_reason if is_noise else evidence
+        yield name_cause("shared-rng-seed", evidence, "job-noise" if is_noise else "job")
 
 
 def _sampling(job: JobRecording) -> tuple[str, str]:
@@ -247,6 +251,22 @@ def differing_model_averages(job: JobRecording) -> Iterator[Diagnosis]:
                 f"after step {job.steps[-1]} ranks hold different averages of the model ({name}, "
                 "one of the tensors that look like an average)",
             )
+
+
+def terms_without_gradient(job: JobRecording) -> Iterator[Diagnosis]:
+    """Yield a warning for a term of the loss that has no gradient, such as a detached one."""
+    found = terms.values_without_gradient(job)
+    if not found:
+        return
+    several = ", ".join(
+        f"{value:.6g} at step {step} of rank {rank}"
+        for (step, rank), value in sorted(found.items())[:2]
+    )
+    names = " + ".join(term.name for term in job.records[0, job.steps[0]].trained[0].terms)
+    yield name_cause(
+        "term-without-gradient",
+        f"the loss is {names} plus a term without a gradient ({several}), which trains nothing",
+    )
 
 
 def averaged_sum_losses(job: JobRecording, reference: Reference | None) -> Iterator[Diagnosis]:
@@ -468,6 +488,19 @@ def _later_causes(job: JobRecording, reference: Reference, result: CheckResult) 
                 f"step {step}: the norm for clipping is {own_norm:.6g} on rank {rank}, but "
                 f"{norm:.6g} in a single process",
             )
+    own = gradients_of_rank(job, Kind.GRADIENT, rank, step)
+    right = reference_gradients(reference.tensors(step), Kind.GRADIENT)
+    squares = {n: norm_of(g) ** 2 for n, g in right.items() if own.get(n) is not None}
+    fitted = fit(own, right)
+    if fitted is not None and fitted[1] <= _LEFT and 0 < fitted[0][0] < 1 - _LEFT and job.world > 1:
+        factor = fitted[0][0]
+        if counted := tensors_in_norm(squares, factor, job.world, some=True):
+            return name_cause(
+                "clip-norm-includes-replicas",
+                f"step {step}: rank {rank} clips gradients to {factor:.6g}x those of a single "
+                f"process, as if {first_names_text(counted, 4)} (of {len(counted)} in all) were "
+                f"included {job.world} times in the norm",
+            )
     name = result.first.parameter if result.first is not None else "a parameter"
     return name_cause(
         "gradients-modified-before-step",
@@ -559,15 +592,19 @@ def _factor_causes(job: JobRecording, reference: Reference, step: int) -> Diagno
     fitted = fit(gradients_of_rank(job, Kind.EXCHANGED, 0, step), found)
     if fitted is None:
         return None
+    of_terms = term_weights(job, reference)
     return (
         _one_factor(job, reference, step)
-        or scaled_loss_term(job, reference)
+        or of_terms.cause(job.world)
         or _weight_causes(job, found, step)
         or name_cause(
             "unexplained",
             f"step {step}: gradients are the mean of the ranks' gradients, but differ from the "
             "single-process reference, not only by a factor (a residual of "
-            f"{fitted[1]:.2g} of their norm)",
+            f"{fitted[1]:.2g} of their norm)"
+            + (
+                f"; the terms of the loss are not judged, since {of_terms.why}" * bool(of_terms.why)
+            ),
             "job-weights",
         )
     )
@@ -596,32 +633,6 @@ def _one_factor(job: JobRecording, reference: Reference, step: int) -> Diagnosis
         return name_cause("double-division", evidence, "loss")
     passes = max(1, len(job.records[0, step].trained))
     return _name_factor(fitted[0][0], step, world=job.world, passes=passes)
-
-
-def scaled_loss_term(job: JobRecording, reference: Reference) -> Diagnosis | None:
-    """Detect gradients that equal the reference's except that one term of the loss is W or 1/W
-    times as large.
-    """
-    step = job.steps[0]
-    found, own = reference.tensors(step), gradients_of_rank(job, Kind.EXCHANGED, 0, step)
-    passes = job.records[0, step].trained
-    names = [term.name for term in passes[0].terms] if len(passes) == 1 else []
-    stems = [f"{TERM}{number}/" for number in range(len(names))]
-    terms = [{n.removeprefix(s): g for n, g in found.items() if n.startswith(s)} for s in stems]
-    whole = fit(own, reference_gradients(found, Kind.EXCHANGED))
-    fitted = fit(own, *terms) if len(terms) > 1 and all(terms) else None
-    if whole is None or fitted is None or fitted[1] > min(_LEFT, _SHARE * whole[1]):
-        return None
-    other = [(by, k) for k, by in enumerate(fitted[0]) if abs(by - 1) > _LEFT]
-    scales = (job.world, 1 / job.world)
-    if len(other) != 1 or not any(isclose(other[0][0], by, rel_tol=_LEFT) for by in scales):
-        return None
-    ((by, number),) = other
-    return name_cause(
-        "term-scale",
-        f"step {step}: gradients are those of a single process, but the term {names[number]} of "
-        f"the loss (number {number + 1} of {len(names)}) is {by:.6g}x as large",
-    )
 
 
 def _rank_weights(

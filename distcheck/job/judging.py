@@ -17,6 +17,7 @@ from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
 from distcheck.job.running import CommandResult
+from distcheck.job.term_weights import term_weights
 from distcheck.judge.diagnosis.source_lines import parse_call_site
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import BEFORE_NOISE, LINES, StepRecord
@@ -192,6 +193,7 @@ def _apply_accepted(
     left = {one.cause for one in diagnosis} | set(asked.accept)
     remarks = [one for one in before if one.cause in common and one.cause not in left]
     remarks += [*causes.differing_model_averages(job), *causes.averaged_sum_losses(job, reference)]
+    remarks += causes.terms_without_gradient(job)
     changes, meant = script_changes.remarks(job, agreed)
     remarks += changes
     results = [_with_reason(r, meant if r.check == "gradients" else "") for r in results]
@@ -312,9 +314,14 @@ def _unknown_without_reference(
 ) -> CheckResult:
     if reference is None:
         return unknown_if_sharded(job, result)
-    interacts = reference.replayed.interacts and causes.scaled_loss_term(job, reference) is None
-    interacts = interacts and not causes.reference_weights_ranks(job, reference)
-    return unknown_if_samples_interact(job, result, all_of) if interacts else result
+    if result.verdict != "fail" or not reference.replayed.interacts:
+        return result
+    found = term_weights(job, reference)
+    if (found.odd and found.certain and not found.why) or (
+        causes.reference_weights_ranks(job, reference)
+    ):
+        return result
+    return unknown_if_samples_interact(job, result, all_of, found.why)
 
 
 def _unknown_if_ranks_divide_samples(reference: Reference, result: CheckResult) -> CheckResult:
@@ -386,7 +393,7 @@ def _unknown_if_noise_differs(result: CheckResult, ranks: list[int]) -> CheckRes
 
 
 def unknown_if_samples_interact(
-    job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult]
+    job: JobRecording, result: CheckResult, all_of: Sequence[CheckResult], why: str = ""
 ) -> CheckResult:
     """Turn a failure into unknown if a term of the loss is not a mean over samples, such as a
     load-balancing loss over each rank's samples, because it has another value for the joint batch.
@@ -409,6 +416,7 @@ def unknown_if_samples_interact(
         "rank's own samples); leave it out for this check, or compute it over the samples of all "
         "ranks"
     )
+    said = f"the scale of the loss is not judged, since {why}" if why else said
     return _with_verdict(result, "unknown", said)
 
 

@@ -10,6 +10,7 @@ from distcheck.job.replaying import Reference
 from distcheck.judge.diagnosis import layouts
 from distcheck.judge.diagnosis.layout_measuring import GradientVersions
 from distcheck.judge.diagnosis.measurements import LayoutFacts, LayoutParameter
+from distcheck.judge.diagnosis.wording import first_names_text
 from distcheck.judge.divergence.noise_floor import norm_of
 from distcheck.judge.fitting import fit_least_squares
 from distcheck.recordings.jobs.reading import STEMS, JobRecording
@@ -68,13 +69,20 @@ def _detect_clip_norm(
         return [name_cause(
             "clip-by-local-norm", f"{said}, and here the shards of each rank by themselves do"
         )]  # fmt: skip
-    if abs(math.hypot(*norms) - allowed) <= _SAME_NORM * allowed:
-        return [name_cause(
-            "clip-by-local-norm",
-            f"{said}, and here the tensors of ranks {', '.join(map(str, group))} do if replicated "
-            "tensors are included once per rank",
-        )]  # fmt: skip
-    return []
+    whole = [n for n in apart.parameters(step) if f"step/{n}" not in apart.at(step)[group[0]].parts]
+    count, ranks = len(group), ", ".join(map(str, group))
+    square, by = math.hypot(*norms), f"if the tensors of ranks {ranks} are clipped by"
+    wrong_norms = {
+        f"a norm that includes {first_names_text(whole, 4)}, which every rank holds, {count} times":
+            square,
+        f"the mean of these ranks' norms, {count} of different shards": sum(norms) / count,
+        f"a norm that includes shards, which only one rank holds, 1/{count} times":
+            square / math.sqrt(count),
+    }  # fmt: skip
+    fits = [k for k, one in wrong_norms.items() if abs(one - allowed) <= _SAME_NORM * allowed]
+    if len(fits) != 1:
+        return []
+    return [name_cause("clip-norm-includes-replicas", f"{said}, and here {by} {fits[0]}")]
 
 
 def _facts(

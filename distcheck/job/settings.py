@@ -16,7 +16,9 @@ FILE = "settings.json"
 MOST_STEPS = 10_000
 Mode = Literal["record", "replay", "guard"]
 Retry = Literal["", "joined", "own inputs"]
-TERM = "term/"  # before the gradient of a term of the loss, in the file of a replayed step
+# Before the gradient of a term of the loss, in the file of a replayed step; the terms' sources as
+# JSON; and their growth if every sample occurs twice.
+TERM, TERMS, GROWTH = "term/", "term-sources", "term-growth"
 TOGETHER, IN_TURN, BY_RANK = "together", "in turn", "rank by rank"  # modes of a replay
 
 

@@ -147,6 +147,7 @@ class FindingKind(StrEnum):
 
     SAME_SAMPLES = "two ranks have the same samples"
     SAME_RANDOMNESS = "two ranks draw the same random numbers"
+    SAME_NOISE = "two ranks have the same random numbers for different samples"
     READ_APART = "ranks of one model read different samples"
     READ_AGAIN = "a rank reads samples again"
     BEFORE_UNSCALE = "gradients are clipped before they are unscaled"

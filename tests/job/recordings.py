@@ -12,7 +12,7 @@ from distcheck.job import checks
 from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.inside.step_file import StepFile
 from distcheck.job.replaying import Reference
-from distcheck.job.settings import TERM, ReplayedStep, ReplayResult
+from distcheck.job.settings import GROWTH, TERM, TERMS, ReplayedStep, ReplayResult
 from distcheck.recordings.jobs import reading, records
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import (
@@ -52,6 +52,7 @@ class Facts:
         self.rows = tuple(f"{rank}-{step}-{i}" for i in range(4))
         self.epoch = step
         self.passes = [self.a_pass(0)]
+        self.inputs: tuple[torch.Tensor, ...] = ()  # of the first pass
         self.sampler_epoch: int | None = step
         self.sampler = "DistributedSampler"
         self.of_iteration: dict[str, Any] = {}  # what else its Iteration has
@@ -74,6 +75,8 @@ class Facts:
         """Writes the step; returns the parameters after it."""
         file = StepFile(records.rank_folder(folder, self.rank), self.step)
         at_step = self.raw if self.at_step is None else self.at_step
+        names = tuple(file.add_data(one) for one in self.inputs)
+        self.passes[0] = replaced(self.passes[0], inputs=names)
         after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)
@@ -162,6 +165,10 @@ def reference(job: JobRecording, folder: Path, **changes: Any) -> Reference:
         if "terms" in changes:
             found |= {f"{TERM}1/{n}": g for n, g in changes["terms"](step).items()}
             found |= {f"{TERM}0/{n}": g - found[f"{TERM}1/{n}"] for n, g in raw.items()}
+            sources = [("`ce`", "train.py:7"), ("`0.1 * aux`", "train.py:8")]
+            encoded = bytearray(msgspec.json.encode(sources))
+            found[TERMS] = torch.frombuffer(encoded, dtype=torch.uint8)
+            found[GROWTH] = torch.tensor(changes.get("growth", [1.0, 1.0]), dtype=torch.float64)
         found["loss"] = torch.tensor(changes.get("loss", 2.0), dtype=torch.float64)
         found["spread/loss"] = torch.tensor(1e-7)
         save_file(found, folder / f"replay-{step:06d}.safetensors")

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from distcheck.errors import UsageError
 from distcheck.job import accepting, causes, checks
 from distcheck.job.guard_command import GuardOptions as OfGuard
 from distcheck.job.options import JobOptions
+from distcheck.recordings.jobs.records import CollectiveCall
 from tests.job.recordings import LR, Facts, judged, make, reference, replaced
 
 Change = Callable[[Facts], None]
@@ -40,6 +43,67 @@ def test_same_random_numbers_may_be_meant(tmp_path: Path) -> None:
     verdicts, left = judge(tmp_path, [accepting.RANDOMNESS], same_masks, lambda step: LR)
     assert ("random streams", "-") not in verdicts
     assert (set(verdicts.values()), left) == ({"pass"}, [])
+
+
+def same_noise(facts: Facts, *, differs: int = 1, **about: Any) -> None:
+    """The same numbers for the four samples of each rank, different for each sample."""
+    drawn = facts.step + differs * torch.arange(4.0)
+    random = {"torch": f"{facts.step}"}
+    facts.passes = [replaced(facts.passes[0], drew=True, random=random, **about)]
+    facts.inputs = (torch.full((4,), 10.0 * facts.rank), drawn)
+
+
+def with_a_broadcast(facts: Facts) -> None:
+    same_noise(facts)
+    facts.of_record = {"calls": (CollectiveCall("broadcast", "train.py:3", 4),)}
+
+
+def of_its_own(facts: Facts) -> None:
+    same_noise(facts)
+    facts.inputs = (facts.inputs[0], facts.inputs[1] + 7 * facts.rank)
+
+
+def a_shared_mask(facts: Facts) -> None:
+    same_noise(facts)
+    facts.inputs = (facts.inputs[0], facts.inputs[1][:3])
+
+
+def of_the_same_samples(facts: Facts) -> None:
+    same_noise(facts, rows=("a", "b", "c", "d"))
+
+
+def of_a_loader(facts: Facts) -> None:
+    same_noise(facts)
+    facts.passes = [replaced(facts.passes[0], batches=())]
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        (same_noise, True),
+        (same_masks, False),
+        (lambda facts: same_noise(facts, differs=0), False),  # one timestep for all samples
+        (with_a_broadcast, False),
+        (of_its_own, False),
+        (a_shared_mask, False),
+        (of_the_same_samples, False),
+        (of_a_loader, False),
+    ],
+)
+def test_noise_of_samples_is_no_warning(change: Change, fails: bool, tmp_path: Path) -> None:
+    """Numbers that may be shared by design are only a warning, like dropout masks."""
+    job = make(tmp_path, change)
+    results = checks.checks_without_reference(job)
+    (found,) = [r for r in results if r.check == "random streams"] or [None]
+    is_warning = accepting.RANDOMNESS in accepting.kinds_that_only_warn(job, None, results)
+    assert is_warning == (not fails)
+    if fails:
+        assert found is not None
+        assert "ranks 0 and 1 have different samples" in found.first_reason
+        assert "input 1 of the model" in found.first_reason
+        (named,) = causes.diagnose(job, results)
+        assert named.cause == "shared-rng-seed"
+        assert "dropout" not in named.evidence
 
 
 def test_what_is_not_accepted_still_fails(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Every check of a job, on recordings that are made up: one change fails one check."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,6 +330,36 @@ def test_what_the_optimizer_was_given_is_compared_where_it_clips(
     results = judged(job, alone)
     assert failed(results) == {("clipped gradients", "full batch float32")}
     assert [one.cause for one in causes.diagnose(job, results, alone)] == [cause]
+
+
+@pytest.mark.parametrize("counted", [("weight",), ("bias",), ("weight", "bias"), ()], ids=str)
+def test_tensors_that_a_norm_includes_twice_are_named(
+    counted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Clipping by hand to norm 1; () clips by another wrong norm."""
+
+    def clips(facts: Facts) -> None:
+        squares = {name: float(g.square().sum()) for name, g in facts.raw.items()}
+        norm = sum(by * (1 + (name in counted)) for name, by in squares.items()) ** 0.5
+        norm *= 1 if counted else 1.1
+        facts.at_step = {name: g / norm for name, g in facts.raw.items()}
+
+    job = make(tmp_path, clips, steps=1)
+    norm = sum(float(g.square().sum()) for g in mean([gradients(r, 0) for r in (0, 1)]).values())
+    alone = reference(job, tmp_path, clipped=norm**-0.5)
+    step = msgspec.structs.replace(alone.replayed.steps[0], changes=True)
+    changed = msgspec.structs.replace(alone.replayed, steps=(step,))
+    alone = dataclasses.replace(alone, replayed=changed)
+    (found,) = causes.diagnose(job, judged(job, alone), alone)
+    if not counted:
+        assert found.cause == "gradients-modified-before-step"
+        return
+    assert found.cause == "clip-norm-includes-replicas"
+    assert (
+        f"as if {', '.join(map(repr, sorted(counted)))} (of {len(counted)} in all)"
+        in found.evidence
+    )
+    assert "included 2 times in the norm" in found.evidence
 
 
 def test_a_tolerance_grows_with_what_was_measured_alone() -> None:

@@ -22,9 +22,21 @@ from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.options import JobOptions
 from distcheck.job.running import CommandResult, Watch
 from distcheck.job.settings import JobSettings, ReplayTask, write
+from distcheck.job.term_weights import term_weights
 from distcheck.recordings.jobs.records import ClipCall, CollectiveCall, LossFactor, LossTerm
+from distcheck.records import CheckResult
 from distcheck.records.exit_status import RankEnd
-from tests.job.recordings import LR, Facts, gradients, judged, make, mean, reference, replaced
+from tests.job.recordings import (
+    LR,
+    Facts,
+    Tensors,
+    gradients,
+    judged,
+    make,
+    mean,
+    reference,
+    replaced,
+)
 from tests.job.scripts import recorded
 from tests.world import warm
 
@@ -577,30 +589,83 @@ def test_term_of_one_rank(much: float, names: tuple[str, ...], cause: str, tmp_p
         assert "rank 1 has the terms cross_entropy, a sum, but that of rank 0 has" in found.evidence
 
 
-@pytest.mark.parametrize(("by", "cause"), [(0.5, "term-scale"), (0.7, "unexplained")])
-def test_a_term_of_another_scale_is_named(by: float, cause: str, tmp_path: Path) -> None:
-    """Also if samples interact in it: with another number the verdict would be `unknown`."""
-    terms = tuple(LossTerm(name=n, reduction="mean", call=-1) for n in ("nll_loss", "a sum"))
+WEIGHTS = {0.5: "1/2, one over the world size", 2.0: "2, the world size", 0.7: "0.7"}
+
+
+def _of_terms(folder: Path, by: float, of_term: Tensors | None = None, **changes: Any) -> Any:
+    """A job in whose gradients the second term has the weight `by`, and its reference."""
+
+    def term(step: int) -> Tensors:
+        return gradients(9, step) if of_term is None else of_term
 
     def scales(facts: Facts) -> None:
-        of_term = gradients(9, facts.step)
-        facts.raw = {n: g - (1 - by) * of_term[n] for n, g in facts.raw.items()}
+        facts.raw = {n: g - (1 - by) * term(facts.step)[n] for n, g in facts.raw.items()}
         facts.locals = [facts.raw] * facts.world
         facts.local = facts.raw
-        facts.passes = [replaced(facts.passes[0], terms=terms, loss=1.5)]
+        own = LossTerm(name="a sum", reduction="sum", call=-1)
+        facts.passes = [replaced(facts.passes[0], terms=(own, own), loss=1.5)]
 
-    job = make(tmp_path, scales)
-    single_process_group = reference(job, tmp_path, terms=lambda step: gradients(9, step))
-    results = judged(job, single_process_group)
-    (found,) = causes.diagnose(job, results, single_process_group)
-    assert found.cause == cause
-    assert ("the term a sum of the loss (number 2 of 2) is 0.5x" in found.evidence) == (by == 0.5)
-    interacts = dataclasses.replace(
-        single_process_group,
-        replayed=msgspec.structs.replace(single_process_group.replayed, interacts=True),
-    )
+    job = make(folder, scales)
+    return job, reference(job, folder, terms=term, **changes)
+
+
+@pytest.mark.parametrize("by", WEIGHTS)
+def test_a_term_of_another_weight_is_named(by: float, tmp_path: Path) -> None:
+    """If samples interact in it, only by the world size; with another number it is `unknown`."""
+    job, alone = _of_terms(tmp_path, by)
+    results = judged(job, alone)
+    (found,) = causes.diagnose(job, results, alone)
+    assert found.cause == "term-scale"
+    said = f"`0.1 * aux` (train.py:8) has weight {WEIGHTS[by]}; the other term has weight 1"
+    assert found.evidence == f"step 0: {said}"
+    verdicts = _if_samples_interact(job, alone, results)
+    assert verdicts == {"pass", "unknown" if by == 0.7 else "fail"}
+
+
+def _if_samples_interact(job: Any, alone: Any, results: list[CheckResult]) -> set[str]:
+    changed = msgspec.structs.replace(alone.replayed, interacts=True)
+    interacts = dataclasses.replace(alone, replayed=changed)
     known = [judging._unknown_without_reference(job, interacts, one, results) for one in results]
-    assert {one.verdict for one in known} == {"pass", "fail" if by == 0.5 else "unknown"}
+    return {one.verdict for one in known}
+
+
+def test_a_sum_over_samples_has_no_weight_to_judge(tmp_path: Path) -> None:
+    """Its weight may have been chosen for the batch of a rank."""
+    job, alone = _of_terms(tmp_path, 0.5, growth=[1.0, 2.0])
+    found = term_weights(job, alone)
+    assert "`0.1 * aux` is not a mean over samples" in found.why
+    assert found.cause(2) is None
+    assert _if_samples_interact(job, alone, judged(job, alone)) == {"pass", "unknown"}
+
+
+def test_terms_with_parallel_gradients_are_not_separated(tmp_path: Path) -> None:
+    """Each of them could be the wrong one."""
+    both = mean([gradients(rank, 0) for rank in range(2)])
+    job, alone = _of_terms(tmp_path, 0.5, {n: 0.4 * g for n, g in both.items()})
+    found = term_weights(job, alone)
+    assert found.why == (
+        "the weights of its terms (`ce` and `0.1 * aux`) cannot be separated by their gradients"
+    )
+    assert found.cause(2) is None
+
+
+def test_terms_must_explain_every_gradient(tmp_path: Path) -> None:
+    """A weight that fits all but one parameter is none."""
+    job, alone = _of_terms(tmp_path, 0.5)
+    step = alone.tensors(0)
+    step["raw/bias"] += 1e-3
+    step["term/0/bias"] += 1e-3
+    assert term_weights(job, alone).cause(2) is None
+
+
+def test_a_loss_without_terms_or_with_right_ones_has_no_cause(tmp_path: Path) -> None:
+    job, alone = _of_terms(tmp_path, 1.0)
+    found = term_weights(job, alone)
+    assert (found.odd, found.why, len(found.weights)) == ((), "", 2)
+    assert found.cause(2) is None
+    (tmp_path / "other").mkdir()
+    job = make(tmp_path / "other")
+    assert term_weights(job, reference(job, tmp_path / "other")).weights == ()
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -14,7 +14,7 @@ from distcheck.job.checks import exchange, terms
 from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.inside.batch_source import ALL, BatchSource
 from distcheck.job.inside.merged_batch import MergedBatch
-from distcheck.job.inside.terms import divisor_of_loss, terms_of
+from distcheck.job.inside.terms import divisor_of_loss, ends_of, terms_of
 from distcheck.job.settings import ReplayTask
 from distcheck.recordings.jobs.records import LossCall, LossFactor, LossTerm
 from tests.job.recordings import Facts, make, reference
@@ -100,6 +100,62 @@ def test_a_mean_times_its_samples_is_a_sum(of: Losses, expected: tuple[float, st
     mse = F.mse_loss(logits, torch.zeros(4, 3))
     heard = [("ce", "mean", ce, 4), ("mse", "mean", mse, 12)]
     assert divisor_of_loss(of(ce, mse, logits), heard, 4) == expected
+
+
+def _add(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    loss = a / 2 + 0.1 * b - x.mean()
+    loss += 0.01 * x.square().sum()
+    return loss
+
+
+def _two(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    loss, other = a + b, b + b
+    return sum([loss, 2 * other.detach(), x.mean()])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (_add, ["a / 2", "0.1 * b", "x.mean()", "0.01 * x.square().sum()"]),
+        (_two, ["", "", ""]),  # two additions in one line, and one by a function
+    ],
+)
+def test_terms_have_the_text_of_their_source(of: Losses, expected: list[str]) -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(mode=True, check_nan=False):
+        ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
+        mse = F.mse_loss(logits, torch.zeros(4, 3))
+        loss = of(ce, mse, logits)
+    found, why = ends_of(loss, [("ce", "mean", ce, 4), ("mse", "mean", mse, 4)])
+    assert why == ""
+    assert [end.text for _, end in found] == expected
+    assert all("test_terms.py:" in end.place for _, end in found)
+    weights = {_add: [0.5, 0.1, -1, 0.01], _two: [1, 1, 1]}[of]
+    assert [end.weight for _, end in found] == pytest.approx(weights)
+
+
+def test_a_term_without_a_gradient_is_a_warning(tmp_path: Path) -> None:
+    """Its value is what the loss is more than its terms, at each step; a constant is none."""
+
+    def adds(more: Callable[[Facts], float]) -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            own = LossTerm(name="cross_entropy", reduction="mean", call=0)
+            loss = 2.0 + more(facts)
+            facts.passes = [facts.a_pass(0, loss=loss, terms=(own,))]
+
+        return change
+
+    for number, more in enumerate((0.1, 0.0, -2.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = make(folder, adds(lambda facts, more=more: more * (1 + facts.step * (more > 0))))
+        found = [*causes.terms_without_gradient(job)]
+        assert [one.cause for one in found] == ["term-without-gradient"] * (more > 0)
+        assert all("cross_entropy plus a term without a gradient (0.1 at step 0" in one.evidence
+                   for one in found)  # fmt: skip
+    folder = tmp_path / "constant"
+    folder.mkdir()
+    assert [*causes.terms_without_gradient(make(folder, adds(lambda _: 0.5)))] == []
 
 
 def test_numbers_that_a_script_has_computed_are_known_from_whole_ones() -> None:

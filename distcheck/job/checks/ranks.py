@@ -175,6 +175,9 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
     the loss.
     """
     tally = Tally("random streams", NO_LAYER)
+    for step, rank, reason in _identical_noise(job):  # first, since it is no warning
+        reason = f"step {step}: {reason}"
+        tally.fail(reason, kind=FindingKind.SAME_NOISE, parameter="torch", rank=rank, step=step)
     compared = _compare_streams_of_shared_samples(job, tally)
     for step in job.steps:
         seen: dict[str, int] = {}
@@ -196,6 +199,40 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
                     )  # fmt: skip
     if compared:
         yield tally.result()
+
+
+def _identical_noise(job: JobRecording) -> Iterator[tuple[int, int, str]]:
+    """Yield the ranks whose samples differ, but have the same random numbers, such as diffusion
+    noise and timesteps.
+
+    The evidence is an input of the model, or a target of the loss, with different numbers for each
+    sample of a batch, that no loader read and that both ranks have. One number for all samples, a
+    shared mask, and numbers that ranks may have sent to each other before backward, are no
+    evidence.
+    """
+    said = (
+        "ranks {other} and {rank} have different samples and draw the same random numbers for "
+        "them between a batch and its loss ({what})"
+    )
+    for step in job.steps if job.world > 1 else ():
+        seen: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {}
+        for rank, record in enumerate(job.at(step)):
+            sends = any(call.elements > 1 and not call.after_backward for call in record.calls)
+            loaded = {leaf for batch in record.batches for leaf in batch.leaves}
+            for one in () if sends else record.trained:
+                targets = [(call.target, f"the target of {call.name}") for call in one.losses]
+                inputs = [(d, f"input {n} of the model") for n, d in enumerate(one.inputs)]
+                for name, what in (*inputs, *targets) if one.drew and one.batches else ():
+                    other, rows = seen.setdefault((name, one.random["torch"]), (rank, one.rows))
+                    if rank == other or name in loaded or {*rows} & {*one.rows}:
+                        continue
+                    held = job.tensors(rank, step).get(f"data/{name}")
+                    if held is not None and _differs_by_sample(held, len(one.rows)):
+                        yield step, rank, said.format(other=other, rank=rank, what=what)
+
+
+def _differs_by_sample(held: torch.Tensor, count: int) -> bool:
+    return held.dim() > 0 and len(held) == count > 1 and bool((held[1:] != held[:1]).any())
 
 
 def _compare_streams_of_shared_samples(job: JobRecording, tally: Tally) -> bool:

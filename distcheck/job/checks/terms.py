@@ -56,6 +56,30 @@ def judge_loss_weight(job: JobRecording, rank: int, step: int) -> LossWeight:
     return _judge_partly(terms, divisions)
 
 
+def values_without_gradient(job: JobRecording) -> dict[tuple[int, int], float]:
+    """Return the part of each loss that has no gradient, by step and rank: what remains of its
+    value without the terms that were read from its graph.
+
+    Empty if a term's value is unknown, and unless the part varies and is at least 1e-4 (chosen: far
+    above the rounding of a sum) of the loss. A constant is no term, and the opposite of all terms
+    serves to hide their value.
+    """
+    found = {}
+    for (rank, step), record in job.records.items():
+        for one in record.trained if step in job.steps else ():
+            if one.autocast or not one.terms or any(term.call < 0 for term in one.terms):
+                return {}
+            values = [term.weight * one.losses[term.call].value for term in one.terms]
+            total, rest = sum(values), (one.loss or 0.0) - sum(values)
+            if not math.isfinite(rest) or abs(rest) <= 1e-4 * max(map(abs, values)):
+                return {}
+            if abs(rest + total) <= 1e-4 * abs(total):
+                return {}
+            found[step, rank] = rest / (record.scale or 1.0)
+    low, high = min(found.values(), default=0.0), max(found.values(), default=0.0)
+    return found if high - low > 1e-3 * max(abs(low), abs(high)) else {}
+
+
 def own_divisors(passes: Sequence[ForwardPass]) -> list[float]:
     """Return the divisors of losses that consist of one sum, if each pass has its own divisor, such
     as the number of targets within a mask; otherwise nothing.

@@ -10,12 +10,13 @@ import resource
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import psutil
 import torch
 
 from distcheck.job.inside import state, terms
 from distcheck.job.inside.batch_source import ALL, BatchSource, NotTogetherError
-from distcheck.job.settings import TERM, ReplayTask
+from distcheck.job.settings import GROWTH, TERM, TERMS, ReplayTask
 from distcheck.machine.resources import available_bytes, cores
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import StepRecord
@@ -57,13 +58,13 @@ class MergedBatch:
         self._apart = apart
         self.why = apart if self._accumulates else ""  # why passes cannot be merged
 
-    def tasks(self, step: int, draws: int) -> list[ReplayTask]:
+    def tasks(self, step: int, draws: int, *, by_rank: bool = False) -> list[ReplayTask]:
         """Return the copies of a step; at the first step, also those that detect interactions
-        between samples, or that measure the terms of a loss.
+        between samples, or that measure the terms of a loss, rank by rank if `by_rank`.
         """
         self.kind, self._heard, self._draws, self._probes = "", [], [], []
         if not self._accumulates and not self._apart and step == self._job.steps[0]:
-            self._probes = self._tasks_for_terms(step)
+            self._probes = self._tasks_for_terms(step, by_rank=by_rank)
             return self._probes
         if not self._accumulates or self.why:
             return []
@@ -83,12 +84,21 @@ class MergedBatch:
             self._probes = [ReplayTask(ALL, step, 0, tuple(pairs)) for pairs in each]
         return list(dict.fromkeys((*self._draws, *self._probes)))
 
-    def _tasks_for_terms(self, step: int) -> list[ReplayTask]:
+    def _tasks_for_terms(self, step: int, *, by_rank: bool) -> list[ReplayTask]:
+        """Return the copies that measure terms, and one in which each sample of the first of these
+        copies occurs twice: only a sum over samples then changes.
+        """
         records = self._job.at(step)
         counts = {len(one.passes[0].terms) if len(one.passes) == 1 else 0 for one in records}
-        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS or why_not_merged(records):
+        if not 1 < min(counts) <= max(counts) <= _MOST_TERMS:
             return []
-        return [ReplayTask(ALL, step, 0, tuple(self._feeding.pairs(0, ALL)))]
+        pairs = tuple(self._feeding.pairs(0, ALL))
+        each = tuple((one,) for one in pairs) if by_rank or why_not_merged(records) else (pairs,)
+        return [ReplayTask(ALL, step, 0, some) for some in (*each, each[0] * 2)]
+
+    def reads_terms(self, task: ReplayTask | None) -> bool:
+        """Return True if a copy needs the source lines of the terms."""
+        return not self._accumulates and task in self._probes
 
     def _why_not(self, step: int, every: Sequence[tuple[int, int]]) -> str:
         records = self._job.at(step)
@@ -145,12 +155,16 @@ class MergedBatch:
             return {**whole, "kind": _encode_kind("")}
         out = {**whole, "kind": _encode_kind("terms")}
         out["weights"] = torch.tensor([term.weight for term, _ in ends], dtype=torch.float64)
+        if self.reads_terms(task):
+            said = [(f"`{e.text}`" if e.text else t.name, e.place) for t, e in ends]
+            out[TERMS] = torch.frombuffer(bytearray(msgspec.json.encode(said)), dtype=torch.uint8)
         if task in self._probes:
             for number, (_, end) in enumerate(ends):
+                by = end.weight if TERMS in out else 1.0
                 found = terms.gradients_of_term(end, list(trained.values()))
                 dense = _dense(trained, found)
                 out |= {
-                    f"{TERM}{number}/{name}": dense.get(name, torch.zeros_like(parameter))
+                    f"{TERM}{number}/{name}": by * dense.get(name, torch.zeros_like(parameter))
                     for name, parameter in trained.items()
                 }
         return out
@@ -162,12 +176,7 @@ class MergedBatch:
         perturbed by one ULP.
         """
         if not self._draws:
-            of_terms = next((found.get(task) for task in self._probes), None) or {}
-            return {
-                f"{TERM}{number}/{name}": weight * gradient
-                for number, weight in enumerate(of_terms.get("weights", torch.empty(0)).tolist())
-                for name, gradient in _gradients_of_term(of_terms, number).items()
-            }
+            return self._results_for_terms(found, step) if self._probes else {}
         plain, *perturbed = (found.get(task) for task in self._draws)
         if plain is None:
             self.why = (
@@ -191,6 +200,22 @@ class MergedBatch:
             spread = state.distance_from_farthest(gradient, there, name, self._moves)
             out[f"spread-folded/{name}"] = torch.tensor(spread)
         return out
+
+    def _results_for_terms(self, found: Found, step: int) -> dict[str, torch.Tensor]:
+        """Return each term's weighted gradient, its source, and its growth if samples occur twice:
+        1 for a mean, 2 for a sum.
+        """
+        copies = [found.get(task) for task in self._probes]
+        scale = self._job.records[0, step].scale or 1.0
+        numbers = range(min(len(one["weights"]) if one and TERMS in one else 0 for one in copies))
+        if not numbers:
+            return {}
+        parts = [[_gradients_of_term(one, number) for number in numbers] for one in copies]
+        *each, twice = parts
+        mean = state.mean([_named(one) for one in each], [1 / len(each) / scale] * len(each))
+        growth = [state.factor_of(b, a) for a, b in zip(each[0], twice, strict=True)]
+        said = (copies[0] or {})[TERMS]
+        return {**(mean or {}), TERMS: said, GROWTH: torch.tensor(growth, dtype=torch.float64)}
 
     def _adds_up(self, found: Found, kind: Kind, step: int) -> bool:
         """Return True if the joint loss of several passes is their target-weighted mean."""
@@ -233,6 +258,13 @@ class MergedBatch:
                     f"its term {term.name} is not the mean over its micro-batches in a larger batch"
                 )
         return ""
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def _named(parts: Sequence[Gradients]) -> Gradients:
+    return {f"{TERM}{number}/{n}": g for number, one in enumerate(parts) for n, g in one.items()}
 
 
 def weight_of_mean_loss(record: StepRecord, number: int, call: int = 0) -> int:

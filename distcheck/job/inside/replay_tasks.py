@@ -219,11 +219,9 @@ class ReplayTasks:
             is_whole = one in (first, *self._trained_on_earlier)
             draws = range(PERTURBED_RUNS + 1) if is_whole or self._apart else (0,)
             tasks = self._gradient_tasks(one, draws)
-            tasks += (
-                self.merged_batch.tasks(one, PERTURBED_RUNS if one == first else 0)
-                if one == step
-                else []
-            )
+            if one == step:
+                count, by_rank = PERTURBED_RUNS if one == first else 0, self.choice.mode == BY_RANK
+                tasks += self.merged_batch.tasks(one, count, by_rank=by_rank)
             if self._becomes_a_copy(one, tasks):
                 return
         if step != first and self.forks.keep_spare():

@@ -196,6 +196,8 @@ class Replayer(NullListener):
         single_process_group.doubles = (
             self._is_target and self._copy is not None and self._copy.doubles
         )
+        if self._is_target and self._copies.merged_batch.reads_terms(self._copy):
+            torch.autograd.set_detect_anomaly(mode=True, check_nan=False)  # keeps tracebacks
         makes_one = self._copy is not None and (self._copy.pairs or self._copy.longer)
         makes_one = makes_one or self._hands.has_own_order  # no rank's rows are together
         if self._settings.modules and not makes_one and (self._copy is None or self._is_target):

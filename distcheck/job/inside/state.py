@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 # Results of a copy in addition to gradients.
 NOT_GRADIENTS = (
     "loss", "passes", "backwards", "count", "sums", "own", "kind",
-    "weights", "classes", "exchanges",
+    "weights", "classes", "exchanges", "term-sources",
 )  # fmt: skip
 
 

@@ -1,16 +1,26 @@
 """Reads the terms of a loss from its autograd graph: the losses that it adds up, and the factor of
 each.
+
+In anomaly mode every node of the graph has the traceback of its operation. An addition is then
+found in the source by its line, if that line has only one outermost addition, and its operands are
+the source text of the terms.
 """
 
+import ast
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from distcheck.machine.compat import DDP_NODE, output_of_node
 from distcheck.recordings.jobs.records import LossFactor, LossTerm
+from distcheck.worlds.callers import is_tested_code
 
 MOST_TERMS = 32
 _MOST_NODES = 256
@@ -26,10 +36,15 @@ By = tuple[float, bool, bool]  # a factor: its number, and `computed` and `divid
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """A node of the graph and the index of its output."""
+    """A node of the graph and the index of its output, and its weight in the loss; in anomaly mode
+    also the source text of the term, if known, and its line FILE:LINE.
+    """
 
     node: Node
     output: int
+    weight: float = 1.0
+    text: str = ""
+    place: str = ""
 
 
 class _UnreadableError(Exception):
@@ -115,31 +130,33 @@ def _terms_in_graph(
         if value.grad_fn is not None and value.numel() == 1
     }
     found: list[tuple[LossTerm, NodeOutput]] = []
-    waiting: list[tuple[Node, int, tuple[LossFactor, ...], bool]] = [
-        (loss.grad_fn, loss.output_nr, (), True)
+    waiting: list[tuple[Node, int, tuple[LossFactor, ...], bool, _Source]] = [
+        (loss.grad_fn, loss.output_nr, (), True, _Source())
     ]
+    lines = set[str]()  # with an addition that is known
     for _ in range(_MOST_NODES):
         if not waiting:
             return found
-        node, output, factors, outer = waiting.pop()
+        node, output, factors, outer, source = waiting.pop()
         if node in ends:
             name, reduction, *_ = heard[ends[node]]
             term = LossTerm(name=name, reduction=reduction, call=ends[node], factors=factors)
-            found.append((term, NodeOutput(node, output)))
+            found.append((term, source.end(node, output, factors)))
         elif (reduction := _reduces(node)) and not _passes(node):
             own = tuple(_to_factor(factor, outer=outer) for factor in _inside(node))
             term = LossTerm(
                 name=f"a {reduction}", reduction=reduction, call=-1, factors=factors + own
             )
-            found.append((term, NodeOutput(node, output)))
+            found.append((term, source.end(node, output, factors)))
         else:
             parts = _summands(node, output)
             outer = outer and len(parts) == 1
-            for part, place, factor in reversed(parts):
+            sources = _sources(node, parts, source, lines)
+            for (part, place, factor), text in reversed([*zip(parts, sources, strict=True)]):
                 if factor is not None and factor[0] == 0:
                     continue  # adds nothing; used to give every parameter a gradient
                 by = () if factor is None else (_to_factor(factor, outer=outer),)
-                waiting.append((part, place, (*factors, *by), outer))
+                waiting.append((part, place, (*factors, *by), outer, text))
         if len(found) + len(waiting) > MOST_TERMS:
             break
     raise _UnreadableError(f"it has more than {MOST_TERMS} terms")
@@ -192,6 +209,74 @@ def _summands(node: Node, output: int) -> list[Part]:
     if len(there) == 1 and (name in _SAME or name in ("Sum", "Mean")):
         return [(*there[0], None)]
     raise _UnreadableError(f"it contains {node.name()}")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The expression that a node of the graph computes, and the line of the addition it is in."""
+
+    expression: ast.expr | None = None
+    place: str = ""
+
+    def end(self, node: Node, output: int, factors: Sequence[LossFactor]) -> NodeOutput:
+        text = "" if self.expression is None else ast.unparse(self.expression)
+        weight = math.prod(factor.number for factor in factors)
+        place = self.place or _place_of(node)
+        own = os.path.relpath(place) if place else ""
+        return NodeOutput(node, output, weight, text, place if own.startswith("..") else own)
+
+
+def _sources(node: Node, parts: Sequence[Part], source: _Source, lines: set[str]) -> list[_Source]:
+    """Return the source of each summand of a node. `lines` are those of known additions."""
+    if _kind(node) not in ("Add", "Sub"):
+        return [source if len(parts) == 1 else _Source()] * len(parts)
+    place = source.place
+    operands = _operands(source.expression)
+    if not operands:
+        place = _place_of(node)
+        operands = () if place in lines else _only_addition(place)
+        lines.add(place)
+    kept = [edge[0] is not None for edge in node.next_functions]
+    if len(operands) != len(kept):
+        return [_Source(place=place)] * len(parts)
+    return [_Source(one, place) for one, is_part in zip(operands, kept, strict=True) if is_part]
+
+
+Operands = tuple[()] | tuple[ast.expr | None, ast.expr]
+
+
+def _operands(one: ast.AST | None) -> Operands:
+    """Return the operands of an addition or subtraction; of `a += b` only the second."""
+    if not isinstance(one, ast.BinOp | ast.AugAssign) or not isinstance(one.op, ast.Add | ast.Sub):
+        return ()
+    return (one.left, one.right) if isinstance(one, ast.BinOp) else (None, one.value)
+
+
+def _only_addition(place: str) -> Operands:
+    """Return the operands of the only outermost addition on a line FILE:LINE, or nothing."""
+    file, _, line = place.rpartition(":")
+    nodes = ast.walk(_tree(file))
+    found = [one for one in nodes if _operands(one) and str(getattr(one, "lineno", 0)) == line]
+    inner = {id(part) for one in found for part in ast.walk(one) if part is not one}
+    outer = [one for one in found if id(one) not in inner]
+    return _operands(outer[0]) if len(outer) == 1 else ()
+
+
+@cache
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _place_of(node: Node) -> str:
+    """Return the innermost line of the script that made a node, FILE:LINE; "" if unknown."""
+    for frame in reversed(node.metadata.get("traceback_", ())):
+        found = re.match(r'\s*File "(.+)", line (\d+)', frame)
+        if found and is_tested_code(found[1]) and os.sep in found[1]:
+            return f"{found[1]}:{found[2]}"
+    return ""
 
 
 def _kind(node: Node) -> str:

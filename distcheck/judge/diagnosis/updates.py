@@ -2,6 +2,7 @@
 repeated forward passes. Runs in a judge.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -114,20 +115,30 @@ def replicas_in_clipping_norm(
     held = [expectation.trace.tensor(0, Kind.GRADIENT, step, i) for i in range(len(names))]
     squares = [0.0 if g is None else float(as_float64(g).square().sum()) for g in held]
     total, world = sum(squares), expectation.trace.layout.world
-    if mesh is None:
-        is_it = sqrt(total) > training.clip_norm and isclose(factor**-2, world, rel_tol=_CLOSE)
-        return (world, tuple(names)) if is_it else (1, ())
-    share = mesh.world // mesh.data
-    if len(names) > _MOST_SUBSETS or share < 2 or sqrt(total) <= training.clip_norm:
+    share = world if mesh is None else mesh.world // mesh.data
+    if share < 2 or sqrt(total) <= training.clip_norm:
         return 1, ()
-    excess = total * (factor**-2 - 1) / (share - 1)
+    own = dict(zip(names, squares, strict=True))
+    counted = tensors_in_norm(own, factor, share, some=mesh is not None)
+    return (share, counted) if counted else (1, ())
+
+
+def tensors_in_norm(
+    squares: Mapping[str, float], factor: float, times: int, *, some: bool
+) -> tuple[str, ...]:
+    """Return the only set of tensors that explains a norm which is the right one over `factor`, if
+    their squares are included `times` times: all tensors, or if `some` a subset of up to 12.
+    """
+    total = sum(squares.values())
+    excess = total * (factor**-2 - 1) / (times - 1)
+    sizes = range(1, len(squares) + 1) if some and len(squares) <= _MOST_SUBSETS else [len(squares)]
     fits = [
         chosen
-        for size in range(1, len(names) + 1)
-        for chosen in combinations(range(len(names)), size)
-        if isclose(sum(squares[i] for i in chosen), excess, abs_tol=_CLOSE * total)
+        for size in sizes
+        for chosen in combinations(squares, size)
+        if isclose(sum(squares[name] for name in chosen), excess, abs_tol=_CLOSE * total)
     ]
-    return (share, tuple(names[i] for i in fits[0])) if len(fits) == 1 else (1, ())
+    return fits[0] if len(fits) == 1 else ()
 
 
 def clipped_by_shard(expectation: StepExpectation) -> tuple[float, ...]:
