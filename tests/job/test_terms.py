@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 
 from distcheck.job import causes, checks
 from distcheck.job.checks import exchange, terms
@@ -35,11 +36,17 @@ class _DDPSink(torch.autograd.Function):
         return (None, *gradients)
 
 
+def _adds_in_place(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    a += 0.1 * b  # the tensor of the first loss has the whole loss now
+    return a
+
+
 def read(of: Losses) -> tuple[tuple[LossTerm, ...], str]:
     logits = torch.randn(4, 3, requires_grad=True)
     ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     mse = F.mse_loss(logits, torch.zeros(4, 3))
-    return terms_of(of(ce, mse, logits), [("ce", "mean", ce, 4), ("mse", "mean", mse, 4)])
+    heard = [("ce", "mean", get_gradient_edge(ce), 4), ("mse", "mean", get_gradient_edge(mse), 4)]
+    return terms_of(of(ce, mse, logits), heard)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,7 @@ def read(of: Losses) -> tuple[tuple[LossTerm, ...], str]:
         (lambda a, b, x: a + 0 * x.sum(), [("ce", [])]),
         (lambda a, b, x: a + ((x**2) * 0.5 / 2).mean(), [("ce", []), ("a mean", [0.5, 0.5])]),
         (lambda a, b, x: a + (torch.tensor(2.0) / x).mean(), [("ce", []), ("a mean", [])]),
+        (_adds_in_place, [("ce", []), ("mse", [0.1])]),
         (lambda a, b, x: 2 * _DDPSink.apply(None, a, b)[1], [("mse", [2])]),
     ],
 )
@@ -98,7 +106,7 @@ def test_a_mean_times_its_samples_is_a_sum(of: Losses, expected: tuple[float, st
     logits = torch.randn(4, 3, requires_grad=True)
     ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
     mse = F.mse_loss(logits, torch.zeros(4, 3))
-    heard = [("ce", "mean", ce, 4), ("mse", "mean", mse, 12)]
+    heard = [("ce", "mean", get_gradient_edge(ce), 4), ("mse", "mean", get_gradient_edge(mse), 12)]
     assert divisor_of_loss(of(ce, mse, logits), heard, 4) == expected
 
 
@@ -126,7 +134,9 @@ def test_terms_have_the_text_of_their_source(of: Losses, expected: list[str]) ->
         ce = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]))
         mse = F.mse_loss(logits, torch.zeros(4, 3))
         loss = of(ce, mse, logits)
-    found, why = ends_of(loss, [("ce", "mean", ce, 4), ("mse", "mean", mse, 4)])
+    found, why = ends_of(
+        loss, [("ce", "mean", get_gradient_edge(ce), 4), ("mse", "mean", get_gradient_edge(mse), 4)]
+    )
     assert why == ""
     assert [end.text for _, end in found] == expected
     assert all("test_terms.py:" in end.place for _, end in found)
@@ -537,8 +547,8 @@ def test_a_copy_leaves_the_gradients_of_the_terms(tmp_path: Path) -> None:
     merged_batch._probes = [probe]
     ce = F.cross_entropy(model(inputs), torch.tensor([0, 1, 0, 1]))
     mse = F.mse_loss(model(inputs), torch.zeros(4, 2))
-    merged_batch.heard(("ce", "mean", ce, 4))
-    merged_batch.heard(("mse", "mean", mse, 4))
+    merged_batch.heard(("ce", "mean", get_gradient_edge(ce), 4))
+    merged_batch.heard(("mse", "mean", get_gradient_edge(mse), 4))
     loss = (ce + 0.1 * mse + 1e-3 * model.weight.square().sum()) / 2
     left = merged_batch.take(probe, loss, parameters)
     assert left["weights"].tolist() == pytest.approx([0.5, 0.05, 0.0005])

@@ -66,8 +66,10 @@ def values_without_gradient(job: JobRecording) -> dict[tuple[int, int], float]:
     """
     found = {}
     for (rank, step), record in job.records.items():
+        is_short = bool({*record.dtypes.values(), record.computed} & {"bfloat16", "float16"})
         for one in record.trained if step in job.steps else ():
-            if one.autocast or not one.terms or any(term.call < 0 for term in one.terms):
+            is_short = is_short or bool(one.autocast)
+            if is_short or not one.terms or any(term.call < 0 for term in one.terms):
                 return {}
             values = [term.weight * one.losses[term.call].value for term in one.terms]
             total, rest = sum(values), (one.loss or 0.0) - sum(values)

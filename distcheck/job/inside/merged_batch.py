@@ -143,9 +143,10 @@ class MergedBatch:
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         whole = _gradients(loss, trained)
-        if len(self._heard) == 1 and self._heard[0][2].numel() == 1:
-            _, reduction, value, _ = self._heard[0]
-            own = _gradients(value, trained)
+        if len(self._heard) == 1 and terms.is_scalar(self._heard[0][2]):
+            _, reduction, edge, _ = self._heard[0]
+            end = terms.NodeOutput(edge.node, edge.output_nr)
+            own = _dense(trained, terms.gradients_of_term(end, list(trained.values())))
             if _parallel(whole, own):
                 return {**own, "kind": _encode_kind("mean" if reduction == "mean" else "sum")}
         elif not self._heard and (factor := factor_from_mean_to_loss(loss)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch.autograd.graph import get_gradient_edge
 
 from distcheck.job.inside import arrangement, hooks, rank, tensors
 from distcheck.job.inside.grad_accumulation import GradAccumulation
@@ -55,7 +56,7 @@ class PendingLosses:
         self._calls.append(
             LossCall(name=name, reduction=reduction, counted=counted, value=number, target=target)
         )
-        self.heard.append((name, reduction, value, counted))
+        self.heard.append((name, reduction, get_gradient_edge(value), counted))
         value.grad_fn.register_prehook(lambda _: hooks.emit("reaches", heard))
 
     def begin(self) -> None:

@@ -43,6 +43,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from distcheck.job.inside import choosing, ending, single_process_group, state, tensors, watching
 from distcheck.job.inside.batch_injection import BatchInjector
@@ -231,7 +232,8 @@ class Replayer(NullListener):
 
     def losses(self, name: str, reduction: str, target: Any, ignored: int, value: Any) -> None:
         self._hands.computes_loss()
-        self._heard.append((name, reduction, value, number_of_targets(name, target, ignored)))
+        counted = number_of_targets(name, target, ignored)
+        self._heard.append((name, reduction, get_gradient_edge(value), counted))
         self._copies.merged_batch.heard(self._heard[-1])
 
     def collective(self, name: str, place: str, given: Any) -> None:

@@ -29,8 +29,9 @@ _SAME = (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View",
 )  # fmt: skip
 Node = Any
-# A torch loss: its name, reduction, value, and number of targets.
-Heard = tuple[str, str, torch.Tensor, int]
+# A torch loss: its name, reduction, place in the graph, and number of targets. A tensor is no
+# place, since `loss += aux` gives it another node.
+Heard = tuple[str, str, torch.autograd.graph.GradientEdge, int]
 By = tuple[float, bool, bool]  # a factor: its number, and `computed` and `divides` of Factor
 
 
@@ -98,6 +99,10 @@ def _elements(node: Node) -> int:
     return each
 
 
+def is_scalar(edge: torch.autograd.graph.GradientEdge) -> bool:
+    return math.prod(output_of_node(edge.node, edge.output_nr).shape) == 1
+
+
 def gradients_of_term(
     end: NodeOutput, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -124,11 +129,7 @@ def ends_of(
 def _terms_in_graph(
     loss: torch.Tensor, heard: Sequence[Heard]
 ) -> list[tuple[LossTerm, NodeOutput]]:
-    ends = {
-        value.grad_fn: number
-        for number, (_, _, value, _) in enumerate(heard)
-        if value.grad_fn is not None and value.numel() == 1
-    }
+    ends = {edge.node: n for n, (_, _, edge, _) in enumerate(heard) if is_scalar(edge)}
     found: list[tuple[LossTerm, NodeOutput]] = []
     waiting: list[tuple[Node, int, tuple[LossFactor, ...], bool, _Source]] = [
         (loss.grad_fn, loss.output_nr, (), True, _Source())
