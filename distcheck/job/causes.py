@@ -488,25 +488,38 @@ def _later_causes(job: JobRecording, reference: Reference, result: CheckResult) 
                 f"step {step}: the norm for clipping is {own_norm:.6g} on rank {rank}, but "
                 f"{norm:.6g} in a single process",
             )
-    own = gradients_of_rank(job, Kind.GRADIENT, rank, step)
-    right = reference_gradients(reference.tensors(step), Kind.GRADIENT)
-    squares = {n: norm_of(g) ** 2 for n, g in right.items() if own.get(n) is not None}
-    fitted = fit(own, right)
-    if fitted is not None and fitted[1] <= _LEFT and 0 < fitted[0][0] < 1 - _LEFT and job.world > 1:
-        factor = fitted[0][0]
-        if counted := tensors_in_norm(squares, factor, job.world, some=True):
-            return name_cause(
-                "clip-norm-includes-replicas",
-                f"step {step}: rank {rank} clips gradients to {factor:.6g}x those of a single "
-                f"process, as if {first_names_text(counted, 4)} (of {len(counted)} in all) were "
-                f"included {job.world} times in the norm",
-            )
+    if counted := _tensors_counted_per_rank(job, reference, rank):
+        return name_cause(
+            "clip-norm-includes-replicas",
+            f"step {step}: rank {rank} clips gradients as if {first_names_text(counted, 4)} (of "
+            f"{len(counted)} in all) were included {job.world} times in the norm",
+        )
     name = result.first.parameter if result.first is not None else "a parameter"
     return name_cause(
         "gradients-modified-before-step",
         f"step {step}: the gradient of {name} matches the single-process reference after the "
         f"all-reduce, but not when rank {rank} steps",
     )
+
+
+def _tensors_counted_per_rank(job: JobRecording, reference: Reference, rank: int) -> Sequence[str]:
+    """Return the only set of parameters that explains a rank's clipping at two steps or more by
+    being included once per rank in the norm. A single process clips to the same norm at each.
+    """
+    fits, norms = list[set[tuple[str, ...]]](), list[float]()
+    for seen in reference.replayed.steps if job.world > 1 else ():
+        own = gradients_of_rank(job, Kind.GRADIENT, rank, seen.step)
+        right = reference_gradients(reference.tensors(seen.step), Kind.GRADIENT)
+        fitted = fit(own, right)
+        if fitted is None or fitted[1] > _LEFT or not 0 < fitted[0][0] < 1 - _LEFT:
+            continue  # not clipped, or not by one factor
+        squares = {n: norm_of(g) ** 2 for n, g in right.items() if own.get(n) is not None}
+        norms.append(sum(squares.values()) ** 0.5)
+        fits.append({*tensors_in_norm(squares, fitted[0][0], job.world, some=True)})
+    if len(norms) < 2 or max(norms) - min(norms) > _LEFT * max(norms):
+        return ()
+    common = set.intersection(*fits)
+    return common.pop() if len(common) == 1 else ()
 
 
 def clipping_between_passes(job: JobRecording, step: int) -> Diagnosis | None:

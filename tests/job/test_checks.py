@@ -344,12 +344,17 @@ def test_tensors_that_a_norm_includes_twice_are_named(
         norm *= 1 if counted else 1.1
         facts.at_step = {name: g / norm for name, g in facts.raw.items()}
 
-    job = make(tmp_path, clips, steps=1)
-    norm = sum(float(g.square().sum()) for g in mean([gradients(r, 0) for r in (0, 1)]).values())
-    alone = reference(job, tmp_path, clipped=norm**-0.5)
-    step = msgspec.structs.replace(alone.replayed.steps[0], changes=True)
-    changed = msgspec.structs.replace(alone.replayed, steps=(step,))
-    alone = dataclasses.replace(alone, replayed=changed)
+    job = make(tmp_path, clips)
+    alone = reference(job, tmp_path)
+    steps = tuple(msgspec.structs.replace(s, changes=True) for s in alone.replayed.steps)
+    alone = dataclasses.replace(
+        alone, replayed=msgspec.structs.replace(alone.replayed, steps=steps)
+    )
+    for step in job.steps:
+        kept = alone.tensors(step)
+        raw = {name: kept[f"raw/{name}"] for name in SHAPES}
+        norm = sum(float(g.square().sum()) for g in raw.values()) ** 0.5
+        kept |= {f"step/{name}": g / norm for name, g in raw.items()}
     (found,) = causes.diagnose(job, judged(job, alone), alone)
     if not counted:
         assert found.cause == "gradients-modified-before-step"

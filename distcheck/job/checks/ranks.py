@@ -175,7 +175,9 @@ def random_streams(job: JobRecording) -> Iterator[CheckResult]:
     the loss.
     """
     tally = Tally("random streams", NO_LAYER)
-    for step, rank, reason in _identical_noise(job):  # first, since it is no warning
+    for step, rank, reason in _identical_noise(
+        job
+    ):  # reported first: other findings are only warnings
         reason = f"step {step}: {reason}"
         tally.fail(reason, kind=FindingKind.SAME_NOISE, parameter="torch", rank=rank, step=step)
     compared = _compare_streams_of_shared_samples(job, tally)

@@ -60,9 +60,9 @@ def values_without_gradient(job: JobRecording) -> dict[tuple[int, int], float]:
     """Return the part of each loss that has no gradient, by step and rank: what remains of its
     value without the terms that were read from its graph.
 
-    Empty if a term's value is unknown, and unless the part varies and is at least 1e-4 (chosen: far
-    above the rounding of a sum) of the loss. A constant is no term, and the opposite of all terms
-    serves to hide their value.
+    Empty if the value of a term is unknown, and unless the part varies and is at least 1e-4 of the
+    loss (chosen: far above the rounding of a sum). A constant is not a term, and a part that
+    cancels all terms serves to hide their value.
     """
     found = {}
     for (rank, step), record in job.records.items():

@@ -100,7 +100,7 @@ def _elements(node: Node) -> int:
 
 
 def is_scalar(edge: torch.autograd.graph.GradientEdge) -> bool:
-    return math.prod(output_of_node(edge.node, edge.output_nr).shape) == 1
+    return bool(math.prod(output_of_node(edge.node, edge.output_nr).shape) == 1)
 
 
 def gradients_of_term(

@@ -119,26 +119,25 @@ def replicas_in_clipping_norm(
     if share < 2 or sqrt(total) <= training.clip_norm:
         return 1, ()
     own = dict(zip(names, squares, strict=True))
-    counted = tensors_in_norm(own, factor, share, some=mesh is not None)
-    return (share, counted) if counted else (1, ())
+    fits = tensors_in_norm(own, factor, share, some=mesh is not None)
+    return (share, fits[0]) if len(fits) == 1 else (1, ())
 
 
 def tensors_in_norm(
     squares: Mapping[str, float], factor: float, times: int, *, some: bool
-) -> tuple[str, ...]:
-    """Return the only set of tensors that explains a norm which is the right one over `factor`, if
-    their squares are included `times` times: all tensors, or if `some` a subset of up to 12.
+) -> list[tuple[str, ...]]:
+    """Return the sets of tensors that explain a norm which is the right one over `factor`, if their
+    squares are included `times` times: all tensors, or if `some` a subset of up to 12.
     """
     total = sum(squares.values())
     excess = total * (factor**-2 - 1) / (times - 1)
     sizes = range(1, len(squares) + 1) if some and len(squares) <= _MOST_SUBSETS else [len(squares)]
-    fits = [
+    return [
         chosen
         for size in sizes
         for chosen in combinations(squares, size)
         if isclose(sum(squares[name] for name in chosen), excess, abs_tol=_CLOSE * total)
     ]
-    return fits[0] if len(fits) == 1 else ()
 
 
 def clipped_by_shard(expectation: StepExpectation) -> tuple[float, ...]:
