@@ -15,6 +15,7 @@ from distcheck.job.guard.records import GuardProgress
 from distcheck.job.options import CommandOptions, job_case, script_of
 from distcheck.job.running import CommandResult
 from distcheck.job.settings import JobSettings
+from distcheck.judge.diagnosis.communication import warn_of_ledger
 from distcheck.records import (
     Case,
     CaseReport,
@@ -26,6 +27,7 @@ from distcheck.records import (
 )
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import NO_LAYER
+from distcheck.records.ledger import relative
 from distcheck.store.origin import origin_here
 
 FOLDER = ".distcheck/guard"
@@ -100,6 +102,7 @@ def _judge(asked: GuardOptions, found: Sequence[GuardProgress], ran: CommandResu
     )  # fmt: skip
     remarks = dict.fromkeys(f"guard: {text}" for one in found for text in one.remarks)
     case = _case_of(asked, world, max(one.steps for one in found))
+    ledger = next((relative(one.ledger) for one in found if one.ledger), None)
     return CaseReport(
         case=case,
         strategy_file=script_of(asked.words),
@@ -107,6 +110,8 @@ def _judge(asked: GuardOptions, found: Sequence[GuardProgress], ran: CommandResu
         outcomes=outcomes,
         checks=(of_ends, check),
         diagnosis=tuple(_causes(first)),
+        remarks=tuple(warn_of_ledger(ledger)),
+        ledger=ledger,
         replay=f"distcheck explain {first.file}" if first and first.file else case.command_line,
         notes=tuple(remarks),
     )

@@ -11,13 +11,14 @@ from distcheck.job import accepting, causes, checks, script_changes, settings
 from distcheck.job.by_module import by_module, with_module_evidence
 from distcheck.job.checks.accumulation import accumulation
 from distcheck.job.checks.averaging import averaging
-from distcheck.job.checks.exchange import redundant_synchronization
+from distcheck.job.checks.exchange import each_pass_reduces, redundant_synchronization
 from distcheck.job.checks.ranks import differs_in_units, finite
 from distcheck.job.checks.reference import checks_with_reference
 from distcheck.job.options import JobOptions, job_case, script_of
 from distcheck.job.replaying import Reference
 from distcheck.job.running import CommandResult
 from distcheck.job.term_weights import term_weights
+from distcheck.judge.diagnosis.communication import warn_of_ledger
 from distcheck.judge.diagnosis.source_lines import parse_call_site
 from distcheck.recordings.jobs.reading import JobRecording
 from distcheck.recordings.jobs.records import BEFORE_NOISE, LINES, StepRecord
@@ -37,6 +38,7 @@ from distcheck.records.causes import causes as known_causes
 from distcheck.records.causes import name_cause
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import IN_FLOAT32, NO_LAYER, ROUNDING
+from distcheck.records.ledger import Ledger, relative
 from distcheck.records.odd_ranks import ranks_in_words
 from distcheck.verification.process_state import with_source_text
 from distcheck.worlds.callers import is_installed
@@ -164,6 +166,7 @@ def judge(
         replay=case_of(asked, job).command_line,
         notes=tuple(_notes(asked, job, reference, missing)),
         remarks=tuple(remarks),
+        ledger=(found := ledger_of(job)) and relative(found),
         accepted=accepted,
     )
     if reference is None:
@@ -194,6 +197,7 @@ def _apply_accepted(
     remarks = [one for one in before if one.cause in common and one.cause not in left]
     remarks += [*causes.differing_model_averages(job), *causes.averaged_sum_losses(job, reference)]
     remarks += causes.terms_without_gradient(job)
+    remarks += warn_of_ledger((held := ledger_of(job)) and relative(held))
     changes, meant = script_changes.remarks(job, agreed)
     remarks += changes
     results = [_with_reason(r, meant if r.check == "gradients" else "") for r in results]
@@ -202,6 +206,12 @@ def _apply_accepted(
         results.append(CheckResult(check="remarks", layer=NO_LAYER, verdict="fail", reason=said))
         diagnosis, remarks = [*diagnosis, *remarks], []
     return results, diagnosis, remarks, accepted
+
+
+def ledger_of(job: JobRecording) -> Ledger | None:
+    """Return the ledger of the last recorded step, of the ranks as they communicated."""
+    records = (job.apart or job).records
+    return next((r.ledger for _, r in sorted(records.items(), reverse=True) if r.ledger), None)
 
 
 def _with_reason(result: CheckResult, more: str) -> CheckResult:
@@ -498,6 +508,7 @@ def _notes(
             f"DistributedDataParallel synchronized in {count} backward passes before the last of "
             f"their step, {size / 1e6:.3g} MB{measured} each: correct, but slower than no_sync()"
         )
+    notes += filter(None, [each_pass_reduces(ledger_of(job), job)])
     sums = [s for s in job.steps if not all(record.whole for record in job.at(s))]
     if sums:
         notes.append(

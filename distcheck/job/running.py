@@ -302,7 +302,7 @@ def run_silently(
 def _surroundings(given: Mapping[str, str], settings: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(_HOOK), given.get("PYTHONPATH", "")]))
     started = {**given, VARIABLE: str(settings), "PYTHONPATH": path}
-    return {"TORCH_FR_BUFFER_SIZE": "64", **started}  # blocked ranks report their call
+    return {"TORCH_FR_BUFFER_SIZE": "512", **started}  # for the ledger, and for blocked ranks
 
 
 def _end_command(process: "subprocess.Popen[bytes]") -> None:

@@ -199,6 +199,11 @@ def ddp_times(model: Any) -> Mapping[str, Any]:
     return measured
 
 
+def ddp_hooks(model: Any) -> Sequence[Any]:
+    """Return the communication hooks that a script registered on DistributedDataParallel."""
+    return tuple(model._comm_hooks)
+
+
 def wrap_index_iterator(iterator: Any, noting: Callable[[Any], Any]) -> None:
     """Replace the iterator of indices in a DataLoader iterator by `noting(iterator)`."""
     iterator._sampler_iter = noting(iterator._sampler_iter)

@@ -6,6 +6,7 @@ This module defines results and reports: `CheckResult`, `CaseReport`, `Report`. 
     layers, causes/   the tables of layers and of causes
     exit_status, odd_ranks   exit status of ranks; the rank that differs from the others
     run_facts         facts about a run in addition to its checks
+    ledger            the collectives of a step, and their bytes
     posted_calls, schedules  calls of ranks and deadlocks; interleavings of ranks
     mistakes, expected_events  sensitivity of a pass; required events
     decoding          reads files of any origin, with limits
@@ -30,6 +31,7 @@ from distcheck.records.decoding import Count, Int, Steps
 from distcheck.records.exit_status import Collective as Collective
 from distcheck.records.exit_status import Outcome as Outcome
 from distcheck.records.exit_status import RankEnd
+from distcheck.records.ledger import Ledger
 from distcheck.records.mistakes import RevealedMistakes, Sensitivity
 from distcheck.records.run_facts import CaseContents as CaseContents
 from distcheck.records.run_facts import ExploredSearch as ExploredSearch
@@ -263,6 +265,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     contents: CaseContents | None = None
     modules: ModuleComparison | None = None
     unfinished: bool = False  # interrupted before it was judged
+    ledger: Ledger | None = None
     rounded_to: str = ""  # the low-precision dtype that represents all wrong gradients, if any
 
     @property

@@ -25,7 +25,7 @@ from distcheck.records.run_facts import ComparedModule
 from distcheck.reports import scale
 from distcheck.reports.findings import describe_origin, portable_command
 from distcheck.reports.json_report import decode_document
-from distcheck.reports.pictures import Picture, heat, timeline
+from distcheck.reports.pictures import Picture, heat, ledger, timeline
 from distcheck.reports.pictures import scale as picture
 from distcheck.reports.wording import advice_lines, describe_search, describe_site, format_count
 
@@ -274,6 +274,8 @@ def _pictures(anchor: str, case: CaseReport) -> Iterator[Picture]:
     drawn = timeline.draw(next(made), case.outcomes)
     if drawn is not None:
         yield drawn
+    if case.ledger is not None:
+        yield ledger.draw(next(made), case.ledger)
     for check in checks:
         if _has_map(check, "bound"):
             yield heat.draw_bound(next(made), check)

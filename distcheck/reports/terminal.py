@@ -20,6 +20,7 @@ from distcheck.judge.checks.merging import earliest_failure, merge_results
 from distcheck.records import CaseReport, CheckResult, Compared, Report, VerdictName, merge_verdicts
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.layers import LAYERS, check_with_layer, layer_label
+from distcheck.records.ledger import HEADS, Ledger, table_of
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.reports import brief, json_report
 from distcheck.reports.failures import PrintedCauses, print_failure
@@ -168,6 +169,9 @@ def _print_group(cases: Sequence[CaseReport], console: Console) -> None:
         print_trimmed(Padding(table, (0, 0, 0, 2)), console)
     for sentence in _remarks(cases):
         print_hanging(sentence, console, indent=2)
+    if (found := next((case.ledger for case in cases if case.ledger), None)) is not None:
+        print_hanging(f"collectives of {found.in_words()}", console, indent=2)
+        print_trimmed(Padding(_ledger(found), (0, 0, 0, 2)), console)
     for case in most_telling_first([c for c in cases if c.verdict != "pass" and c.replay]):
         print_failure(case, console)
 
@@ -193,6 +197,18 @@ def _table(cases: Sequence[CaseReport], shown: Sequence[str]) -> Table:
             *describe_worst(result),
         )
         last = result.check
+    return table
+
+
+def _ledger(ledger: Ledger) -> Table:
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
+    )
+    for head in HEADS:
+        right = head in ("calls", "bytes")
+        table.add_column(head, no_wrap=True, justify="right" if right else "left")
+    for row in table_of(ledger):
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -49,6 +49,7 @@ from distcheck.records import Case, CaseReport, Outcome, PlannedCheck
 from distcheck.records.case import is_file_name
 from distcheck.records.decoding import decode_json, read_bounded, read_or_none
 from distcheck.records.exit_status import RankEnd
+from distcheck.records.ledger import Ledger
 from distcheck.training.jobs import CaseFacts
 from distcheck.worlds.launch import run_job
 from distcheck.worlds.launchers import Launch
@@ -76,6 +77,7 @@ class SavedCase(msgspec.Struct, frozen=True, kw_only=True):
     separation: BisectionResult | None = None
     defect: tuple[str, str] = ("", "")  # of distcheck, if it ended a rank: kind, traceback
     notes: tuple[str, ...]
+    ledger: Ledger | None = None
     environment: dict[str, Any]
     digests: dict[str, str] = {}
     seal: str = ""

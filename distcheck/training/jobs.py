@@ -12,6 +12,7 @@ from distcheck.contract import Contract, Order, Training
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Adaptation, Case, Delay, ModelLayout, TensorSpec
 from distcheck.records.expected_events import Happening
+from distcheck.records.ledger import Ledger
 from distcheck.records.run_facts import UsedFeature
 from distcheck.worlds.jobs import STORE, Job
 from distcheck.worlds.rendezvous import Rendezvous
@@ -177,7 +178,7 @@ CALIBRATE = Job(
 RECORD = Job(
     "distcheck.training.rank:record",
     RecordRequest,
-    type(None),
+    tuple[Ledger, ...],
     (STORE, "trace", "data", "baseline"),
 )
 DIGEST = Job("distcheck.training.rank:digest", DigestRequest, tuple[str, ...], (STORE, "data"))

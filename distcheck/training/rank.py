@@ -16,6 +16,7 @@ from distcheck.contract import Contract
 from distcheck.machine import devices, seeds
 from distcheck.recordings.traces.layout import has_loss
 from distcheck.recordings.traces.writer import TraceWriter
+from distcheck.records.ledger import Ledger
 from distcheck.training.building import Ingredients, open_ingredients
 from distcheck.training.delays import RankDelays
 from distcheck.training.epoch_positions import steps_per_epoch
@@ -57,7 +58,8 @@ def _open(
 
 
 @RECORD.does
-def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
+def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> tuple[Ledger, ...]:
+    """Train and record; rank 0 returns the ledger of a first run's last step."""
     rank = job.rendezvous.rank
     if job.memory_seed is not None:
         surroundings.allocate(job.memory_seed)
@@ -83,13 +85,16 @@ def record(job: RecordRequest, fds: Descriptors, reporter: Reporter) -> None:
         out_of_sight=strategy.contract.sync == "out-of-sight",
         full=strategy.full,
         calls=calls,
+        ledger_of=-1 if rank or "baseline" in fds else job.case.steps - 1,
     )
     progress = late.watching(reporter.progress)
     loop = Loop(ingredients, strategy, recorder, rank=rank, progress=progress, load_again=load)
     for step in range(job.case.steps):
         loop.step(step)
     reporter.progress(job.case.steps, "close")
+    ledger = recorder.ledger(loop.wrapped)
     loop.close()
+    return ledger
 
 
 @DIGEST.does

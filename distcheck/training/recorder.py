@@ -17,10 +17,12 @@ from distcheck.recordings.traces.header import StepHeader, index_lines
 from distcheck.recordings.traces.layout import OWNED_BY, TOGETHER, TraceLayout, memory_order
 from distcheck.recordings.traces.writer import TraceWriter
 from distcheck.records import TensorSpec
+from distcheck.records.ledger import Ledger
 from distcheck.training.building import can_train, recorded_parameters, state_tensors
 from distcheck.training.leaf_hooks import LeafHook
 from distcheck.training.optimizers import implementation_flags, innermost_optimizer
 from distcheck.training.whole_tensors import as_dense, as_full_tensor, is_distributed
+from distcheck.worlds.ledger import StepLedger
 from distcheck.worlds.step_calls import Memory, StepCalls, storage_range
 
 # Accessor of "full_parameters", "full_gradients" or "full_state": returns full tensors by name, if
@@ -145,6 +147,7 @@ class TraceRecorder(LoopObserver):
     by_owners     True: record a gradient with the rank whose optimizer updates the parameter
     out_of_sight  True: hooks observe no local gradients
     calls         provides the lines that communicated each gradient
+    ledger_of     the step whose collectives are recorded in the ledger; -1: none
     """
 
     def __init__(
@@ -157,8 +160,11 @@ class TraceRecorder(LoopObserver):
         out_of_sight: bool = False,
         full: Full | None = None,
         calls: StepCalls | None = None,
+        ledger_of: int = -1,
     ) -> None:
         self._full = full
+        self._ledger, self._ledger_of = StepLedger(), ledger_of
+        self._reduced_twice: dict[str, tuple[str, str]] = {}
         self._calls = calls
         self._model: nn.Module | None = None
         self._left: dict[str, Memory | None] = {}  # memory of gradients after backward
@@ -209,6 +215,8 @@ class TraceRecorder(LoopObserver):
         self._put_hooks_back()
         if self._calls is not None:
             self._calls.begin()
+        if step == self._ledger_of:
+            self._ledger.begin()
 
     def counted(self, batch: Batch) -> None:
         """Record the tokens and positions, if the workload counts them."""
@@ -245,6 +253,10 @@ class TraceRecorder(LoopObserver):
         """Record the synchronized gradients, and local gradients without a hook call as absent.
         Gradients that no hook can observe are not recorded.
         """
+        if step == self._ledger_of and self._calls is not None and self._stretches == 1:
+            memory = {name: storage_range(p.grad) for name, p in recorded_parameters(model)}
+            self._reduced_twice = self._calls.reduced_twice(memory)
+        self._ledger.pause()  # without the communication that unshards gradients for the trace
         held = self._held("full_gradients")
         gradients = {name: parameter.grad for name, parameter in recorded_parameters(model)}
         if self._owners is not None:
@@ -262,6 +274,8 @@ class TraceRecorder(LoopObserver):
                 if self._owners is not None:
                     order = OWNED_BY + self._owners.of.get(spec.name, dist.get_rank())
                 self._writer.put(Kind.GRADIENT, step, index, as_full_tensor(gradient), order=order)
+        if step == self._ledger_of:
+            self._ledger.begin()
 
     def _put_lines(
         self, step: int, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]
@@ -286,6 +300,7 @@ class TraceRecorder(LoopObserver):
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float
     ) -> None:
         """Record the state after the step, slot `step + 1`, and close the step."""
+        self._ledger.pause()
         self._record_state(step + 1, model, optimizer)
         for index, spec in enumerate(self._layout.outputs):
             self._writer.put(Kind.OUTPUT, step, index, self._table_of_outputs(spec))
@@ -305,6 +320,13 @@ class TraceRecorder(LoopObserver):
             implementation=implementation_flags(optimizer),
         )
         self._writer.put_header(step, header)
+
+    def ledger(self, model: nn.Module) -> tuple[Ledger, ...]:
+        """Return the ledger, if one was requested and torch recorded the calls."""
+        found = self._ledger.taken(
+            self._ledger_of, model.parameters(), [model], self._reduced_twice
+        )
+        return () if found is None else (found,)
 
     def _table_of_outputs(self, spec: TensorSpec) -> torch.Tensor | None:
         """Return the model's outputs, one row per position of the shard; None if the rank computed

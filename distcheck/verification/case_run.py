@@ -16,6 +16,7 @@ from distcheck.machine.sealed_memory import sealed_memory
 from distcheck.recordings.traces.layout import TraceLayout
 from distcheck.records import Case, CheckResult, Outcome, PlannedCheck
 from distcheck.records.exit_status import RankEnd
+from distcheck.records.ledger import Ledger
 from distcheck.records.run_facts import SEPARATELY
 from distcheck.training.jobs import CaseFacts
 from distcheck.verification.process_state import shown_state_lines
@@ -62,6 +63,7 @@ class CaseRun:
     layout: TraceLayout
     notes: tuple[str, ...] = ()
     traces: dict[WorldName, int] = field(default_factory=dict)
+    ledger: Ledger | None = None
     outcomes: tuple[Outcome, ...] = ()
     rerun_outcomes: tuple[Outcome, ...] = ()
     surroundings: Surroundings = TOGETHER

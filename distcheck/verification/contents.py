@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from distcheck.backends import name_of
+from distcheck.judge.diagnosis.communication import warn_of_ledger
 from distcheck.recordings.traces.layout import BYTES
 from distcheck.records import Case, CaseContents, CaseReport, CheckResult, Diagnosis
 from distcheck.records import expected_events as happenings
@@ -246,13 +247,19 @@ _EXERCISED: Mapping[str, Callable[[UsedFeature, Sequence[Ran]], bool]] = {
 
 
 def with_remarks(reports: Sequence[CaseReport]) -> list[CaseReport]:
-    """Return the reports. The first report of each passing strategy gets a warning for each gap."""
+    """Return the reports. The first report of each passing strategy gets a warning for each gap,
+    and the first with suspicious collectives those of its ledger.
+    """
     found = list(reports)
     for strategy in dict.fromkeys(report.case.strategy for report in reports):
         own = [n for n, report in enumerate(reports) if report.case.strategy == strategy]
+        warned = (n for n in own if [*warn_of_ledger(reports[n].ledger)])
+        if (n := next(warned, None)) is not None and not reports[n].case.accept:
+            remarks = (*found[n].remarks, *warn_of_ledger(found[n].ledger))
+            found[n] = msgspec.structs.replace(found[n], remarks=remarks)
         ran = _that_ran([reports[n] for n in own])
         if ran and all(reports[n].verdict == "pass" for n in own):
-            first = reports[own[0]]
+            first = found[own[0]]
             remarks = (*first.remarks, *remarks_on(ran))
             found[own[0]] = msgspec.structs.replace(first, remarks=remarks)
     return found

@@ -26,7 +26,7 @@ from distcheck.worlds.pool import Pool
 # Fields that a saved case and a running one have in common.
 _SAVED = (
     "case", "facts", "planned", "layout", "outcomes", "rerun_outcomes", "rerun_in", "surroundings",
-    "separation", "notes",
+    "separation", "notes", "ledger",
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -52,7 +52,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from distcheck.errors import CannotRunError, DistcheckError, InternalError
+from distcheck.errors import AnswerError, CannotRunError, DistcheckError, InternalError
 from distcheck.errors.masking import masked
 from distcheck.judge import diagnosis
 from distcheck.judge.checks.merging import earliest_failure
@@ -318,6 +318,8 @@ class Session:
         world: World = yield "world"
         run.outcomes = tuple(root_cause.rank_outcomes(world.children, hung=world.hung))
         run.notes += tuple(f"{one.name}: {one.text}" for c in world.children for one in c.remarks)
+        with suppress(AnswerError, IndexError):  # the code under test may have written it
+            run.ledger = RECORD.decode(world.results[0])[0] if world.succeeded else None
         self._queue_step_judges(run)
         if world.succeeded and run.case.rerun:
             world = yield "rerun"

@@ -29,6 +29,7 @@ from distcheck.records import (
 from distcheck.records.exit_status import RankEnd
 from distcheck.records.expected_events import PURPOSE
 from distcheck.records.layers import BITWISE, IN_FLOAT64, NO_OUTPUTS, ROUNDING
+from distcheck.records.ledger import relative
 from distcheck.records.mistakes import SENSITIVITY
 from distcheck.records.run_facts import DIFFERS
 from distcheck.verification import contents
@@ -80,6 +81,7 @@ def build_case_report(run: CaseRun, *, replay: str, elsewhere: str = "") -> Case
         timings_s={name: round(spent, 3) for name, spent in run.timings_s.items()},
         replay=replay,
         remarks=tuple(state.warn_of_shared_rng(results)),
+        ledger=run.ledger and relative(run.ledger),
         accepted=acceptance.describe_acceptance(run.case),
         contents=contents.contents_of(run.case, run.facts, results, surroundings=run.surroundings),
         notes=(

@@ -30,6 +30,7 @@ _MOST_WORKS = 1024  # until released ones are dropped
 _RAISED_IN = "_distcheck_raised_in"  # attribute of an exception: the call that raised it
 _MOST_CAUSES = 16  # length of an exception's chain that is searched
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+ADDING = ("SUM", "AVG")
 # Point-to-point operations, and the number of arguments in torch's calls of them.
 _MESSAGES = {"send": ("send", 3), "recv": ("recv", 3), "recv_anysource": ("recv", 2)}
 MessageKey = tuple[str, str, int, int]  # group, "send" or "recv", peer or -1 for any, tag
@@ -261,7 +262,10 @@ def _collective(
         after = _count(group)
         if noted is not None and after > before >= 0:
             noted.last = after
-            step_calls.record_call_of_rank(noted.call.rank, kind, given, after - before)
+            adds = str(ranks) if len(ranks) > 1 and noted.call.op in ADDING else ""
+            step_calls.record_call_of_rank(
+                noted.call.rank, kind, given, after - before, adds * (kind == "all_reduce")
+            )
             HERE.notes.append(noted)
             limits = [posted_calls.call_timeout_s(one) for one in (*given[-1:], *named.values())]
             if not any(0 < limit_s < HERE.usual_limit_s for limit_s in limits):

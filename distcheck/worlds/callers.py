@@ -8,6 +8,7 @@ from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _GROUPS = tuple(_PACKAGE + room + os.sep for room in ("worlds", "backends", "addons"))
+_HOOKS = os.path.join(_PACKAGE, "job", "inside", "hooks.py")
 _PYTHONS = os.path.dirname(os.__file__) + os.sep
 # Files between the caller of an operation and the process group: torch's own wrappers.
 ON_THE_WAY = (
@@ -25,6 +26,17 @@ def is_tested_code(file: str) -> bool:
     return not file.startswith(
         (_PACKAGE, folder, "<frozen", "<string>")
     ) and not is_standard_library(file)
+
+
+@cache
+def is_own_code(file: str) -> bool:
+    return file.startswith(_PACKAGE)
+
+
+@cache
+def wraps_calls(file: str) -> bool:
+    """Return True if a file of distcheck replaces functions of torch, and calls them."""
+    return file.startswith((*_GROUPS, _HOOKS))
 
 
 @cache

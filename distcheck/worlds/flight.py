@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcheck.records import Collective
+from distcheck.worlds.callers import is_tested_code
 
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "Bool": "bool",
+}  # fmt: skip
 _LATEST = 40  # of a rank's collectives: as many as a figure can show
 _LOOKS = 500  # a starved gloo thread takes that long to mark its work as done
 _LOOK_EVERY_S = 0.001
@@ -86,6 +92,18 @@ def name_of(entry: dict[str, Any]) -> str:
     """Return the collective's name, such as "all_reduce"."""
     name: str = entry["profiling_name"]
     return name.partition(":")[2] or name
+
+
+def dtype_of(entry: dict[str, Any]) -> str:
+    """Return the dtype of its tensors as torch's name without `torch.`; "" without tensors."""
+    found = entry["input_dtypes"] or entry["output_dtypes"]
+    return _DTYPES.get(found[0], found[0].lower()) if found else ""
+
+
+def place_of(entry: dict[str, Any]) -> str:
+    """Return the innermost line of the code under test as FILE:LINE; "" if there is none."""
+    frames = (frame for frame in entry["frames"] if is_tested_code(frame["filename"]))
+    return next((f"{frame['filename']}:{frame['line']}" for frame in frames), "")
 
 
 def shapes_of(entry: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ class _Heard:
     memory: list[Memory]
     elements: int
     known: bool  # True if all of its tensors have a storage
+    adds: str  # ranks whose tensors it adds or averages, if it is an all-reduce
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,17 @@ class StepCalls:
         self._heard: list[_Heard] = []
         self._lock = threading.Lock()
 
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._heard)
+
     def begin(self) -> None:
         self._heard.clear()
         self._before, self._noted = self._counted(), 0
 
-    def hear(self, kind: str, arguments: Iterable[Any], counts: int) -> None:
+    def hear(
+        self, kind: str, arguments: Iterable[Any], counts: int, adds: str = "", line: str = ""
+    ) -> None:
         """Record a call. torch counts it as `counts` calls."""
         with self._lock:
             self._noted += counts
@@ -69,7 +76,26 @@ class StepCalls:
         memory = [one for tensor in tensors if (one := storage_range(tensor)) is not None]
         elements = sum(tensor.numel() for tensor in tensors)
         known = len(memory) == len(tensors)
-        self._heard.append(_Heard(line_of_call(), kind, memory, elements, known))
+        line = line or line_of_call()
+        self._heard.append(_Heard(line, kind, memory, elements, known, adds))
+
+    def reduced_twice(self, tensors: Mapping[str, Memory | None]) -> dict[str, tuple[str, str]]:
+        """Return the tensors that two all-reduces added over the same ranks, with their lines."""
+        found: dict[str, tuple[str, str]] = {}
+        before: dict[tuple[str, str], str] = {}
+        named = {id_of(one): [] for one in tensors.values() if one is not None}  # type: ignore[var-annotated]
+        for name, memory in tensors.items():
+            if memory is not None:
+                named[id_of(memory)].append((name, memory))
+        for call in self._heard if len(self._heard) <= _MOST_CALLS else ():
+            near = [pair for one in call.memory for pair in named.get(id_of(one), ())]
+            for name in dict.fromkeys(
+                name for name, mine in near if any(overlap(mine, one) for one in call.memory)
+            ):
+                if call.adds and (name, call.adds) in before:
+                    found.setdefault(name, (before[name, call.adds], call.line))
+                before[name, call.adds] = call.line
+        return found
 
     def ways(
         self,
@@ -156,11 +182,13 @@ def _calls_counted() -> float:
         return math.nan  # unknown number
 
 
-def record_call_of_rank(rank: int, kind: str, arguments: Iterable[Any], counts: int) -> None:
+def record_call_of_rank(
+    rank: int, kind: str, arguments: Iterable[Any], counts: int, adds: str = ""
+) -> None:
     """Record a call of a rank if its calls are recorded. torch counts it as `counts` calls."""
     calls = HEARING.get(rank)
     if calls is not None:
-        calls.hear(kind, arguments, counts)
+        calls.hear(kind, arguments, counts, adds)
 
 
 def storage_range(tensor: Any) -> Memory | None:

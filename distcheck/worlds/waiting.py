@@ -20,17 +20,11 @@ from distcheck.records import posted_calls
 from distcheck.records.posted_calls import PostedCall
 from distcheck.worlds import flight, linux, messages
 from distcheck.worlds.call_recorder import HERE, NotedCall, PostedCalls
-from distcheck.worlds.callers import is_tested_code
 from distcheck.worlds.jobs import Reporter
 
 LOOK_EVERY_S = 0.1
 # The recorder's names that are also the kind of the call.
 _KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
-_DTYPES = {
-    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
-    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
-    "Bool": "bool",
-}  # fmt: skip
 _OF_GLOO = {"reduce_scatter": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
@@ -181,7 +175,6 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
                 return dataclasses.replace(noted.call, number=number)
             break
     kind = name if name in _KINDS else ""
-    dtypes = entry["input_dtypes"] or entry["output_dtypes"]
     given, got = entry["input_sizes"], entry["output_sizes"]
     return PostedCall(
         kind=kind or f"{name}?",
@@ -190,10 +183,10 @@ def _as_posted(entry: dict[str, Any], postings: PostedCalls) -> PostedCall:
         group=group,
         number=number,
         counts=posted_calls.counts_that_must_match(kind, given, got),
-        dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
+        dtype=flight.dtype_of(entry),
         sizes=tuple(map(tuple, given or got)),
         known=not (posted_calls.is_reduction(kind) or posted_calls.has_root(kind)),
-        place=_place_of(entry),
+        place=flight.place_of(entry),
     )
 
 
@@ -218,13 +211,6 @@ def _places_of(
         and noted.first <= entry["op_id"] <= noted.last
         and flight.is_incomplete(entry)
     ]
-
-
-def _place_of(entry: dict[str, Any]) -> str:
-    for frame in entry["frames"]:
-        if is_tested_code(frame["filename"]):
-            return f"{frame['filename']}:{frame['line']}"
-    return ""
 
 
 def _is_alone(main: int) -> bool:

@@ -23,6 +23,7 @@ from distcheck.recordings.jobs.records import StepRecord
 from distcheck.recordings.recording import Kind
 from distcheck.records import CheckResult, FindingKind
 from distcheck.records.layers import NO_LAYER, ROUNDING
+from distcheck.records.ledger import FSDP, Ledger
 
 NOT_TRAINED = (
     "no parameter had a gradient at any optimizer step: the optimizer trains nothing, unless it "
@@ -167,6 +168,21 @@ def redundant_synchronization(job: JobRecording) -> tuple[int, int, float | None
         kept = [job.gradient(Kind.LOCAL_GRADIENT, 0, step, name) for name in job.parameters(step)]
         size = sum(g.numel() * g.element_size() for g in kept if g is not None)
     return count, size, waited
+
+
+def each_pass_reduces(ledger: Ledger | None, job: JobRecording) -> str:
+    """Return a note if FSDP reduces all gradients in each of several micro-batches; else ""."""
+    record = None if ledger is None else job.records.get((0, ledger.step))
+    if ledger is None or record is None or len(record.trained) < 2 or not ledger.gradients:
+        return ""
+    rows = [row for row in ledger.rows if row.library == FSDP and "scatter" in row.operation]
+    if sum(row.elements for row in rows) < len(record.trained) * ledger.gradients:
+        return ""
+    return (
+        f"FSDP reduces all gradients in each of the {len(record.trained)} backward passes of a "
+        "step: correct, and needs less memory than set_requires_gradient_sync(False) (or "
+        "no_sync()) in all passes but the last, which communicates less"
+    )
 
 
 def clipping(job: JobRecording, steps: Sequence[int]) -> CheckResult | None:

@@ -29,6 +29,8 @@ from distcheck.job.guard.state import FIELDS, ReplicaState
 from distcheck.job.guard.watched import MOST_ROWS, Finder, WatchedModel
 from distcheck.job.inside.parameters import places_in
 from distcheck.recordings.jobs.sketches import project
+from distcheck.records.ledger import Ledger
+from distcheck.worlds.ledger import StepLedger
 
 
 def encode_measurements(own: Audit) -> bytes:
@@ -116,6 +118,7 @@ class Guard:
     checks       number of checks made
     compared     number of tensors in the last check; `checked_at`: the step of that check
     divergences  the first 64 findings, the oldest first
+    ledger       the collectives of the second step, on the first rank
     remarks      warnings: state that cannot be compared, or possibly intended differences
     """
 
@@ -152,6 +155,8 @@ class Guard:
         self.remarks: list[str] = []
         self.is_closed = False
         self._handle: Any = None
+        self._ledger = StepLedger()
+        self.ledger: Ledger | None = None
 
     @property
     def rank(self) -> int:
@@ -209,6 +214,7 @@ class Guard:
         if self.is_closed:
             return
         self.steps += 1
+        self._note_collectives()
         if self._peers.arrivals is not None:
             self._peers.arrivals.made(self.steps)
         if self._finder is not None and self._finder.found:
@@ -226,6 +232,17 @@ class Guard:
             if follows or self._suspected is not None:
                 model = None if self._watched is None else self._watched.model
                 self._audit.arm(self.steps + 1, model)
+
+    def _note_collectives(self) -> None:
+        """Record the collectives between the first step and the second, on the first rank."""
+        if self.rank or self.world == 1 or self.steps > FIRST:
+            return
+        if self.steps == FIRST:
+            models = [] if self._watched is None else [self._watched.model]
+            trained = [parameter for _, parameter in places_in(self._optimizer)]
+            self.ledger = self._ledger.taken(self.steps - 1, trained, models)
+        elif self.steps == FIRST - 1:
+            self._ledger.begin()
 
     def _is_checked(self, step: int) -> bool:
         return len(self._peers.ranks) > 1 and (

@@ -8,6 +8,7 @@ import msgspec
 from distcheck import private
 from distcheck.errors import UsageError
 from distcheck.records.decoding import decode_json, read_bounded, read_distcheck_document
+from distcheck.records.ledger import Ledger
 
 SCHEMA = "distcheck.guard/1"
 _MOST_BYTES, _MOST_BYTES_OF_A_RANK = 64 << 20, 1 << 20
@@ -185,6 +186,7 @@ class GuardProgress(msgspec.Struct, frozen=True, kw_only=True):
     first: str = ""
     file: str = ""
     remarks: tuple[str, ...] = ()
+    ledger: Ledger | None = None
 
 
 def read_guard_progress(file: Path) -> GuardProgress:

@@ -110,7 +110,7 @@ def write_guard_progress(guard: Guard, number: int, optimizer: str, folder: Path
     checked = GuardProgress(
         rank=guard.rank, world=guard.world, optimizer=optimizer, steps=guard.steps,
         checks=guard.checks, checked_at=guard.checked_at, compared=guard.compared,
-        remarks=tuple(guard.remarks),
+        remarks=tuple(guard.remarks), ledger=guard.ledger,
         first="" if first is None else first.text, file="" if first is None else first.file,
     )  # fmt: skip
     file = folder / f"guard-{guard.rank:04d}-{os.getpid()}-{number}.json"

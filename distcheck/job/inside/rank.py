@@ -23,7 +23,7 @@ from distcheck.job.inside.ending import RankStatuses
 from distcheck.job.inside.marking import mark_rank
 from distcheck.job.inside.parameters import Parameters
 from distcheck.machine import compat
-from distcheck.machine.compat import BatchNorm, ddp_times
+from distcheck.machine.compat import BatchNorm, ddp_hooks, ddp_times
 from distcheck.machine.seeds import describe_settings
 from distcheck.recordings.jobs import records
 
@@ -284,6 +284,26 @@ def ddp_synchronizes(model: torch.nn.Module) -> bool | None:
     """
     found = ddp_in(model)
     return None if found is None else bool(found.require_backward_grad_sync)
+
+
+def ranks_that_ddp_averages(wrapped: Any) -> str:
+    """Return the ranks over which DistributedDataParallel averages every gradient; "" if a hook of
+    the script may do something else, or it ignores parameters.
+    """
+    given = wrapped.parameters_to_ignore or ddp_hooks(wrapped)
+    return "" if given else ranks_that_add((), {"group": wrapped.process_group})
+
+
+def ranks_that_add(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the ranks whose tensors an all-reduce with these arguments adds or averages; "" for
+    another operation or one rank.
+    """
+    op = kwargs.get("op", args[1] if len(args) > 1 else torch.distributed.ReduceOp.SUM)
+    group = kwargs.get("group", args[2] if len(args) > 2 else None)
+    if op not in (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG):
+        return ""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return str(ranks) if len(ranks) > 1 else ""
 
 
 def exchange_seconds(model: torch.nn.Module) -> float | None:

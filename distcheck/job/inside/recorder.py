@@ -30,6 +30,8 @@ from distcheck.recordings.jobs.records import (
     LossTerm,
 )
 from distcheck.worlds.callers import line_of_script
+from distcheck.worlds.ledger import StepLedger
+from distcheck.worlds.step_calls import StepCalls, storage_range
 
 _numbers = itertools.count()
 
@@ -180,6 +182,15 @@ class Recorder(NullListener):
         self._ops = OpLog() if self._settings.ops else None
         self._modules = Modules(ops=self._ops)
         self._held = ExtraState(self.parameters, self._added, notes=self._settings.kept)
+        self._exchange = StepCalls()  # all-reduces of gradients since the last backward pass
+        self._twice: dict[str, tuple[str, str]] = {}
+        self._ledger = StepLedger()
+        if self._is_last and self.steps_over > self._ends[0]:
+            self._ledger.begin()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.steps_over == self._ends[1] and self._rank == 0
 
     @property
     def _active(self) -> bool:
@@ -272,6 +283,7 @@ class Recorder(NullListener):
         self._open_step(self.parameters.add_others())
         self._lines.note("backward")
         self._raw, self._looked = {}, False
+        self._note_twice()
         self._losses.begin()
         self._backwards += 1
         self._added.may_exchange = any(one.exchanges is not False for one in self._passes[:-1])
@@ -323,6 +335,9 @@ class Recorder(NullListener):
                 # The script may add cleared gradients before its step.
                 names = [name for name in names if name not in self._added.cleared]
                 self._raw |= self.parameters.gradients(names)
+                adds = rank.ranks_that_ddp_averages(wrapped)
+                given = [self.parameters.by_name[name].grad for name in names]
+                self._exchange.hear("all_reduce", given, 0, adds, type(wrapped).__name__)
         self._exchanged = frozenset(self._raw)
         self._after_backward = tensors.random_state()
 
@@ -404,6 +419,16 @@ class Recorder(NullListener):
         if self._file is not None and len(self._calls) < records.MOST_CALLS:
             elements = max((t.numel() for t in tensors.leaves(given)), default=0)
             self._calls.append(CollectiveCall(name, place, elements, self._backwards > 0))
+            if name == "all_reduce" and self._backwards:
+                adds = rank.ranks_that_add(*given)
+                self._exchange.hear(name, tensors.leaves(given), 0, adds, place)
+
+    def _note_twice(self) -> None:
+        """Record the gradients that were reduced twice since the last backward pass."""
+        held = self._exchange.has_calls and self.parameters.by_name
+        memory = {name: storage_range(p.grad) for name, p in (held or {}).items()}
+        self._twice |= self._exchange.reduced_twice(memory)
+        self._exchange.begin()
 
     def _finish(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         file, names = self._file, self._names_of(optimizer)
@@ -428,6 +453,9 @@ class Recorder(NullListener):
         called = [root for root, one in zip(self._roots, self._passes, strict=True) if one.live]
         file.compare_only(self.parameters.used(called))
         file.add_modules(self._modules.taken().get(0))
+        self._note_twice()
+        trained = [self.parameters.by_name[name] for name in names]
+        ledger = self._ledger.taken(self.steps_over, trained, self.parameters.roots, self._twice)
         file.ops = None if self._ops is None else self._ops.taken()
         hooks.log_ops(None)
         self._left -= file.write(
@@ -450,6 +478,7 @@ class Recorder(NullListener):
             not_finite=tuple((*self._not_finite, *wrong) if wrong and not skipped else ()),
             scale=self._scale,
             skipped=skipped,
+            ledger=ledger if self._is_last else None,
             batchnorm=rank.normalizes_by_local_batch(self.parameters),
             averages=rank.digests_of_averages(self.parameters)
             if self.steps_over in self._ends
@@ -494,6 +523,8 @@ class Recorder(NullListener):
         self._file = StepFile(folder, self.steps_over, self._last)
         self._take_state(self._file, list(self.parameters.by_name))
         self._held.begin()
+        if self._is_last and self.steps_over == self._ends[0]:
+            self._ledger.begin()
         return self._file
 
     def _take_state(self, file: StepFile, names: list[str]) -> None:

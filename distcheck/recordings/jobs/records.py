@@ -43,6 +43,7 @@ from distcheck.errors import UsageError
 from distcheck.errors.masking import masked_words
 from distcheck.recordings.jobs.watched import WatchedCalls
 from distcheck.records.decoding import World, decode_json, read_bounded
+from distcheck.records.ledger import Ledger
 
 MOST_OPS = 20_000  # of one step
 BEFORE_NOISE = "random/step"
@@ -280,6 +281,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts        this rank's shards of sharded tensors, by name
     modules      inputs and outputs of modules, if recorded
     ops          operators, if recorded
+    ledger       the collectives of the last step, at rank 0
     gpu_bytes    the maximum memory that torch had allocated on the rank's GPU so far
     """
 
@@ -313,6 +315,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, Shard] = {}
     modules: WatchedCalls | None = None
     ops: RecordedOps | None = None
+    ledger: Ledger | None = None
     gpu_bytes: int = 0
     checksum: str = ""
 
