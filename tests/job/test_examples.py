@@ -70,6 +70,10 @@ def test_a_right_job_passes(name: str, world: int, tmp_path: Path) -> None:
         compared, _ = compare_jobs(tmp_path / "kept", tmp_path / "kept", bits=True)
         assert (compared.verdict, compared.bits, len(compared.found.drift)) == ("pass", "same", 6)
     assert case["case"]["world"] == world
+    assert case["ledger"]["step"] == 5
+    reduced = [row for row in case["ledger"]["rows"] if "reduce" in row["operation"]]
+    assert {row["ranks"] for row in reduced} == {world}
+    assert sum(row["bytes"] for row in reduced) >= case["ledger"]["gradient_bytes"] > 0
     of_gradients = [c for c in case["checks"] if c["check"] == "gradients"]
     layers = ["rounding", "full batch float32"]
     assert [c["layer"] for c in of_gradients] == layers

@@ -1,5 +1,6 @@
 """`distcheck job --guard`: the command's end is its own, and what ranks found is the report."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,17 @@ def test_a_replica_that_is_lost_late_is_named_and_the_job_goes_on(tmp_path: Path
     """After the steps that a recording has by default, and too small for a loss curve."""
     script = tmp_path / "train.py"
     script.write_text(LOSES_A_REPLICA)
-    words = ["job", "--guard", "--every", "4", "--warn", "--nproc", "2", "--", sys.executable]
+    words = ["job", "--guard", "--every", "4", "--warn", "--nproc", "2", "--json", "report.json"]
+    words += ["--", sys.executable]
     ran = warm.run(*words, str(script), cwd=tmp_path, timeout=300)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert ran.stdout.count("ended") == 2
     assert "first  step 12: bias differs between rank 0 and rank 1" in ran.stdout
     assert "parameters-modified-outside-step" in ran.stdout
     (bundle,) = (tmp_path / ".distcheck" / "guard").iterdir()
+    (case,) = json.loads((tmp_path / "report.json").read_text())["cases"]
+    rows = [(row["operation"], row["place"].partition(":")[0]) for row in case["ledger"]["rows"]]
+    assert (case["ledger"]["step"], rows[0]) == (1, ("all_reduce", "train.py"))
     said = warm.run("explain", str(bundle), cwd=tmp_path, timeout=60)
     assert said.returncode == 1
     assert "they agreed at step 8" in said.stdout

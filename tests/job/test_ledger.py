@@ -189,6 +189,7 @@ def test_the_policy_of_fsdp_covers_the_axis_of_tensor_parallelism(world: Any) ->
     assert "FSDP reduces in bfloat16 in 1 call, although" in cause.evidence
     if torch.__version__ >= "2.15":
         assert [*warn_of_ledger(_ledger(train, model))] == []
+    dist.destroy_process_group(mesh["dp"].get_group())
 
 
 @pytest.mark.world(2)

@@ -24,6 +24,7 @@ from distcheck.records import (
     Report,
 )
 from distcheck.records.causes import APART, name_cause
+from distcheck.records.ledger import Ledger, LedgerRow
 from distcheck.records.run_facts import LIMIT
 from distcheck.reports import brief, training_report
 from distcheck.reports.brief import next_step
@@ -227,6 +228,15 @@ def job() -> CaseReport:
         where=CallSite(file="train.py", line=20, code="loss.backward()"),
         replay="distcheck job -- torchrun --nproc-per-node 2 train.py",
         notes=("the reference is the same script in a single process",),
+        ledger=Ledger(
+            step=7, gradients=500, gradient_bytes=2000, policy="float32",
+            rows=(
+                LedgerRow(operation="all_reduce", group="world", ranks=2, dtype="float32",
+                          calls=2, bytes=4000, place="train.py:20"),
+                LedgerRow(operation="broadcast", group="tp", ranks=2, dtype="int64", calls=1,
+                          bytes=8, library="FSDP"),
+            ),
+        ),
     )  # fmt: skip
 
 

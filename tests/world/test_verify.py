@@ -109,6 +109,10 @@ def test_a_function_is_found_by_its_name() -> None:
     assert report.cases[0].case.strategy == "tests.world.test_verify:correct"
     assert report.verdict == "pass"
     assert ("gradients", "bitwise") not in {(r.check, r.layer) for r in report.cases[0].checks}
+    ledger = report.cases[0].ledger  # distcheck's own communication is not in it
+    assert ledger is not None
+    assert {row.place.partition(":")[0] for row in ledger.rows} == {"tests/world/test_verify.py"}
+    assert ledger.reduced == ledger.gradient_bytes > 0
 
 
 def test_a_function_without_a_name_is_refused() -> None:

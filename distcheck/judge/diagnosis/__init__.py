@@ -6,10 +6,11 @@ named.
 
 Each family has a file: `outcomes` (ranks that did not finish), `state` (data, initial state,
 buffers, optimizer, reruns), `other_causes` (updates, losses, bits, accepted designs), `layouts`
-(model-parallel worlds), `communication` (warnings from the ledger of collectives), and `gradients`, which combines `weights` and `parts`. They read plain
-numbers (`measurements`). `observation` measures these in a separate process, and only for failed
-cases. `measuring` and `layout_measuring` measure a step with the help of `measured`,
-`combinations`, `tokens`, `backward` and `updates`. `source_lines` finds the responsible line.
+(model-parallel worlds), `communication` (warnings from the ledger of collectives), and `gradients`,
+which combines `weights` and `parts`. They read plain numbers (`measurements`). `observation`
+measures these in a separate process, and only for failed cases. `measuring` and `layout_measuring`
+measure a step with the help of `measured`, `combinations`, `tokens`, `backward` and `updates`.
+`source_lines` finds the responsible line.
 """
 
 from collections.abc import Sequence
