@@ -83,18 +83,22 @@ class StepCalls:
         """Return the tensors that two all-reduces added over the same ranks, with their lines."""
         found: dict[str, tuple[str, str]] = {}
         before: dict[tuple[str, str], str] = {}
-        named = {id_of(one): [] for one in tensors.values() if one is not None}  # type: ignore[var-annotated]
+        named: defaultdict[int, list[tuple[str, Memory]]] = defaultdict(list)
         for name, memory in tensors.items():
             if memory is not None:
-                named[id_of(memory)].append((name, memory))
-        for call in self._heard if len(self._heard) <= _MOST_CALLS else ():
-            near = [pair for one in call.memory for pair in named.get(id_of(one), ())]
-            for name in dict.fromkeys(
-                name for name, mine in near if any(overlap(mine, one) for one in call.memory)
-            ):
-                if call.adds and (name, call.adds) in before:
-                    found.setdefault(name, (before[name, call.adds], call.line))
-                before[name, call.adds] = call.line
+                named[storage_id(memory)].append((name, memory))
+        heard = self._heard if len(self._heard) <= _MOST_CALLS else []
+        for call in (call for call in heard if call.adds):
+            names = {
+                name
+                for one in call.memory
+                for name, mine in named.get(storage_id(one), ())
+                if share_bytes(mine, one)
+            }
+            for key in ((name, call.adds) for name in sorted(names)):
+                if key in before:
+                    found.setdefault(key[0], (before[key], call.line))
+                before[key] = call.line
         return found
 
     def ways(
