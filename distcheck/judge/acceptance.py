@@ -29,6 +29,10 @@ class AcceptedDeviation:
     def __getitem__(self, name: str) -> Value:
         return self.settings[name]
 
+    def having(self, **settings: Value) -> "AcceptedDeviation":
+        """Return the same with other settings."""
+        return AcceptedDeviation(self.family, {**self.settings, **settings})
+
     @property
     def warmup(self) -> int:
         """Return the number of steps that average gradients first."""
@@ -211,6 +215,18 @@ def why_nothing_was_accepted(case: Case, kinds: Collection[FindingKind]) -> str:
         f"no tensor was compressed in any of {case.steps} steps: --accept {case.accept} was not "
         "exercised; run more steps, or start compression earlier (PowerSGD's start_powerSGD_iter)"
     )
+
+
+def describe_design(text: str) -> str:
+    """Return a sentence on an acceptance by which ranks combine parameters."""
+    accepted = _parse(text)
+    if accepted.family == "gossip":
+        return "after every step holds a mean of neighbors' locally updated parameters"
+    every = accepted.number("period")
+    steps = "every step" if every == 1 else f"every {every} steps"
+    if accepted.family == "diloco":
+        return f"after {steps} an outer optimizer steps by the mean of the ranks' movements"
+    return f"after {steps} all ranks hold the mean of their locally updated parameters"
 
 
 def describe_acceptance(case: Case) -> AcceptedChanges | None:

@@ -6,10 +6,13 @@ A row of `KINDS` names the module in `oracles/` that has the expectations (`orac
     quantized       gradients are rounded to a grid                             oracles/quantum.py
     low-rank        a matrix is reduced as a projection (PowerSGD)              oracles/low_rank.py
     local-sgd       ranks step locally, and average parameters periodically     oracles/averaging.py
+    diloco          the same, and an outer optimizer steps by their mean        oracles/outer.py
+    gossip          ranks step locally, and average with neighbors              oracles/mixing.py
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from distcheck.contract import Wire
@@ -263,6 +266,106 @@ def _groups_in_world(settings: Settings, world: int) -> str:
     return ""
 
 
+def _diloco(settings: Settings, world: int) -> Described:
+    outer = f"SGD of learning rate {settings['lr']:g}"
+    if settings["momentum"]:
+        kind = "Nesterov momentum" if settings["nesterov"] == "yes" else "momentum"
+        outer += f" and {kind} {settings['momentum']:g}"
+    return (
+        "requires bit-identical local gradients and updates on each rank, and once in "
+        f"{settings['period']} steps the outer step of {outer} in a single process by the mean of "
+        "the ranks' movements, within its rounding",
+        (
+            _OF_LOCAL_STEPS[0],
+            "agreement of gradients and of the optimizer's state, and of parameters between outer "
+            "steps",
+            *_OF_LOCAL_STEPS[1:],
+        ),
+    )
+
+
+def _contradiction_of_outer(settings: Settings) -> str:
+    if int(settings["fragments"]) > 1 and int(settings["phase"]) >= 0:
+        return "each fragment has its own phase; remove phase="
+    if int(settings["fragments"]) > int(settings["period"]):
+        return f"{settings['fragments']} fragments do not fit into a period of {settings['period']}"
+    return _contradiction_of_periods(settings)
+
+
+def _gossip(settings: Settings, world: int) -> Described:
+    of = f"the matrix {settings['matrix']}" if settings["matrix"] else "a matrix that is found"
+    when = "before" if settings["when"] else "after"
+    return (
+        f"requires bit-identical local gradients on each rank, and parameters mixed {when} every "
+        f"step by {of}, whose rows and columns sum to one, within the rounding bound",
+        (
+            _OF_LOCAL_STEPS[0],
+            "agreement of gradients, parameters and the optimizer's state",
+            *_OF_LOCAL_STEPS[1:],
+        ),
+    )
+
+
+_RANK_ROW = tuple[float, ...]
+GRAPHS = ("ring", "exponential")
+
+
+def matrix_of(text: str, world: int, step: int) -> tuple[_RANK_ROW, ...] | None:
+    """Return the mixing matrix of a text at a step, or None if it is to be found. A single row is
+    that of rank 0, shifted for the others. Raises ValueError.
+
+    ring         a third each of the left neighbor, the rank itself and the right one
+    exponential  a half each of the rank itself and rank r + 2^k, with k = step mod log2 world
+    """
+    if not text:
+        return None
+    if text in GRAPHS:
+        row = [0.0] * world
+        hops = max(1, (world - 1).bit_length())
+        for to in (-1, 0, 1) if text == "ring" else (0, 1 << step % hops):
+            row[to % world] += 1 / 3 if text == "ring" else 1 / 2
+        rows = [row]
+    else:
+        rows = [[float(Fraction(one)) for one in row.split(",")] for row in text.split("_")]
+    if len(rows) == 1:
+        rows = [[rows[0][(to - rank) % len(rows[0])] for to in range(len(rows[0]))]
+                for rank in range(len(rows[0]))]  # fmt: skip
+    return tuple(tuple(row) for row in rows)
+
+
+class _MatrixSetting(DesignSetting):
+    """The name of a graph, or rows of fractions: `1/2,1/4,1/4` or `1/2,1/2_1/2,1/2`."""
+
+    def read(self, text: str) -> Value | None:
+        try:
+            return text if text and len(text) <= _MOST_OF_MATRIX and matrix_of(text, 1, 0) else None
+        except (ValueError, ZeroDivisionError):
+            return None
+
+
+def _contradiction_of_matrix(settings: Settings) -> str:
+    text = str(settings["matrix"])
+    matrix = None if text in GRAPHS else matrix_of(text, 1, 0)
+    if matrix is None:
+        return ""
+    if any(len(row) != len(matrix) for row in matrix):
+        return f"a matrix of {len(matrix)} rows needs {len(matrix)} weights in each"
+    for name, rows in (("row", matrix), ("column", tuple(zip(*matrix, strict=True)))):
+        for number, row in enumerate(rows):
+            if min(row) < 0 or abs(sum(row) - 1) > 1e-9:
+                return f"{name} {number} of the matrix sums to {sum(row):.4g} instead of 1"
+    return ""
+
+
+def _matrix_in_world(settings: Settings, world: int) -> str:
+    text = str(settings["matrix"])
+    matrix = None if text in GRAPHS else matrix_of(text, world, 0)
+    if matrix is None or len(matrix) == world:
+        return ""
+    return f"has a matrix for {len(matrix)} ranks; pass --world {len(matrix)}"
+
+
+_MOST_OF_MATRIX = 10_000
 _PERIOD = DesignSetting(1, 10_000, required=True)
 _PHASE = DesignSetting(0, 9_999, default=-1)
 
@@ -350,5 +453,36 @@ KINDS: Mapping[str, DesignKind] = {
         why_not_in_world=_groups_in_world,
         least_steps=_periods,
         combined=_combined,
+    ),
+    "diloco": DesignKind(
+        takes="diloco:PERIOD[:lr=RATE][:momentum=FACTOR][:nesterov=yes|no][:fragments=NUMBER]"
+        "[:phase=STEP]",
+        changes="parameters",
+        describe=_diloco,
+        settings={
+            "period": _PERIOD,
+            "lr": DesignSetting(0, 1_000, default=0.7, whole=False),
+            "momentum": DesignSetting(0, 0.9999, default=0.9, whole=False),
+            "nesterov": DesignSetting(words=words("yes", "no"), default="yes"),
+            "fragments": DesignSetting(1, 1_000, default=1),
+            "phase": _PHASE,
+        },
+        oracle="outer:DiLoCo",
+        why_contradictory=_contradiction_of_outer,
+        least_steps=_periods,
+        combined=_combined,
+    ),
+    "gossip": DesignKind(
+        takes="gossip[:ring|exponential|ROW[_ROW...]][:combine-first]",
+        changes="parameters",
+        describe=_gossip,
+        settings={
+            "when": DesignSetting(words=words("combine-first"), default="", bare=True),
+            "matrix": _MatrixSetting(words=words(*GRAPHS), default="", bare=True),
+        },
+        oracle="mixing:Gossip",
+        agree=False,
+        why_contradictory=_contradiction_of_matrix,
+        why_not_in_world=_matrix_in_world,
     ),
 }

@@ -229,3 +229,172 @@ class AveragesMoreOften(_Local):
     """Every step, where every second was said."""
 
     how = MappingProxyType({"period": 1})
+
+
+class _Combining:
+    """Around the optimizer: a step of its own, then `combine(step)`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.steps, self.param_groups = optimizer, 0, optimizer.param_groups
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        self.combine(self.steps)
+        self.steps += 1
+
+    def combine(self, step: int) -> None:
+        """After a step."""
+
+    def average(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)
+        tensor /= self.world
+
+
+@mutant(caught="parameters rounding, agreement", accept="local-sgd:2", world=2, steps=4, step=1)
+class AveragesBeforeTheStep(_Combining):
+    """The mean of the parameters is taken, and then each rank steps by its own gradient."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters if self.steps % 2 else ():
+            self.average(parameter.data)
+        super().step()
+
+
+@mutant(
+    caught="parameters rounding", accept="local-sgd:2:state=mean", world=2, steps=4, step=1,
+    seldom=True,
+)  # fmt: skip
+class AveragesNoMomentum(_Combining):
+    """The momentum was said to be averaged as well."""
+
+    def combine(self, step: int) -> None:
+        for parameter in self.parameters if step % 2 else ():
+            self.average(parameter.data)
+
+
+class _Outer(_Combining):
+    """DiLoCo: two inner steps, then Nesterov momentum."""
+
+    how = MappingProxyType({"lr": 0.7, "momentum": 0.9, "nesterov": True})
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.start = [p.detach().clone().requires_grad_() for p in self.parameters]
+        self.outer = torch.optim.SGD(self.start, **self.how)
+
+    def combine(self, step: int) -> None:
+        if step % 2 == 0:
+            return
+        for start, parameter in zip(self.start, self.parameters, strict=True):
+            start.grad = self.movement(start, parameter)
+        self.outer.step()
+        for start, parameter in zip(self.start, self.parameters, strict=True):
+            self.keep(start, parameter)
+
+    def movement(self, start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        moved = start - parameter
+        self.average(moved)
+        return moved
+
+    def keep(self, start: torch.Tensor, parameter: torch.Tensor) -> None:
+        parameter.copy_(start)
+
+
+@mutant(caught="parameters rounding", accept="diloco:2", world=2, steps=4, step=1)
+class OuterWithoutNesterov(_Outer):
+    """Plain momentum, where Nesterov's was said."""
+
+    how = MappingProxyType({"lr": 0.7, "momentum": 0.9})
+
+
+@mutant(caught="parameters rounding", accept="diloco:2", world=2, steps=4, step=1, seldom=True)
+class OuterBySums(_Outer):
+    """The sum of the ranks' movements."""
+
+    def movement(self, start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return super().movement(start, parameter) * self.world
+
+
+@mutant(
+    caught="parameters rounding, agreement", accept="diloco:2", world=2, steps=4, step=1,
+    seldom=True,
+)  # fmt: skip
+class OuterOfEachRank(_Outer):
+    """Each rank's outer optimizer steps by what it moved itself."""
+
+    def movement(self, start: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return start - parameter
+
+
+@mutant(caught="parameters rounding", accept="diloco:2", world=2, steps=4, step=3, seldom=True)
+class OuterForgetsItsMomentum(_Outer):
+    """A new outer optimizer for each outer step."""
+
+    def combine(self, step: int) -> None:
+        self.outer = torch.optim.SGD(self.start, **self.how)
+        super().combine(step)
+
+
+class _Mixing(_Combining):
+    """A ring: a third each."""
+
+    def combine(self, step: int) -> None:
+        for parameter in self.parameters:
+            held = [torch.empty_like(parameter) for _ in range(self.world)]
+            dist.all_gather(held, parameter.data)
+            weights = self.weights(step)
+            parameter.copy_(sum(w * one for w, one in zip(weights, held, strict=True)))
+
+    def weights(self, step: int) -> list[float]:
+        row = [0.0] * self.world
+        for neighbor in (-1, 0, 1):
+            row[(self.rank + neighbor) % self.world] += 1 / 3
+        return row
+
+
+@mutant(caught="parameters rounding", accept="gossip", steps=2)
+class MixesWithOneHub(_Mixing):
+    """All take half of rank 0: rows sum to one, columns do not, and the mean moves."""
+
+    def weights(self, step: int) -> list[float]:
+        row = [0.0] * self.world
+        row[self.rank] += 0.5
+        row[0] += 0.5
+        return row
+
+
+@mutant(caught="parameters rounding", accept="gossip:ring", steps=2, seldom=True)
+class MixesWithOneSideOnly(_Mixing):
+    """Half of the rank, half of its right neighbor: doubly stochastic, and not the ring."""
+
+    def weights(self, step: int) -> list[float]:
+        row = [0.0] * self.world
+        row[self.rank] = row[(self.rank + 1) % self.world] = 0.5
+        return row
+
+
+@mutant(caught="parameters rounding", accept="gossip:ring", steps=2, seldom=True)
+class MixesAtEverySecondStep(_Mixing):
+    """The other steps are forgotten."""
+
+    def weights(self, step: int) -> list[float]:
+        own = [float(rank == self.rank) for rank in range(self.world)]
+        return own if step % 2 == 0 else super().weights(step)
+
+
+@mutant(caught="parameters rounding", accept="gossip:ring", steps=2, seldom=True)
+class MixesBeforeTheStep(_Mixing):
+    """The neighbors' parameters are mixed, and then each rank steps."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.combine(self.steps)
+        self.optimizer.step()
+        self.steps += 1

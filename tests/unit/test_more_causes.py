@@ -277,7 +277,7 @@ def test_an_update_is_described_and_said_beside_a_gradient() -> None:
 
 def test_averages_of_parameters_are_no_missing_exchange() -> None:
     own = [[float(r == rank) for r in range(4)] for rank in range(4)]
-    facts = Measurements(world=4, steps=(measured(own, equal(4)),), averaged_every=1)
+    facts = Measurements(world=4, steps=(measured(own, equal(4)),), design="local-sgd:1")
     (found,) = diagnose(
         ENDS, [failed("gradients", "rounding"), failed("parameters", "bitwise")], facts
     )

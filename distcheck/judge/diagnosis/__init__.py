@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from distcheck.judge.acceptance import describe_design
 from distcheck.judge.checks.merging import earliest_failure
 from distcheck.judge.diagnosis import gradients, layouts, other_causes, outcomes, state
 from distcheck.judge.diagnosis.measurements import Measurements
@@ -94,23 +95,20 @@ def _gradient_causes(failed: Failures, facts: Measurements, accept: str) -> list
         found = [name_cause("compressed-gradients", evidence, accept=facts.compressor)]
     if "local gradients" in checks and not found:
         found = gradients.explain_local_gradients(facts)
-    return found + other_causes.causes_of_wrong_average(failed, facts)
+    return found + other_causes.causes_of_wrong_average(failed, facts, accept)
 
 
 def _replace_by_model_averaging(found: list[Diagnosis], facts: Measurements) -> list[Diagnosis]:
     """Replace a missing synchronization by model averaging if ranks average parameters instead."""
-    if not facts.averaged_every or "missing-sync" not in {cause.cause for cause in found}:
+    if not facts.design or "missing-sync" not in {cause.cause for cause in found}:
         return found
-    every = facts.averaged_every
     may_accept = any(step.undeclared for step in facts.steps)
-    steps = "every step" if every == 1 else f"every {every} steps"
     averaging = name_cause(
         "model-averaging",
-        f"each rank steps by its local gradients, and after {steps} all ranks hold the mean of "
-        "their locally updated parameters: a different algorithm, which is not equivalent to "
-        "averaging gradients if the optimizer keeps state",
+        f"each rank steps by its local gradients, and {describe_design(facts.design)}: a different "
+        "algorithm, which is not equivalent to averaging gradients if the optimizer keeps state",
         "undeclared" if may_accept else "usual",
-        every=every,
+        design=facts.design,
     )
     return [averaging if cause.cause == "missing-sync" else cause for cause in found]
 
@@ -120,7 +118,8 @@ def _update_causes(
 ) -> list[Diagnosis]:
     """Return the causes of a wrong update, unless it is a consequence or part of other causes."""
     causes = {cause.cause for cause in found}
-    if causes & {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}:
+    others = {"optimizer-not-stepped", "model-averaging", "initial-state-differs", "nonfinite"}
+    if causes & {*others, "exceeds-accepted-deviation"}:
         return []
     first = earliest_failure([r for r in failed.values() if r.check != "outcome"])
     return other_causes.causes_of_wrong_update(failed, facts, first)

@@ -385,7 +385,9 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     right_under      undeclared loss contracts under which every gradient is within the rounding
                      bound
     lost             ranks to which no gradient can come back from the loss
-    averaged_every   period of correct parameter averaging; `average`: facts of a wrong average
+    design           the acceptance that the run fits, if ranks combine parameters by a design;
+                     `mistake`: a known mistake in such a combination; `average`: facts of a wrong
+                     average
     compression      wrong gradients of an accepted design that compresses them
     compressor       the acceptance that gradients fit, if a known compressor made them
     elsewhere        right gradients that a rank holds in place of the owner
@@ -403,7 +405,8 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     right_under: tuple[LossName, ...] = ()
     lost: str = ""
     begins_alike: bool = False
-    averaged_every: int = 0
+    design: str = ""
+    mistake: str = ""
     update: UpdateFacts | None = None
     average: StepFacts | None = None
     passes: PassFacts | None = None

@@ -23,6 +23,7 @@ from distcheck.contract import (
 from distcheck.judge import acceptance
 from distcheck.judge.checks.data import first_shared_rng_state
 from distcheck.judge.diagnosis.backward import fit_passes
+from distcheck.judge.diagnosis.designs import find_design, find_mistake, updates_of
 from distcheck.judge.diagnosis.layout_measuring import measure_layout
 from distcheck.judge.diagnosis.measured import StepExpectation
 from distcheck.judge.diagnosis.measurements import (
@@ -34,7 +35,6 @@ from distcheck.judge.diagnosis.measurements import (
 from distcheck.judge.diagnosis.measuring import LEAST_SINGULAR, MOST_KEPT, StepMeasuring
 from distcheck.judge.diagnosis.source_lines import measured_lines
 from distcheck.judge.diagnosis.updates import (
-    averaging_period,
     buffers_updated_twice,
     measure_average,
     measure_compression,
@@ -147,8 +147,15 @@ class _Look:
         return self._measure_steps()
 
     def _measure_accepted_design(self, accepted: acceptance.AcceptedDeviation) -> dict[str, Any]:
-        if ("parameters", ROUNDING) in self._job.failed:
-            return {"average": measure_average(self._expect(self._job.update_step))}
+        if accepted.combines_parameters:
+            step, references = self._job.update_step, self._references
+            updates_at = updates_of(references, large=self._large)
+            seen: dict[str, Any] = {"design": find_design(references, updates_at)}
+            if ("parameters", ROUNDING) in self._job.failed:
+                seen["mistake"] = find_mistake(references, updates_at, step)
+                if accepted.family == "local-sgd" and not (seen["mistake"] or seen["design"]):
+                    seen["average"] = measure_average(self._expect(step))
+            return seen
         if accepted.kind.changes == "gradients" and ("gradients", ROUNDING) in self._job.failed:
             return {"compression": measure_compression(self._expect(self._job.steps[0]))}
         return {}
@@ -173,7 +180,8 @@ class _Look:
         if first.parameters and passes > 1 and not self._large:
             seen["passes"] = fit_passes(expectation)
         if first.parameters and len(first.alike) > 1:
-            seen["averaged_every"] = averaging_period(expectation, self._written)
+            updates_at = updates_of(self._references, large=self._large)
+            seen["design"] = find_design(self._references, updates_at)
         if first.parameters and undeclared and not (steps[0] or self._large):
             seen["compressor"] = self._compressor()
         if expectation.contract.gradients == "owner":

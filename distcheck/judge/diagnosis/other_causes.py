@@ -84,8 +84,14 @@ def _format_weights(counts: list[float]) -> str:
     return "(" + ", ".join(f"{0.0 if abs(c) < 1e-4 else c:.4g}" for c in counts) + ")"
 
 
-def causes_of_wrong_average(failed: Failures, facts: Measurements) -> list[Diagnosis]:
-    """Name wrong averages of parameters, if averaging is accepted."""
+def causes_of_wrong_average(failed: Failures, facts: Measurements, accept: str) -> list[Diagnosis]:
+    """Name wrong combinations of parameters, if these are accepted."""
+    seen = facts.mistake
+    if facts.design:
+        seen = f"the code follows another design: it passes with --accept {facts.design}"
+    if seen and accept:
+        evidence = f"parameters are not combined by --accept {accept}: {seen}"
+        return [name_cause("exceeds-accepted-deviation", evidence, "combined")]
     if ("parameters", ROUNDING) not in failed or facts.average is None:
         return []
     found = gradients.explain_step(facts.average)

@@ -17,7 +17,6 @@ from distcheck.judge.fitting import fit_least_squares
 from distcheck.judge.oracles import rounding_bound
 from distcheck.judge.oracles.averaging import mean_over_ranks
 from distcheck.judge.oracles.compression import CompressedForm
-from distcheck.judge.oracles.design import agree_bitwise
 from distcheck.judge.oracles.forms import Form, GradientForms, WithinBound
 from distcheck.judge.oracles.low_rank import Projection
 from distcheck.judge.oracles.rounding import Interval
@@ -205,43 +204,6 @@ def _made_of(
     if both is None or alone.share <= _SAME or both.share > alone.share / 4:
         return alone.factors[0], 0.0, alone.share
     return both.factors[0], both.factors[1], both.share
-
-
-def averaging_period(expectation: StepExpectation, written: int) -> int:
-    """Return the period with which parameters became the plain mean of all ranks' updates, or 0."""
-    at = [
-        step
-        for step in range(written)
-        if _is_average(StepExpectation(expectation.references, step))
-    ]
-    if not at:
-        return 0
-    period = at[1] - at[0] if len(at) > 1 else at[0] + 1
-    return period if at == list(range(at[0], written, period)) else 0
-
-
-def _is_average(expectation: StepExpectation) -> bool:
-    trace, step = expectation.trace, expectation.step
-    if not agree_bitwise(trace, step + 1, range(trace.layout.world)):
-        return False
-    try:
-        updates = [
-            expectation.references.update.run(rank, step) for rank in range(trace.layout.world)
-        ]
-    except NotRecordedError:
-        return False
-    apart = False
-    for index in range(len(trace.layout.model.parameters)):
-        own = [update[Kind.PARAMETER][index] for update in updates]
-        present = [tensor for tensor in own if tensor is not None]
-        held = trace.tensor(0, Kind.PARAMETER, step + 1, index)
-        if len(present) < len(own) or held is None:
-            return False
-        apart = apart or any(not torch.equal(present[0], other) for other in present[1:])
-        mean = mean_over_ranks(present)
-        if not bool(((as_float64(held) - mean.mean).abs() <= mean.bound).all()):
-            return False
-    return apart
 
 
 def measure_average(expectation: StepExpectation) -> StepFacts:

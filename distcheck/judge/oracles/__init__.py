@@ -20,7 +20,9 @@ Shared parts:
     ghost_batch.py  BatchNorm in the full batch, normalizing like the ranks
     kinks.py, own_rounding.py, between_devices.py   cases with rounding beyond the bound of full
                                                     batch float32
-    quantum.py, low_rank.py, averaging.py   bounds widened by --accept
+    quantum.py, low_rank.py         bounds widened by --accept
+    design.py                       accepted designs: projections.py (of low_rank.py), averaging.py,
+                                    outer.py, mixing.py
     calibration.py  tests of the orders that the bitwise layer relies on, on this machine
 
 Every step starts from the recorded previous state, because errors of trajectories that are not

@@ -24,14 +24,22 @@ average. After a step that changed no parameter, such as one at a learning rate 
 without an average; the first step of that phase that changed a parameter decides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from distcheck.judge.oracles.design import ParameterDesign, Updates, agree_bitwise
+from distcheck.judge.oracles.design import (
+    Mistake,
+    ParameterDesign,
+    Updates,
+    UpdatesAt,
+    agree_bitwise,
+)
 from distcheck.judge.oracles.forms import Combination
 from distcheck.judge.oracles.rounding import Interval, interval
+from distcheck.machine.numerics import as_float64, unit_roundoff
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 from distcheck.training.optimizers import is_group_number
@@ -145,6 +153,27 @@ class LocalSGD(PeriodicDesign):
                 found[rank] = one
         return found
 
+    def wrong_combinations(self, step: int, updates: Updates) -> Iterator[Mistake]:
+        yield from mean_before_step(self, step, updates)
+
+    @classmethod
+    def candidates(cls, references: Any, updates_at: UpdatesAt) -> Iterator[str]:
+        """Yield periods after which all ranks agreed, possibly after a warm-up with agreement."""
+        trace, world = references.trace, references.trace.layout.world
+        written = trace.steps_written()
+        agreed = [s for s in range(written) if agree_bitwise(trace, s + 1, range(world))]
+        warm = next((s for s in range(written) if s not in agreed), written)
+        for warmup in dict.fromkeys([0, *range(warm, 0, -1)]):
+            later = [s for s in agreed if s >= warmup]
+            if not later:
+                continue
+            period = later[1] - later[0] if len(later) > 1 else later[0] - warmup + 1
+            if later == list(range(later[0], written, period)):
+                text = f"local-sgd:{period}" + f":warmup={warmup}" * bool(warmup)
+                yield from (f"{text}{state}" for state in ("", ":state=mean", ":state=reset"))
+        for size in (s for s in range(2, world) if world % s == 0):
+            yield f"local-sgd:1:groups={size}"
+
     def agreeing(self, step: int, index: int) -> Groups:
         return self.all_ranks if self.warms_up(step) else self._averaging(step)
 
@@ -157,6 +186,31 @@ class LocalSGD(PeriodicDesign):
                 "their average"
             )
         return f"parameters are averaged after steps {self.steps_of(phase)}"
+
+
+def mean_before_step(design: ParameterDesign, step: int, updates: Updates) -> Iterator[Mistake]:
+    """Yield the mistake of combining the parameters before the step, and not after it."""
+
+    def expected(kind: Kind, index: int) -> Sequence[Combination | None]:
+        before = [design.trace.tensor(rank, kind, step, index) for rank in range(len(updates))]
+        held = [{kind: {index: tensor}} for tensor in before]
+        found = []
+        mixed = design.combined(step, kind, index, held)  # type: ignore[arg-type]
+        for was, own, one in zip(before, updates, mixed, strict=True):
+            after = own[kind][index]
+            if one is None or was is None or after is None:
+                return [None] * len(updates)
+            moved = as_float64(after) - as_float64(was)
+            size = one.found.mean.abs() + 2 * as_float64(was).abs() + moved.abs()
+            bound = one.found.bound + 4 * unit_roundoff(after.dtype) * size
+            found.append(Combination(Interval(one.found.mean + moved, bound)))
+        return found
+
+    yield (
+        "parameters were combined before the optimizer's step, so that ranks differ by their last "
+        "update",
+        expected,
+    )
 
 
 def mean_over_ranks(parameters: Sequence[torch.Tensor]) -> Interval:

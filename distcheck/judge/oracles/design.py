@@ -15,17 +15,22 @@ missing, late, or of other ranks appears at the step where it happens.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from distcheck.judge.acceptance import AcceptedDeviation
 from distcheck.judge.oracles.forms import Combination, GradientForms
+from distcheck.machine.numerics import as_float64
 from distcheck.recordings.recording import EntryState, Kind
 from distcheck.recordings.traces.reader import TraceReader
 
 Updates = Sequence[Mapping[Kind, Sequence[torch.Tensor | None]]]  # of each rank
+UpdatesAt = Callable[[int], Updates]
+Expected = Callable[[Kind, int], Sequence[Combination | None]]
+Mistake = tuple[str, Expected]
 
 
 class Design:
@@ -86,6 +91,64 @@ class ParameterDesign(Design):
     def remark(self) -> str:
         """Return a sentence for the report about settings that were found, or ""."""
         return ""
+
+    @classmethod
+    def candidates(cls, references: Any, updates_at: UpdatesAt) -> Iterator[str]:
+        """Yield acceptances that a recording may fit, the simplest first."""
+        return iter(())
+
+    def wrong_combinations(self, step: int, updates: Updates) -> Iterator[Mistake]:
+        """Yield wrong combinations that are known, each with its description."""
+        return iter(())
+
+    def fits(self, updates_at: UpdatesAt) -> bool:
+        """Return True if parameters and optimizer state are those of the design after every step,
+        and ranks differed in one of the combinations.
+        """
+        differed = False
+        for step in range(self.trace.steps_written()):
+            updates, combined = updates_at(step), set(self.tensors_at(step))
+            expected = partial(self.combined, step, updates=updates)
+            if not self._has_updates(step, updates, combined):
+                return False
+            if not self.has_combined(step, expected):
+                return False
+            differed = differed or any(
+                not _same_bits(updates[0][kind][index], other[kind][index])
+                for kind, index in combined
+                for other in updates[1:]
+            )
+        return differed
+
+    def _has_updates(
+        self, step: int, updates: Updates, combined: Collection[tuple[Kind, int]]
+    ) -> bool:
+        """Return True if tensors that are not combined are those of each rank's own update."""
+        return all(
+            _same_bits(tensor, self.trace.tensor(rank, kind, step + 1, index))
+            for rank, own in enumerate(updates)
+            for kind, tensors in own.items()
+            for index, tensor in enumerate(tensors)
+            if (kind, index) not in combined
+        )
+
+    def has_combined(self, step: int, expected: Expected) -> bool:
+        """Return True if all tensors that are combined after a step are the expected ones."""
+        for kind, index in self.tensors_at(step):
+            for rank, one in enumerate(expected(kind, index)):
+                held = self.trace.tensor(rank, kind, step + 1, index)
+                if one is None or held is None:
+                    if one is not held:
+                        return False
+                elif bool(((as_float64(held) - one.found.mean).abs() > one.found.bound).any()):
+                    return False
+        return True
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def agree_bitwise(
