@@ -352,6 +352,7 @@ def _contradiction_of_matrix(settings: Settings) -> str:
         return f"a matrix of {len(matrix)} rows needs {len(matrix)} weights in each"
     for name, rows in (("row", matrix), ("column", tuple(zip(*matrix, strict=True)))):
         for number, row in enumerate(rows):
+            # Derived: above the rounding of a sum of a million weights in float64.
             if min(row) < 0 or abs(sum(row) - 1) > 1e-9:
                 return f"{name} {number} of the matrix sums to {sum(row):.4g} instead of 1"
     return ""
@@ -389,7 +390,7 @@ KINDS: Mapping[str, DesignKind] = {
         settings={
             "bits": DesignSetting(2, 16, required=True),
             "block": DesignSetting(2, 1 << 24),
-            "rounding": DesignSetting(words=words("stochastic"), default="", bare=True),
+            "draws": DesignSetting(words=words("stochastic"), default="", bare=True),
             "scale": DesignSetting(words=words("norm"), default="", bare=True),
         },
         one_exchange=True,
@@ -411,6 +412,7 @@ KINDS: Mapping[str, DesignKind] = {
         changes="gradients",
         describe=_sparse,
         settings={
+            # Heuristic: a smaller share of the elements is a typing error.
             "amount": DesignSetting(1e-6, 1e9, required=True, whole=False),
             "places": DesignSetting(words=words("random"), default="", bare=True),
             "whole": DesignSetting(words=words("whole"), default="", bare=True),

@@ -89,14 +89,17 @@ class StepLedger:
 
 def _policy(models: Iterable[Any]) -> str:
     """Return the reduction dtype that all FSDP modules are given; "" if some are given none."""
-    from distcheck.machine import compat  # imports torch, which the front end must not
+    # These import torch, which the front end must not.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    from distcheck.machine import compat
 
     found = set[Any]()
     for module in (part for model in models for part in model.modules()):
-        if hasattr(module, "_get_fsdp_state"):
-            found.add(compat.fsdp2_dtypes(module)[1])
-        elif type(module).__name__ == "FullyShardedDataParallel":
+        if isinstance(module, FullyShardedDataParallel):
             found.add(getattr(module.mixed_precision, "reduce_dtype", None))
+        elif issubclass(type(module), FSDPModule):
+            found.add(compat.fsdp2_dtypes(module)[1])
     return str(*found).removeprefix("torch.") if len(found) == 1 and None not in found else ""
 
 

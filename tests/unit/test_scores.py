@@ -578,7 +578,9 @@ def test_screen_page_and_documents(llama: Engines) -> None:
         assert "distcheck verify" not in text
     code, screen = command(llama.file, llama.file)
     assert code == 0
-    assert screen.startswith("no bit changed in 287 log-probabilities\n")
+    assert screen.startswith(
+        "no recorded setting changed\nno bit changed in 287 log-probabilities\n"
+    )
     assert "limits not detected by this pass: a mean distance below " in " ".join(screen.split())
 
 

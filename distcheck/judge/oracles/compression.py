@@ -47,7 +47,8 @@ import torch
 
 from distcheck.machine.numerics import gamma
 
-_NEARLY_ALL = 1.0 - 2.0**-20  # a compressed tensor's share; 1.0 is that of a complete one
+# Derived: the share of a compressed tensor must differ from 1.0, that of a complete one.
+_NEARLY_ALL = 1.0 - 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,7 @@ class SignSum(SumOfParts):
         room, loose = gamma(world + 6, self.unit) * float(scale.sum()) + self.tiny, free
         known = signs[:, sure]
         values = torch.linalg.eigvalsh(known @ known.T)
+        # Heuristic: with a worse condition the scales are kept as they are, with their wider bound.
         if n > world and float(values[0]) > 1e-3 * n:
             change = torch.linalg.solve(known @ known.T, known @ (y[sure] - scale @ known))
             if bool((change.abs() <= free).all()):
@@ -280,6 +282,7 @@ def allowed_counts(amount: float, elements: int) -> tuple[int, int]:
     if amount >= 1:
         return (min(int(amount), elements),) * 2
     exact = amount * elements
+    # Derived: far above the rounding of a product in float64, so that 0.1 * 50 is 5.
     return max(1, floor(exact - 1e-6)), min(elements, max(1, ceil(exact + 1e-6)))
 
 

@@ -199,6 +199,7 @@ def doubly_stochastic(matrix: Matrix) -> Matrix:
     found = torch.tensor(matrix, dtype=torch.float64)
     for _ in range(1000):
         rows, columns = found.sum(1), found.sum(0)
+        # Derived: above the rounding of a sum of a thousand weights in float64.
         if bool(((rows - 1).abs() < 1e-12).all()) and bool(((columns - 1).abs() < 1e-12).all()):
             return matrix if _ == 0 else tuple(tuple(row) for row in found.tolist())
         if not bool((found.sum(1) > 0).all()) or not bool((found.sum(0) > 0).all()):
@@ -218,5 +219,6 @@ def spell_matrix(matrix: Matrix) -> str:
 
 
 def _fraction(weight: float) -> str:
+    # Derived: two fractions with such denominators differ by at least 1 / 64**2.
     near = Fraction(weight).limit_denominator(_DENOMINATORS)
     return str(near) if abs(float(near) - weight) < 1e-9 else f"{weight:.4g}"

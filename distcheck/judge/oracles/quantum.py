@@ -148,6 +148,7 @@ class Unbiased:
         spread = (self.suspects**2 @ self.width**2) * (log(2 / self.probability) / 2)
         bounds = spread.sqrt() + self.suspects.abs() @ self.rounding
         sums = (self.suspects @ error).abs()
+        # Derived: smaller than every bound that is not 0, so that 0 / 0 is 0.
         worst = int((sums / bounds.clamp(min=1e-300)).argmax())
         return float(sums[worst]), float(bounds[worst])
 

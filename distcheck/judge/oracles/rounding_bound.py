@@ -171,7 +171,7 @@ def _mean(at: AtStep) -> RoundingBound:
         magnitudes=tuple(tuple(s.magnitudes) for s in at.shards) if passes > 1 else (),
         passes=passes,
         half_quanta=_half_quanta(at),
-        bits=accepted.number("bits") if accepted is not None and accepted["rounding"] else 0,
+        bits=accepted.number("bits") if accepted is not None and accepted["draws"] else 0,
         block=accepted.number("block") if accepted is not None else 0,
         sums=len(at.specs) * at.case.steps,
         nan_is_expected=at.nan_is_expected,
@@ -213,7 +213,7 @@ def _half_quanta(at: AtStep) -> tuple[tuple[torch.Tensor, ...], ...]:
                     accepted.number("bits"),
                     block=accepted.number("block"),
                     norm=bool(accepted["scale"]),
-                    stochastic=bool(accepted["rounding"]),
+                    stochastic=bool(accepted["draws"]),
                 )
             )
         except NotBoundedError as error:
