@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -21,7 +21,10 @@ from distcheck.records import Case
 from distcheck.training.jobs import CALIBRATE, RECORD
 from distcheck.verification.own_code import AllowedCode
 from distcheck.worlds.framing import frame
+from distcheck.worlds.launchers import Launch, detect
 from distcheck.worlds.remote import bootstrap, protocol, secret
+from distcheck.worlds.remote.agent import Agent
+from distcheck.worlds.remote.coordinator import Coordinator
 from distcheck.worlds.remote.handshake import Handshakes
 
 SECRET = b"a secret of this run's"
@@ -161,6 +164,41 @@ def test_one_of_another_run_is_refused_and_counted(own: secret.RunSecret) -> Non
         assert those_who_come(handshakes, within_s=0.5) == []
         assert handshakes.refused > 0
         thread.join()
+
+
+def of_torchrun(rank: int, port: int) -> Launch:
+    launch = detect({
+        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    })  # fmt: skip
+    assert launch is not None
+    return launch
+
+
+@pytest.mark.parametrize(("other", "comes"), [(29511, True), (29512, False)], ids=str)
+def test_a_rank_that_is_sent_to_another_run_is_refused(
+    other: int, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs have torchrun's usual ID, and an edited store led rank 1 of one to the other."""
+    monkeypatch.setenv(secret.VARIABLE, "of one user, for each of the runs")
+    front = Coordinator(of_torchrun(0, 29511), deadline_s=1, identity={})
+    agent = Agent(SimpleNamespace(watch=print), of_torchrun(1, other), deadline_s=1)  # type: ignore[arg-type]
+    with bootstrap.listen("127.0.0.1", 0) as server:
+        place = server.getsockname()[:2]
+        monkeypatch.setattr(agent, "_make_finder", lambda *_: lambda: place)
+        handshakes = Handshakes(server, front._run)
+
+        def meet() -> None:
+            with suppress(CannotRunError):
+                agent._meet(error="", patience_s=0.3)
+
+        thread = Thread(target=meet)
+        thread.start()
+        came = those_who_come(handshakes, within_s=0.8)
+        thread.join()
+        assert (len(came), handshakes.refused > 0) == (int(comes), not comes)
+        handshakes.close()
+        agent.close()
 
 
 @contextmanager

@@ -43,8 +43,16 @@ def serve(
     own_secret = secret.shared_secret()
     server = bootstrap.listen_here(secret.private_name(name, own_secret))
 
+    launch = Launch(
+        launcher="test", rank=1, world=2, ranks_here=(1,), local_rank=1, local_world=2,
+        meeting=f"unix://{name}",
+    )  # fmt: skip
+
     def front() -> None:
-        handshakes, came = Handshakes(server, secret.RunSecret(own_secret, "verify")), []
+        handshakes, came = (
+            Handshakes(server, secret.RunSecret(own_secret, "verify", launch.key_name)),
+            [],
+        )
         while not came:
             came = handshakes.come(1.0)
         line, said = came[0]
@@ -64,10 +72,6 @@ def serve(
             pool.read()
 
     pool = Inattentive(heard)
-    launch = Launch(
-        launcher="test", rank=1, world=2, ranks_here=(1,), local_rank=1, local_world=2,
-        meeting=f"unix://{name}",
-    )  # fmt: skip
     host = Agent(pool, launch, deadline_s=30)  # type: ignore[arg-type]
     leaving.start()
     try:

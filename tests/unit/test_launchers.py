@@ -1,5 +1,7 @@
 """What each launcher's variables are read as."""
 
+from dataclasses import replace
+
 import pytest
 
 from distcheck.backends import gloo
@@ -81,6 +83,36 @@ def test_slurm() -> None:
     step = detect({**SLURM, "SLURM_STEP_ID": "1"})
     assert step is not None
     assert step.meeting != launch.meeting, "two steps of a job do not meet"
+
+
+def test_names_of_two_runs_of_one_user_differ() -> None:
+    """Another user who edited torchrun's store or a file sent a rank of one run to another run."""
+
+    def name(environ: dict[str, str], **changed: str) -> str:
+        launch = detect({**environ, **changed})
+        assert launch is not None
+        return launch.key_name
+
+    def in_file(path: str) -> str:
+        launch = launch_of({**NOTHING, "nnodes": 2, "machine": 0, "init_method": path}, (2,))[0]
+        assert launch is not None
+        return launch.key_name
+
+    unnamed = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    assert name(unnamed) != name(unnamed, MASTER_PORT="29401")
+    assert name(unnamed) != name(unnamed, TORCHELASTIC_RUN_ID="other")
+    assert name(unnamed) == name(unnamed, RANK="0", MASTER_ADDR="localhost"), "of another machine"
+    assert in_file("file:///a/b") != in_file("file:///a/c")
+    assert in_file("file:///a/b") == in_file("file:///a/./b")
+    assert name(OPEN_MPI) != name(OPEN_MPI, PMIX_NAMESPACE="prterun-a-2@1")
+    assert name(SLURM) != name(SLURM, SLURM_JOB_ID="78")
+    assert name(SLURM) != name(SLURM, SLURM_STEP_ID="1")
+    assert name(SLURM) == name(SLURM, SLURM_PROCID="0")
+    parts = {**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert name(parts) == name(parts, SLURM_JOB_ID="78"), "parts of one heterogeneous job"
+    launch = detect(unnamed)
+    assert launch is not None
+    assert replace(launch, restarts=3).key_name == launch.key_name, "machines may count differently"
 
 
 @pytest.mark.parametrize(

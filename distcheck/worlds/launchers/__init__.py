@@ -32,6 +32,7 @@ class Launch:
     owned          True if the launcher is this process's parent, so that the run ends with it
     restarts       number of times that the launcher has restarted all processes
     run            the launcher's own name for the run, if it has one
+    job            another ID that all processes of the run received from the launcher
     """
 
     launcher: str
@@ -44,6 +45,16 @@ class Launch:
     owned: bool = True
     restarts: int = 0
     run: str = ""
+    job: str = ""
+
+    @property
+    def key_name(self) -> str:
+        """The name of the run in the keys of its connections. Others can edit the store or the file
+        that holds rank 0's address, so the name covers which one this process was told to read.
+        """
+        scheme, _, place = self.meeting.partition("://")
+        found = {"store": place.rpartition(":")[2], "file": os.path.normpath(place)}
+        return ascii((self.run, self.job, found.get(scheme, "")))
 
     @property
     def is_front(self) -> bool:

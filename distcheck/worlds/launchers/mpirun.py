@@ -51,6 +51,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
             local_rank=optional_integer(environ, local_rank_name, 0, launcher=NAME),
             local_world=local_world,
             meeting=meeting,
+            job=environ.get("PMIX_NAMESPACE", ""),
         )
     return None
 

@@ -26,7 +26,7 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         world = required_integer(environ, "SLURM_STEP_NUM_TASKS", launcher=NAME)
     if world == 1:  # a shell on a machine of the cluster
         return None
-    meeting = tcp_address(environ)
+    meeting, job = tcp_address(environ), ""  # parts of a heterogeneous job have different IDs
     if meeting is None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
         if not nodes:
@@ -35,14 +35,15 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
                 "not known; start it with `srun --export=ALL`, or set MASTER_ADDR and MASTER_PORT"
             )
         # All tasks must derive the same port without communicating, so hash the step name.
-        name = f"{environ.get('SLURM_JOB_ID', '')}.{step}".encode()
-        meeting = f"tcp://{first_host(nodes)}:{_FIRST_PORT + zlib.crc32(name) % _PORTS}"
+        job = f"{environ.get('SLURM_JOB_ID', '')}.{step}"
+        meeting = f"tcp://{first_host(nodes)}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
     return Launch(
         launcher=NAME,
         rank=rank,
         world=world,
         ranks_here=(rank,),
         meeting=meeting,
+        job=job,
         local_rank=optional_integer(environ, "SLURM_LOCALID", 0, launcher=NAME),
         local_world=_tasks_here(environ),
     )

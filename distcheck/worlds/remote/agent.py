@@ -179,7 +179,7 @@ class Agent:
         return self._over is not None
 
     def _meet(self, *, error: str, patience_s: float) -> None:
-        run = secret.RunSecret(secret.shared_secret(), "verify", self._launch.run)
+        run = secret.RunSecret(secret.shared_secret(), "verify", self._launch.key_name)
         find = self._make_finder(patience_s, run.secret)
         self._line = bootstrap.connect(find, run, deadline_s=patience_s)
         self._line.be_patient(patience_s)

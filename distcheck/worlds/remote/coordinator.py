@@ -239,7 +239,7 @@ class Coordinator(Pool):
         super().__init__(helper_for_launch(launch))
         self._launch, self._deadline_s = launch, deadline_s
         self._identity = identity
-        self._run = secret.RunSecret(secret.shared_secret(), "verify", launch.run)
+        self._run = secret.RunSecret(secret.shared_secret(), "verify", launch.key_name)
         self._links: list[Link] = []
         self._worlds = 0
         self._gathered = False

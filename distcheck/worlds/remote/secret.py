@@ -45,13 +45,14 @@ from distcheck import private
 from distcheck.errors import CannotRunError
 
 VARIABLE, FILE_VARIABLE = "DISTCHECK_SECRET", "DISTCHECK_SECRET_FILE"
-GREETING = b"distcheck/5\n"
+GREETING = b"distcheck/6\n"
 CHALLENGE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
 ADVICE = (
     f"start every process as the same user with the same home folder, or set the same {VARIABLE} "
-    "for all of them; if an address translation leads to rank 0, set DISTCHECK_LISTEN_ADDR there"
+    "for all of them; pass them the same file:// path; if an address translation leads to rank 0, "
+    "set DISTCHECK_LISTEN_ADDR there"
 )
 # Heuristic: every listener receives an HMAC that can confirm guesses of the secret.
 _LEAST_CHARACTERS = 32
@@ -129,8 +130,8 @@ def private_name(name: str, secret: bytes) -> str:
 
 @dataclass(frozen=True)
 class RunSecret:
-    """The user's secret, restricted to one run: its `purpose` ("verify" or "job"), and the `run`'s
-    name, if all of its processes have the same one.
+    """The user's secret, restricted to one run: its `purpose` ("verify" or "job"), and a name that
+    all processes of the `run` have (`Launch.key_name`, `RankRecord.run`).
     """
 
     secret: bytes
