@@ -3,16 +3,18 @@
 import os
 import pickle
 import shutil
+import struct
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from distcheck.errors import CannotRunError
-from distcheck.workloads.datasets import ArrayDescription, files, mnist
+from distcheck.workloads.datasets import ArrayDescription, cifar10, files, mnist
 from distcheck.workloads.datasets.arrays import ArraySamples
 from distcheck.workloads.datasets.files import prepare, unpack
 from tests import real_files
@@ -135,6 +137,103 @@ def test_a_batch_that_holds_code_does_not_run_it(cifar: Path, tmp_path: Path, fd
         prepare("cifar10", str(where), download=False, fd=fd)
     assert "a batch of CIFAR-10 holds arrays, numbers and texts" in str(caught.value)
     assert not (tmp_path / "ran").exists()
+
+
+class _Calls:
+    """A call in a pickle, and perhaps the state of what it makes."""
+
+    def __init__(self, *made: object) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.made
+
+
+_PIXELS = np.arange(2 * 3072).reshape(2, 3072).astype(np.uint8)
+_MULTIARRAY = np.zeros(1).__reduce__()[0]
+_ALL_ROOM = (_MULTIARRAY, (np.ndarray, (10_000_000, 3072), b"B"))
+# A dtype with an object in it that does not say so; its array makes an object of any address.
+_ADDRESS = _Calls(
+    np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+)
+_FROM_BUFFER = _PIXELS.__reduce_ex__(5)[0]
+
+
+def _written(parent: Path, batch: bytes) -> Path:
+    folder = parent / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(batch)
+    return parent
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_batch_of_every_protocol_is_read(tmp_path: Path, protocol: int) -> None:
+    batch = pickle.dumps({"data": _PIXELS, "labels": [0, 9]}, protocol=protocol)
+    found = cifar10.files.read(_written(tmp_path, batch), train=False)
+    assert found.images.tolist() == _PIXELS.reshape(2, 3, 32, 32).tolist()
+    assert found.labels.tolist() == [0, 9]
+
+
+def test_a_batch_as_python_2_wrote_it_is_read(tmp_path: Path) -> None:
+    minus_one = b"J\xff\xff\xff\xff"
+    dtype = b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNN" + 2 * minus_one + b"K\x00tb"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x02M\x00\x0ct"
+        + dtype + b"\x89T" + struct.pack("<I", _PIXELS.size) + _PIXELS.tobytes() + b"tb"
+    )  # fmt: skip
+    batch = b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x00K\x09eu."
+    found = cifar10.files.read(_written(tmp_path, batch), train=True)
+    assert found.images[8:].tolist() == _PIXELS.reshape(2, 3, 32, 32).tolist()
+    assert found.labels.tolist() == [0, 9] * 5
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"data": _PIXELS, "labels": _Calls(_FROM_BUFFER, (bytes(8), _ADDRESS, (1,), "C"))},
+        {"data": _Calls(_FROM_BUFFER, (bytes(3072), _ADDRESS, (1, 3072), "C")), "labels": [1]},
+        {"data": _Calls(*_ALL_ROOM), "labels": [1]},
+        {"data": _Calls(*_ALL_ROOM, (1, (9, 3072), np.dtype("u1"), False, b"1")), "labels": [1]},
+        {
+            "data": _Calls(_FROM_BUFFER, (bytes(3073), np.dtype("u1"), (1, 3072), "C")),
+            "labels": [1],
+        },
+        {"data": np.asfortranarray(_PIXELS), "labels": [1, 2]},
+        {"data": _PIXELS[:0], "labels": []},
+        {"data": _PIXELS[:, :-3], "labels": [1, 2]},
+        {"data": _PIXELS.astype(np.int8), "labels": [1, 2]},
+        {"data": _PIXELS.astype(np.uint16), "labels": [1, 2]},
+        {"data": [1, 2], "labels": [1, 2]},
+        {"data": _PIXELS, "labels": [1, True]},
+        {"data": _PIXELS, "labels": [1, 10]},
+        {"data": _PIXELS, "labels": [1, -1]},
+        {"data": _PIXELS, "labels": (1, 2)},
+        {"data": _PIXELS, "labels": np.array([1, 2])},
+    ],
+)
+def test_what_no_batch_contains_is_refused(
+    content: dict[str, object], protocol: int, tmp_path: Path
+) -> None:
+    """The first ended the process, at an address that the file determines."""
+    where = _written(tmp_path, pickle.dumps(content, protocol=protocol))
+    with pytest.raises(pickle.UnpicklingError, match="CIFAR-10"):
+        cifar10.files.read(where, train=True)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x07.",  # memo: 1 GiB for the place of one object
+        b"N" * (1 << 17) + b"N.",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
+    ],
+    ids=["memo", "steps", "bytes"],
+)
+def test_a_small_batch_takes_little_memory(batch: bytes, tmp_path: Path) -> None:
+    with pytest.raises((pickle.UnpicklingError, ValueError), match=r"more steps|but only 1 remain"):
+        cifar10.files.read(_written(tmp_path, batch), train=True)
 
 
 @needs_torchvision

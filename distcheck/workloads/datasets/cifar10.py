@@ -2,7 +2,7 @@
 
 import io
 import pickle
-import warnings
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ _OF_ARRAYS = (
     ("numpy.core.numeric", "_frombuffer"),
     ("_codecs", "encode"),
 )
+_PIXELS = 3 * 32 * 32
+_MOST_STEPS = 1 << 17  # of a pickle: five for each image that fits in a file
 
 
 class CIFAR10Files:
@@ -53,8 +55,8 @@ class CIFAR10Files:
         """
         names = _TRAIN if train else _TEST
         batches = [_read_batch(root / self.folder / name) for name in names]
-        images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches])
-        labels = [label for batch in batches for label in batch["labels"]]
+        images = torch.cat([_images(batch["data"]) for batch in batches])
+        labels = [label for batch in batches for label in _labels(batch["labels"], self.classes)]
         return DatasetSplit(images.view(-1, 3, 32, 32), torch.tensor(labels))
 
     def fetch(self, root: Path) -> None:
@@ -73,25 +75,67 @@ class CIFAR10Files:
         return f"the files in {found} are not the published CIFAR-10 (checksums differ)"
 
 
+class _Call:
+    """A call that a pickle contains, and that is not made: NumPy does not check the dtypes and
+    sizes of a pickle, so that an array from one may contain any address.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Unpickler of numbers, texts, lists and arrays; it refuses any other name before a call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a function with which arrays are pickled. Raises UnpicklingError for others."""
+        """Return what stands for a function of arrays. Raises UnpicklingError for others."""
         if (module.replace("numpy._core", "numpy.core"), name) not in _OF_ARRAYS:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, and a batch of CIFAR-10 holds arrays, numbers and texts"
             )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy 2 warns about the names in the files
-            return super().find_class(module, name)
+        return _Call
 
 
 def _read_batch(path: Path) -> dict[str, Any]:
-    file = io.BytesIO(read_bounded(path))
+    content = read_bounded(path)
+    # Before it is unpickled: a PUT takes memory for as many objects as the number in it says.
+    for step, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        place = int(argument or 0) if opcode.name.endswith("PUT") else 0
+        if max(step, place) > _MOST_STEPS:
+            raise pickle.UnpicklingError("it has more steps than a batch of CIFAR-10")
     # latin1: Python 2 wrote the published files.
-    found: dict[str, Any] = _PlainUnpickler(file, encoding="latin1").load()
+    found: dict[str, Any] = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
     return found
+
+
+def _images(array: Any) -> torch.Tensor:
+    """Return the bytes of a C-contiguous array [n, 3072]. Raises UnpicklingError for others."""
+    match array:
+        case _Call(state=(_, shape, _Call(arguments=("u1", *_)), False, data)):
+            pass
+        case _Call(arguments=(data, _Call(arguments=("u1", *_)), shape, "C")):  # protocol 5
+            pass
+        case _:
+            shape = data = None
+    if isinstance(data, _Call) and data.arguments[1:] == ("latin1",):  # protocols 0 to 2
+        data = data.arguments[0]
+    if isinstance(data, str):
+        data = data.encode("latin1")
+    count, left = divmod(len(data) if isinstance(data, bytes | bytearray) else 0, _PIXELS)
+    if data is None or count == 0 or left or shape != (count, _PIXELS):
+        raise pickle.UnpicklingError(f"a batch of CIFAR-10 is an array of n x {_PIXELS} bytes")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _labels(numbers: Any, classes: int) -> list[int]:
+    """Return the list. Raises UnpicklingError for anything but numbers of classes."""
+    if type(numbers) is list and all(type(one) is int and 0 <= one < classes for one in numbers):
+        return numbers
+    raise pickle.UnpicklingError(f"the labels of CIFAR-10 are numbers from 0 to {classes - 1}")
 
 
 files = CIFAR10Files()
