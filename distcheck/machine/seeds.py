@@ -93,13 +93,17 @@ def library_rng_states() -> bytes:
 
 
 def set_library_states(states: bytes) -> None:
-    """Restore the generators. NumPy's is restored only if NumPy is imported."""
+    """Restore the generators. NumPy's is restored only if NumPy is imported. Raises ValueError if
+    the states are damaged.
+    """
     *words, is_kept, kept = _TWISTER.unpack_from(states)
     random.setstate((3, tuple(words), kept if is_kept else None))
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is None or len(states) < LIBRARY_STATES_BYTES:
         return
     *key, position, is_kept, kept = _TWISTER.unpack_from(states, _TWISTER.size)
+    if position > len(key):  # NumPy would read there
+        raise ValueError(f"a generator has {len(key)} words, and is not at {position}")
     twister = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
     numpy_random.set_state({**twister, "has_gauss": int(is_kept), "gauss": kept})
 

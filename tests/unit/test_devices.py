@@ -1,5 +1,6 @@
 """Devices: how many GPUs a process will see, what is refused, and which cases a GPU adds."""
 
+import struct
 import sys
 from pathlib import Path
 
@@ -64,6 +65,25 @@ def test_generators_of_libraries_come_back() -> None:
         assert not seeds.library_rng_states().startswith(states)
         seeds.set_library_states(states)
         assert drawn() == before
+
+
+def test_a_position_outside_of_a_generator_is_refused() -> None:
+    """NumPy reads at any position: memory of the process came out as random numbers."""
+    import numpy.random
+
+    half = seeds.LIBRARY_STATES_BYTES // 2
+    states, at = seeds.library_rng_states(), half + 4 * 624
+    try:
+        for position in (0, 624):
+            seeds.set_library_states(states[:at] + struct.pack("<I", position) + states[at + 4 :])
+            assert numpy.random.get_state()[2] == position
+        for position in (625, 700, 2_000_000_000, 2**32 - 1):
+            with pytest.raises(ValueError, match=f"is not at {position}"):
+                seeds.set_library_states(
+                    states[:at] + struct.pack("<I", position) + states[at + 4 :]
+                )
+    finally:
+        seeds.set_library_states(states)
 
 
 def test_numpy_is_not_loaded_for_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
