@@ -6,7 +6,9 @@ import contextlib
 import io
 import logging
 import os
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -30,12 +32,11 @@ class SlurmEngine:
     code = "it is loaded by its path: nodes must have access to this folder"
 
     def __init__(self, place: Path) -> None:
-        self._place = place
+        self._place, self._folder = place, os.getcwd()
         self._jobs: list[tuple[Any, MatrixTask]] = []
 
     def submit(self, executor: Any, work: Sequence[MatrixTask], umask: int) -> None:
         """Submit one array of jobs for each number of ranks."""
-        folder = os.getcwd()
         ordered = sorted(work, key=lambda part: (part.ranks, part.gpus))
         for (ranks, gpus), parts in groupby(ordered, key=lambda part: (part.ranks, part.gpus)):
             executor.update_parameters(
@@ -44,7 +45,7 @@ class SlurmEngine:
             )  # fmt: skip
             with executor.batch():
                 started = [
-                    (executor.submit(run_part, list(part.words), folder, umask), part)
+                    (executor.submit(run_part, list(part.words), self._folder, umask), part)
                     for part in parts
                 ]
             self._jobs += started
@@ -101,10 +102,17 @@ def start(address: str, work: Sequence[MatrixTask]) -> SlurmEngine:
             "writable folder"
         ) from error
     engine = SlurmEngine(place)
+    # -P, and a folder of its own for submitit's process on this machine: modules in the current
+    # folder must not shadow others.
+    python = f"{shlex.quote(sys.executable)} -P"
     umask = os.umask(0o077)  # submitit's files contain the arguments, and Slurm's jobs inherit it
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the errors of sbatch are in the exception
-            engine.submit(submitit.AutoExecutor(place, cluster=address or "slurm"), work, umask)
+        # The errors of sbatch are in the exception.
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.chdir(place if address else "."):
+            executor = submitit.AutoExecutor(
+                place, cluster=address or "slurm", slurm_python=python, local_python=python
+            )
+            engine.submit(executor, work, umask)
     except (RuntimeError, ValueError, OSError) as error:
         engine.close()
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ def test_parts_are_judged_and_joined(distcheck: Run, tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "whole.json").read_text())
     assert [case["verdict"] for case in whole["cases"]] == ["pass", "fail"]
     assert [part["shard"] for part in whole["parts"]] in ([1, 2], [2, 1])
-    assert "2 parts on slurm; code: it is found by its path" in ran.stderr
+    assert "2 parts on slurm; code: it is loaded by its path" in ran.stderr
     assert "1 failed, 1 passed" in ran.stdout
     assert not complaints(ran.stderr)
 
@@ -77,3 +79,39 @@ def test_pickles_are_private_and_do_not_stay(
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)
+
+
+def test_no_file_of_the_current_folder_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by submitit's process on this machine nor by a task."""
+    (tmp_path / "random.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a')\n")
+    monkeypatch.chdir(tmp_path)
+    engine = on_slurm.start("local", [MatrixTask(1, "part", ("--help",), 2, 0)])
+    try:
+        assert Path.cwd() == tmp_path
+        ended = []
+        while not ended:
+            ended = [*engine.ended()]
+    finally:
+        engine.close()
+    assert [outcome for _, outcome in ended] == [(0, "", "")]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("parts", [1, 2])  # two are an array of jobs
+def test_python_of_a_job_does_not_search_the_current_folder(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in (
+        ("sbatch", f'cp "$1" {tmp_path}/job; echo Submitted batch job 7'),
+        ("srun", "exit 0"),
+        ("scancel", "exit 0"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    work = [MatrixTask(number, "part", ("--help",), 2, 0) for number in range(parts)]
+    on_slurm.start("", work).close()
+    assert f"{shlex.quote(sys.executable)} -P -u -m submitit" in (tmp_path / "job").read_text()
