@@ -113,12 +113,12 @@ def _read_batch(path: Path) -> dict[str, Any]:
 
 
 def _images(array: Any) -> torch.Tensor:
-    """Return the bytes of a C-contiguous array [n, 3072]. Raises UnpicklingError for others."""
+    """Return the bytes of an array [n, 3072], row by row. Raises UnpicklingError for others."""
     match array:
-        case _Call(state=(_, shape, _Call(arguments=("u1", *_)), False, data)):
+        case _Call(state=(_, shape, _Call(arguments=("u1", *_)), bool(is_fortran), data)):
             pass
-        case _Call(arguments=(data, _Call(arguments=("u1", *_)), shape, "C")):  # protocol 5
-            pass
+        case _Call(arguments=(data, _Call(arguments=("u1", *_)), shape, "C" | "F" as order)):
+            is_fortran = order == "F"  # protocol 5
         case _:
             shape = data = None
     if isinstance(data, _Call) and data.arguments[1:] == ("latin1",):  # protocols 0 to 2
@@ -128,7 +128,8 @@ def _images(array: Any) -> torch.Tensor:
     count, left = divmod(len(data) if isinstance(data, bytes | bytearray) else 0, _PIXELS)
     if data is None or count == 0 or left or shape != (count, _PIXELS):
         raise pickle.UnpicklingError(f"a batch of CIFAR-10 is an array of n x {_PIXELS} bytes")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return flat.view(_PIXELS, count).T.reshape(-1) if is_fortran else flat
 
 
 def _labels(numbers: Any, classes: int) -> list[int]:
