@@ -22,15 +22,16 @@ from typing import IO
 FOLDER = ".distcheck"  # in the current folder, for runs and everything else that is stored
 _MOST_LINKS = 40  # the limit of Linux
 _ROOT = 0
+_ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_OURS = "it is a link, another user's, or a folder that other users can write"
 
 
-def has_trusted_owner(path: Path) -> bool:
+def has_trusted_owner(path: Path, *, like: Path | None = None) -> bool:
     """Return True if a file or folder, and the target of a link, belongs to this user, to root, or
-    to the owner of the current folder (a container mounts a checkout of a user outside of it).
+    to the owner of `like` (a container mounts a checkout of a user outside of it).
     """
     try:
-        return _owners(path) <= {os.geteuid(), 0, *_owners(Path.cwd())}
+        return _owners(path) <= {os.geteuid(), 0, *(_owners(like) if like else ())}
     except (OSError, ValueError):  # a name that no file can have
         return False
 
@@ -156,60 +157,132 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def link_target(path: str) -> Path:
-    """Return the target of a path. Raises OSError for a link of another user in it, which may lead
-    to any file of this one, and for a pipe of another user, who may let it wait.
+@contextlib.contextmanager
+def _walked(path: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield a descriptor of the last folder on a path, and the names below it, of which at most the
+    first one exists. No name is resolved twice: another user may replace it in between. Raises
+    OSError for a link of another user, which may lead to any file of this one.
     """
-    place, links = Path("/"), 0
+    folder, names, links = os.open("/", _ENTRY), list[str](), 0
     ahead = [*reversed(Path(path).absolute().parts[1:])]
-    while ahead:
-        part = ahead.pop()
-        one = place.parent if part == ".." else place / part
-        if not one.is_symlink():
-            place = one
-            continue
-        links += 1
-        if links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        if one.lstat().st_uid not in (os.geteuid(), _ROOT):
-            raise PermissionError(errno.EPERM, f"{one} is a link of another user", path)
-        target = one.readlink()
-        place = Path("/") if target.is_absolute() else place
-        ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-    if place.is_fifo() and place.stat().st_uid not in (os.geteuid(), _ROOT):
-        raise PermissionError(errno.EPERM, f"{place} is a pipe of another user", path)
-    return place
+    try:
+        while ahead:
+            part = ahead.pop()
+            if names:
+                names = names[:-1] if part == ".." else [*names, part]
+                continue
+            try:
+                one = os.open(part, _ENTRY, dir_fd=folder)
+            except FileNotFoundError:
+                names = [part]
+                continue
+            try:
+                about = os.fstat(one)
+                if stat.S_ISLNK(about.st_mode):
+                    links += 1
+                    if links > _MOST_LINKS:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                    if about.st_uid not in (os.geteuid(), _ROOT):
+                        raise PermissionError(
+                            errno.EPERM, f"{part} is a link of another user", path
+                        )
+                    target = os.readlink("", dir_fd=one)
+                    if _has_no_name(part, target, folder):
+                        names = [part]
+                    else:
+                        ahead += reversed(Path(target).parts)  # opening "/" ignores `folder`
+                elif stat.S_ISDIR(about.st_mode) and ahead:
+                    one, folder = folder, one
+                else:
+                    names = [part]
+            finally:
+                os.close(one)
+        yield folder, names
+    finally:
+        os.close(folder)
+
+
+def _has_no_name(link: str, target: str, folder: int) -> bool:
+    """Return True for a link of /proc to a file that its text does not lead to, such as a pipe."""
+    if os.fstat(folder).st_dev != Path("/proc").stat().st_dev:
+        return False
+    try:
+        there = os.stat(link, dir_fd=folder)
+        return not os.path.samestat(there, os.stat(target, dir_fd=folder))
+    except FileNotFoundError:
+        return True
+
+
+def link_target(path: str) -> Path:
+    """Return the target of a path. Raises OSError for a link of another user in it."""
+    with _walked(path) as (folder, names):
+        return Path(os.readlink(f"/proc/self/fd/{folder}"), *names)
+
+
+@contextlib.contextmanager
+def held(path: str) -> Iterator[Path]:
+    """Yield the target of a path, below a descriptor of its folder: whoever replaces a folder on
+    the path does not redirect what is then written. Raises OSError as `link_target`, and if the
+    folder does not exist.
+    """
+    with _walked(path) as (folder, names):
+        if len(names) > 1:
+            os.stat(names[0], dir_fd=folder, follow_symlinks=False)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        yield Path(f"/proc/self/fd/{folder}", *names)
+
+
+def open_held(place: Path, flags: int) -> int:
+    """Open a file that `held` yields, or a new one. Raises OSError if it has become a link, and for
+    a pipe of another user, who may let it wait.
+    """
+    try:
+        one = os.open(place, _ENTRY)
+    except FileNotFoundError:
+        return os.open(place, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        about = os.fstat(one)
+        if stat.S_ISFIFO(about.st_mode) and about.st_uid not in (os.geteuid(), _ROOT):
+            raise PermissionError(errno.EPERM, f"{place.name} is a pipe of another user")
+        if not stat.S_ISLNK(about.st_mode):
+            return os.open(f"/proc/self/fd/{one}", flags | os.O_CLOEXEC)
+        if about.st_dev != Path("/proc").stat().st_dev:
+            raise PermissionError(errno.EPERM, f"{place.name} is a link of another user")
+        return os.open(place, flags | os.O_CLOEXEC)
+    finally:
+        os.close(one)
 
 
 def publish(path: str, text: str) -> None:
     """Write a file that the user named, atomically; a pipe or a device directly. Raises OSError."""
-    place = link_target(path)
-    is_there = Path(path).exists()
-    draft = place.with_name(unique(".part-"))
-    if not is_there or place.is_file():
-        try:
-            file = draft.open("xb")
-        except OSError:
-            pass  # the folder is not writable, but the file may be
-        else:
+    with held(path) as place:
+        is_there = place.exists()
+        draft = place.parent / unique(".part-")
+        if not is_there or place.is_file():
             try:
-                with file:
-                    file.write(_encode(text))
-                    about = place.stat() if is_there else None
-                    # By descriptor: in another user's folder, the name may be a link by now.
-                    if about is not None and about.st_uid == os.geteuid():
-                        os.fchmod(file.fileno(), stat.S_IMODE(about.st_mode))
-                    elif about is None and (place.parent / "cases").is_dir():  # of a run
-                        os.fchmod(file.fileno(), 0o600)
-                draft.replace(place)
-            except OSError as error:
-                if error.errno != errno.EBUSY:  # mounted as a single file
-                    raise
+                file = draft.open("xb")
+            except OSError:
+                pass  # the folder is not writable, but the file may be
             else:
-                return
-            finally:
-                draft.unlink(missing_ok=True)
-    Path(path).write_bytes(_encode(text))
+                try:
+                    with file:
+                        file.write(_encode(text))
+                        about = place.lstat() if is_there else None
+                        # By descriptor: in another user's folder, the name may be a link by now.
+                        if about is not None and about.st_uid == os.geteuid():
+                            os.fchmod(file.fileno(), stat.S_IMODE(about.st_mode))
+                        elif about is None and (place.parent / "cases").is_dir():  # of a run
+                            os.fchmod(file.fileno(), 0o600)
+                    draft.replace(place)
+                except OSError as error:
+                    if error.errno != errno.EBUSY:  # mounted as a single file
+                        raise
+                else:
+                    return
+                finally:
+                    draft.unlink(missing_ok=True)
+        with os.fdopen(open_held(place, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(_encode(text))
 
 
 def _encode(text: str) -> bytes:

@@ -1,13 +1,14 @@
 """Copies the project, so that the reference run cannot modify the original.
 
 The copy covers the whole checkout, because scripts import from neighboring folders. The target of a
-link that leads out of the checkout is copied. If the target is not writable, the link is kept
-instead.
+link that leads out of the checkout is copied. If the target is not writable, or is a device, the
+link is kept instead.
 """
 
 import functools
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ def copy_project(target: Path) -> ProjectCopy:
     """
     here, own = Path.cwd(), target.parent  # may be inside the project, depending on TMPDIR
     folders = (one for one in (here, *here.parents) if (one / ".git").exists())
-    checkout = next((one for one in folders if private.has_trusted_owner(one / ".git")), here)
+    owned = (one for one in folders if private.has_trusted_owner(one / ".git", like=here))
+    checkout = next(owned, here)
     project = checkout if _size(checkout, own) is not None and checkout != Path.home() else here
     if _size(project, own) is None:
         missing = (
@@ -94,14 +96,21 @@ def _files(folder: Path, own: Path) -> Iterator[Path]:
 
 
 def _is_copied(link: Path, project: Path) -> bool:
-    """Return True if a link's target is outside the project and writable."""
+    """Return True if a link's target is a file or folder outside the project, and writable."""
     there = link.resolve()
-    return there.exists() and not there.is_relative_to(project) and os.access(there, os.W_OK)
+    is_outside = not there.is_relative_to(project)
+    return is_outside and (there.is_file() or there.is_dir()) and os.access(there, os.W_OK)
 
 
 def _ignored_names(own: Path, folder: str, names: list[str]) -> set[str]:
-    paths = {name: Path(folder, name) for name in names}
-    return {name for name, path in paths.items() if _is_left_out(path, own) or path.is_socket()}
+    left_out = {name for name in names if _is_left_out(Path(folder, name), own)}
+    return left_out | _special_names(folder, names)
+
+
+def _special_names(folder: str, names: list[str]) -> set[str]:
+    """Return the names of sockets and devices: a copy of a device may have no end."""
+    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    return {n for n, m in modes.items() if stat.S_ISSOCK(m) or stat.S_ISCHR(m) or stat.S_ISBLK(m)}
 
 
 def _is_left_out(path: Path, own: Path) -> bool:
@@ -132,7 +141,7 @@ def _copy_what_links_lead_to(project: Path, copy: Path) -> None:
                 link.unlink()
                 if there.is_dir():
                     copies[there] = link
-                    shutil.copytree(there, link, symlinks=True)
+                    shutil.copytree(there, link, symlinks=True, ignore=_special_names)
                 else:
                     shutil.copy2(there, link)
 

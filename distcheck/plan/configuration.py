@@ -93,7 +93,7 @@ def read_configuration(given: str | None) -> Configuration:
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
         # A folder above may be writable for every user, so its file may be another user's.
-        if not path.is_file() or not has_trusted_owner(path):
+        if not path.is_file() or not has_trusted_owner(path, like=Path.cwd()):
             continue
         if (nested := _section_of(_load(path), path)) is not None:
             return _check(path, nested, True)

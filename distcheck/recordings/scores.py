@@ -112,7 +112,10 @@ def write_scores(scores: Scores) -> None:
     tensors = {"tokens": scores.tokens, "lengths": scores.lengths, "start": scores.start}
     about = {"distcheck": msgspec.json.encode(scores.about).decode()}
     try:
-        with private.replaced_atomically(private.link_target(str(scores.file))) as draft:
+        with (
+            private.held(str(scores.file)) as place,
+            private.replaced_atomically(place) as draft,
+        ):
             save_file({**tensors, **scores.columns}, draft, about)
     except (OSError, SafetensorError) as error:
         raise CannotRunError(f"{scores.file} cannot be written: {error}") from error

@@ -165,10 +165,11 @@ def _write_for_github(summary: str, document: dict[str, Any]) -> None:
     if not summary:
         return
     try:
-        there = Path(summary).stat().st_size if Path(summary).exists() else 0
-        private.link_target(summary)
-        with Path(summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(github.step_summary(document, room_bytes=github.MOST_SUMMARY_BYTES - there))
+        with private.held(summary) as place:
+            opened = private.open_held(place, os.O_WRONLY | os.O_APPEND)
+        room = github.MOST_SUMMARY_BYTES - os.fstat(opened).st_size
+        with os.fdopen(opened, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(github.step_summary(document, room_bytes=room))
     except OSError as error:
         raise CannotRunError(
             f"${_SUMMARY} {summary} cannot be written: {error.strerror}"
@@ -179,13 +180,13 @@ def check_writable(path: str | None, *, option: str = "--json") -> None:
     """Check that a file can be written. Raises CannotRunError before anything runs."""
     if path is None or path == _STDOUT:
         return
-    there = Path(path).exists()
     try:
-        place = private.link_target(path)
-        # Opening a pipe without a reader fails at once instead of blocking.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
-        if not there:
-            place.unlink()
+        with private.held(path) as place:
+            there = place.exists()
+            # Opening a pipe without a reader fails at once instead of blocking.
+            os.close(private.open_held(place, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+            if not there:
+                place.unlink()
     except OSError as error:
         why = error.strerror
         if isinstance(error, FileNotFoundError):

@@ -369,24 +369,24 @@ def _write(target: Path, members: dict[str, bytes], run: Path, traces: list[Path
     nothing behind. Raises CannotRunError.
     """
     try:
-        target = private.link_target(str(target.parent)) / target.name
-        draft = target.with_name(private.unique(".part-"))  # no other user can create it first
-        try:
-            with _draft_file(draft) as file:
-                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                    for name, content in members.items():
-                        archive.writestr(name, content)
-                    for path in traces:  # deflate shrinks floats by 7 %, at 10 MB/s
-                        name = path.relative_to(run).as_posix()
-                        archive.write(path, name, zipfile.ZIP_STORED)
-                if not draft.exists():
-                    # Only with a directory descriptor does Python follow the link to the file.
-                    source = f"/proc/self/fd/{file.fileno()}"
-                    os.link(source, draft, src_dir_fd=file.fileno(), follow_symlinks=True)
-            draft.replace(target)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+        # No other user can create a file of this name first.
+        with private.held(str(target.with_name(private.unique(".part-")))) as draft:
+            try:
+                with _draft_file(draft) as file:
+                    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                        for name, content in members.items():
+                            archive.writestr(name, content)
+                        for path in traces:  # deflate shrinks floats by 7 %, at 10 MB/s
+                            name = path.relative_to(run).as_posix()
+                            archive.write(path, name, zipfile.ZIP_STORED)
+                    if not draft.exists():
+                        # Only with a directory descriptor does Python follow the link to the file.
+                        source = f"/proc/self/fd/{file.fileno()}"
+                        os.link(source, draft, src_dir_fd=file.fileno(), follow_symlinks=True)
+                draft.replace(draft.with_name(target.name))
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise CannotRunError(f"{target} cannot be written: {error.strerror}") from error
 

@@ -208,6 +208,8 @@ def untrusted_code(
                 trusted.roots.append(code.root)
                 continue
             why = "changed since it was recorded" if NO_DIGEST != recorded != code.digest else ""
+            if code.file and not has_trusted_owner(Path(code.file)):
+                why = "it belongs to another user"
             found[what, spec] = msgspec.structs.replace(code, why=why)
     return list(found.values())
 

@@ -134,6 +134,17 @@ def test_what_a_copy_writes_stays_in_it(project: Path, tmp_path: Path) -> None:
         assert (copy.folder / "system").is_symlink()
 
 
+def test_a_device_is_not_copied(project: Path, tmp_path: Path) -> None:
+    """It may have no end; every user may write to these."""
+    (project / "zero").symlink_to("/dev/zero")
+    (tmp_path / "outside" / "null").symlink_to("/dev/null")
+    assert copying._special_names("/dev", ["null"]) == {"null"}
+    copy = copying.copy_project(tmp_path / "copy")
+    assert copy.missing == ""
+    assert os.readlink(copy.folder / "zero") == "/dev/zero"
+    assert os.readlink(copy.folder / "runs" / "null") == "/dev/null"
+
+
 def test_links_that_lead_in_a_circle_are_copied_once(project: Path, tmp_path: Path) -> None:
     """Two folders outside with links to each other and into the project."""
     outside, other = tmp_path / "outside", tmp_path / "other"

@@ -1,5 +1,6 @@
 """Files and folders of distcheck's own: who can read and write them, and which of them are used."""
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -105,14 +106,17 @@ def test_a_folder_that_others_can_write_is_not_used(
 
 @needs("engines")
 def test_pickles_are_in_a_folder_of_this_user_even_where_the_current_one_is_not(here: Path) -> None:
-    """In a container, files of the current folder's owner are taken for one's own; pickles not."""
+    """In a container, the current folder may belong to another user, who is not trusted."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
     for path in (here, here / ".distcheck", here / ".distcheck/slurm"):
         path.mkdir(exist_ok=True)
         os.chown(path, ANOTHER, ANOTHER)
         path.chmod(0o755)
-    assert private.is_private_folder(here / ".distcheck")
+    assert not private.is_private_folder(here / ".distcheck")
+    assert RunStore.default_or_none() is None
+    for path in (here / ".distcheck", here / ".distcheck/slurm"):
+        os.chown(path, os.geteuid(), os.getegid())
     with pytest.raises(CannotRunError, match="exchanges pickles"):
         _start_on_slurm()
 
@@ -282,3 +286,34 @@ def test_the_mode_of_a_report_is_given_to_no_other_file(
     monkeypatch.setattr(private, "_encode", replaced)
     write_text("r.json", "{}")
     assert mode_of(here / "victim") == 0o600
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("does", ["publish", "check"])
+def test_a_place_that_becomes_a_link_meanwhile_is_not_written_through(
+    what: str, does: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a folder replaces what is in it by a link, after the path has been resolved."""
+    if what == "file":  # written directly, as in a folder in which this user makes no files
+        monkeypatch.setattr(private, "unique", lambda _: "x" * 300)
+    (here / "mine").mkdir()
+    (here / "mine/r.json").write_text("precious")
+    (here / "sub").mkdir()
+    path = here / "sub/r.json"
+    path.write_text("{}")
+    swapped = of_another(path if what == "file" else here / "sub")
+    real, done = Path.exists, []
+
+    def exists(place: Path) -> bool:
+        found = real(place)
+        if place.name == "r.json" and not done:
+            done.append(swapped.rename(here / "old"))
+            swapped.symlink_to(here / "mine" / ("r.json" if what == "file" else ""))
+            os.chown(swapped, ANOTHER, ANOTHER, follow_symlinks=False)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with contextlib.suppress(CannotRunError):
+        write_text(str(path), "new") if does == "publish" else check_writable(str(path))
+    assert done
+    assert (here / "mine/r.json").read_text() == "precious"

@@ -133,6 +133,24 @@ def test_foreign_files(checkout: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert asked(strategy="../above.py:f") == 1
 
 
+@pytest.mark.parametrize("is_git", [False, True])
+def test_the_folder_of_another_user(
+    is_git: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code is asked about, by name; its configuration is used, as in a container."""
+    (checkout / "pyproject.toml").write_text('[tool.distcheck]\nstrategies = ["ddp"]\n')
+    if is_git:
+        commit(checkout)
+    case = Case(id="c", strategy="mine.py:mean", world=2, workload="mlp")
+    made = {"c": provenance_of(case, {})}
+    assert trust.untrusted_code([case], {}, made=made) == []
+    theirs = [path for path in checkout.rglob("*") if path.parent.name != ".git"]
+    of_another(monkeypatch, checkout, *theirs)
+    (code,) = trust.untrusted_code([case], {}, made=made)
+    assert "it belongs to another user" in str(code)
+    assert read_configuration(None).strategies == ("ddp",)
+
+
 def test_a_foreign_config(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text('[tool.distcheck]\nstrategies = ["ddp"]\n')

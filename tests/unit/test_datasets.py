@@ -1,10 +1,12 @@
 """File data sets: found where people have them, read as torchvision reads them, or refused."""
 
+import gzip
 import os
 import pickle
 import shutil
 import struct
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -326,3 +328,20 @@ def test_unpacking_needs_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(tarfile, "data_filter")
     with pytest.raises(CannotRunError, match=r"unpack it, and pass its folder with --data-dir"):
         unpack(tmp_path / "data.tar.gz", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["one", "many"])
+def test_the_headers_of_an_archive_are_bounded(kind: str, tmp_path: Path) -> None:
+    """tarfile reads a header whole, and each header before a member in another call."""
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    size, count = (1 << 27, 1) if kind == "one" else (0, 5000)
+    header = tarfile.TarInfo("header")
+    header.type, header.size = tarfile.XHDTYPE, size
+    with gzip.open(archive, "wb", compresslevel=1) as file:
+        for _ in range(count):
+            file.write(header.tobuf() + bytes(size))
+    tracemalloc.start()
+    with pytest.raises(CannotRunError, match="cannot be opened"):
+        prepare("cifar10", str(tmp_path), download=False, fd=-1)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    tracemalloc.stop()

@@ -1,14 +1,18 @@
 """Finds a data set's files in standard places, and reads them through torchvision."""
 
+import bz2
 import contextlib
+import gzip
 import importlib
+import lzma
 import os
 import platform
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 import torch
@@ -20,6 +24,8 @@ from distcheck.worlds import scratch
 from distcheck.worlds.jobs import Descriptors, Reporter
 
 MOST_BYTES = 1 << 30  # of an unpacked archive: five times the published ones
+_MOST_HEADER_BYTES = 1 << 16  # of a member. Heuristic: the published ones have 512
+_OPENERS = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,9 @@ def _readable_root(dataset: FileDataset, found: Path) -> Iterator[Path]:
     with scratch.folder() as root:
         try:
             dataset.open(found, root)
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except (
+            OSError, EOFError, RecursionError, lzma.LZMAError, tarfile.TarError, zlib.error,
+        ) as error:  # fmt: skip
             raise CannotRunError(
                 f"{dataset.name} in {found} cannot be opened ({_in_one_line(error)}); "
                 "the file is damaged"
@@ -186,6 +194,20 @@ def too_large_message(archive: Path) -> str:
     )
 
 
+class _Metered:
+    """A decompressed archive with at most `left` more bytes: tarfile reads headers whole."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.left = _MOST_HEADER_BYTES
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int) -> bytes:
+        self.left -= size
+        if self.left < 0:
+            raise tarfile.ReadError(f"a header has more than {_MOST_HEADER_BYTES >> 10} KiB")
+        return self._file.read(size)
+
+
 def unpack(archive: Path, root: Path) -> None:
     """Unpack a tar archive below `root`. Members that would land outside it raise an error.
 
@@ -197,12 +219,18 @@ def unpack(archive: Path, root: Path) -> None:
             "3.11.4 and later can; unpack it, and pass its folder with --data-dir"
         )
     left = MOST_BYTES
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            left -= member.size
-            if left < 0:
-                raise CannotRunError(too_large_message(archive))
-            tar.extract(member, root, filter="data")
+    with archive.open("rb") as file:
+        opener: Any = _OPENERS.get(file.read(2), open)
+    with opener(archive, "rb") as file:
+        metered: Any = _Metered(file)
+        with tarfile.open(fileobj=metered, mode="r:") as tar:
+            for member in tar:
+                left -= member.size + tarfile.BLOCKSIZE
+                if left < 0:
+                    raise CannotRunError(too_large_message(archive))
+                metered.left = member.size + tarfile.BLOCKSIZE
+                tar.extract(member, root, filter="data")
+                metered.left = _MOST_HEADER_BYTES
 
 
 def md5_matches(path: Path, expected: str) -> bool:
