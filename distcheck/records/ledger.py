@@ -78,7 +78,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def in_words(self) -> str:
         """Return the totals of the step, and their relation to the minimum."""
         calls, total = sum(row.calls for row in self.rows), sum(row.bytes for row in self.rows)
-        text = f"step {self.step}: {calls} collectives of {_shown_bytes(total)}"
+        text = f"step {self.step}: {calls} collective{'s' * (calls != 1)} of {_shown_bytes(total)}"
         if self.reduced and self.gradient_bytes:
             text += (
                 f"; {_shown_bytes(self.reduced)} are reduced, "
