@@ -98,7 +98,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def relative(ledger: Ledger) -> Ledger:
     """Return the ledger with lines relative to this folder, where possible."""
-    here = f"{Path.cwd()}/"
+    try:
+        here = f"{Path.cwd()}/"
+    except FileNotFoundError:  # the folder is gone, and so are files in it
+        return ledger
     rows = [msgspec.structs.replace(row, place=row.place.removeprefix(here)) for row in ledger.rows]
     twice = [(name, *(one.removeprefix(here) for one in lines)) for name, *lines in ledger.twice]
     return msgspec.structs.replace(ledger, rows=tuple(rows), twice=tuple(twice))

@@ -75,8 +75,9 @@ class Facts:
         """Writes the step; returns the parameters after it."""
         file = StepFile(records.rank_folder(folder, self.rank), self.step)
         at_step = self.raw if self.at_step is None else self.at_step
-        names = tuple(file.add_data(one) for one in self.inputs)
-        self.passes[0] = replaced(self.passes[0], inputs=names)
+        if self.inputs:
+            names = tuple(file.add_data(one) for one in self.inputs)
+            self.passes[0] = replaced(self.passes[0], inputs=names)
         after = self.after or {n: p - LR * at_step[n] for n, p in self.before.items()}
         for name in SHAPES:
             file.add_state(f"before/{name}", self.before[name], keep=self.rank == 0)

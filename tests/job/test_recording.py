@@ -269,6 +269,7 @@ def test_sizes_of_passes_are_kept_where_each_may_be_exchanged(
     monkeypatch.setattr(hooks, "_listener", recorder)
     monkeypatch.setattr("distcheck.job.inside.rank.ddp_in", lambda model: model)
     monkeypatch.setattr("distcheck.job.inside.rank.exchange_seconds", lambda model: None)
+    monkeypatch.setattr("distcheck.job.inside.rank.ranks_that_ddp_averages", lambda model: "")
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for size in (1.0, -0.5, 1.0):

@@ -276,7 +276,7 @@ def test_json_follows_its_schema_to_the_key(distcheck: Run, tmp_path: Path) -> N
     assert set(case) == {
         "case", "strategy_file", "strategy_line", "verdict", "outcomes", "checks", "diagnosis",
         "where", "timings_s", "replay", "notes", "remarks", "accepted", "contents", "modules",
-        "unfinished", "rounded_to",
+        "ledger", "unfinished", "rounded_to",
     }  # fmt: skip
     assert set(case["case"]) == set(Case.__struct_fields__)
     assert case["strategy_file"] == str(tmp_path / "bad.py")

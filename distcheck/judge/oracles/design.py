@@ -103,9 +103,10 @@ class ParameterDesign(Design):
 
     def fits(self, updates_at: UpdatesAt) -> bool:
         """Return True if parameters and optimizer state are those of the design after every step,
-        and ranks differed in one of the combinations.
+        and one of the combinations changed a rank's tensor: code that exchanges nothing fits every
+        design that combines nothing.
         """
-        differed = False
+        changed = False
         for step in range(self.trace.steps_written()):
             updates, combined = updates_at(step), set(self.tensors_at(step))
             expected = partial(self.combined, step, updates=updates)
@@ -113,12 +114,12 @@ class ParameterDesign(Design):
                 return False
             if not self.has_combined(step, expected):
                 return False
-            differed = differed or any(
-                not _same_bits(updates[0][kind][index], other[kind][index])
+            changed = changed or any(
+                not _same_bits(own[kind][index], self.trace.tensor(rank, kind, step + 1, index))
                 for kind, index in combined
-                for other in updates[1:]
+                for rank, own in enumerate(updates)
             )
-        return differed
+        return changed
 
     def _has_updates(
         self, step: int, updates: Updates, combined: Collection[tuple[Kind, int]]

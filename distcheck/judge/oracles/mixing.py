@@ -142,8 +142,8 @@ class Gossip(ParameterDesign):
             product = torch.tensor(self._found[step], dtype=torch.float64) @ product
         if float(torch.linalg.svdvals(product)[1]) > 1 - _NEAR:
             raise NotBoundedError(
-                "some ranks never mix with the others: a combination that leaves ranks apart has "
-                "nothing to check"
+                "some ranks never mix with the others: a combination that does not connect all "
+                "ranks has nothing to check"
             )
 
     def remark(self) -> str:
@@ -219,6 +219,6 @@ def spell_matrix(matrix: Matrix) -> str:
 
 
 def _fraction(weight: float) -> str:
-    # Derived: two fractions with such denominators differ by at least 1 / 64**2.
     near = Fraction(weight).limit_denominator(_DENOMINATORS)
+    # Derived: two fractions with such denominators differ by at least 1 / 64**2.
     return str(near) if abs(float(near) - weight) < 1e-9 else f"{weight:.4g}"
