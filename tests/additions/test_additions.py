@@ -69,16 +69,17 @@ def mine(model, step):
 '''
 LAUNCHER = '''
 """Variables of a launcher that nobody has written."""
-from distcheck.worlds.launchers import Launch, number, tcp
+from distcheck.worlds.launchers import Launch, required_integer, tcp_address
 
 NAME = "mine"
 
 def detect(environ):
     if "MINE_RANK" not in environ:
         return None
-    rank = number(environ, "MINE_RANK", launcher=NAME)
-    return Launch(launcher=NAME, rank=rank, world=number(environ, "MINE_RANKS", launcher=NAME),
-                  ranks_here=(rank,), local_rank=0, local_world=1, meeting=tcp(environ),
+    rank = required_integer(environ, "MINE_RANK", launcher=NAME)
+    return Launch(launcher=NAME, rank=rank, world=required_integer(
+                      environ, "MINE_RANKS", launcher=NAME),
+                  ranks_here=(rank,), local_rank=0, local_world=1, meeting=tcp_address(environ),
                   owned=False)
 '''
 COMMAND = '''
