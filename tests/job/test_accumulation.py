@@ -180,7 +180,8 @@ def test_a_copy_computes_the_unscaled_loss_gradient(merged_batch: MergedBatch) -
     def taken(reduction: str, of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         merged_batch._heard.clear()
         value = F.cross_entropy(model(inputs), targets, reduction=reduction)
-        merged_batch.heard(("cross_entropy", reduction, value, 3))
+        edge = torch.autograd.graph.get_gradient_edge(value)
+        merged_batch.heard(("cross_entropy", reduction, edge, 3))
         return merged_batch.take(ReplayTask(ALL), of(value), parameters)
 
     plain = taken("mean", lambda v: v)

@@ -196,6 +196,17 @@ CORPUS = (
 # beside those.
 EXTRAS = frozenset(
     {
+        # designs that combine parameters
+        "AveragesBeforeTheStep",
+        "AveragesNoMomentum",
+        "MixesAtEverySecondStep",
+        "MixesBeforeTheStep",
+        "MixesWithOneHub",
+        "MixesWithOneSideOnly",
+        "OuterBySums",
+        "OuterForgetsItsMomentum",
+        "OuterOfEachRank",
+        "OuterWithoutNesterov",
         # losses and metrics that exchange by themselves
         "AccuracyOfOwnSamples",
         "AddsWhatAllHave",

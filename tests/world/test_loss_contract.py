@@ -92,7 +92,7 @@ def test_says_so_where_it_is_so(seen: Seen) -> None:
     case = in_one_run(seen.loss, seen.batch)[seen.spec]
     assert case.verdict == ("fail" if seen.causes else "pass")
     assert {found.cause for found in case.diagnosis} == seen.causes
-    hints = [found for found in case.diagnosis if "gradients would be correct" in found.evidence]
+    hints = [found for found in case.diagnosis if "--loss does not match" in found.evidence]
     assert len(hints) == bool(seen.right_under)
     for hint in hints:
         assert f"pass {seen.right_under}" in re.sub(r" \([^)]*\)", "", hint.suggestion)
