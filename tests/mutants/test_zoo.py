@@ -87,10 +87,12 @@ def test_every_cause_has_a_mutant() -> None:
     """Of those that `verify` names; the others are shown elsewhere (tests/unit/test_causes.py)."""
     # Of a machine that is lost, in tests/launchers; of schedules, in tests/addons/simulated;
     # of ranks that wait for each other and calls that are misused, in tests/wrong_programs; of
-    # features of the code that no case exercises, in tests/unit/test_gaps.py.
+    # features of the code that no case exercises, in tests/unit/test_gaps.py; of the ledger of
+    # collectives, in tests/job/test_ledger.py.
     elsewhere = {
         "unreachable", "depends-on-schedule", "needs-buffering", "hang",
         "work-not-waited", "work-waited-twice", "message-race", "not-exercised",
+        "reduced-twice", "reduced-in-short-dtype",
     }  # fmt: skip
     of_verify = {name for name, cause in causes().items() if "verify" in cause.by}
     assert set().union(*CAUSES.values()) == of_verify - elsewhere
