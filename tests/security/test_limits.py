@@ -75,7 +75,9 @@ def _read_sweeps(file: Path) -> object:
 WITHOUT_LIMIT = {
     "addons/mpi/runtime.py": "/proc", "cli/commands/list.py": "installed strategies",
     "cli/commands/skill.py": "the package's own text",
-    "job/inside/forks.py": "a copy of this replay", "job/replaying.py": "this run's own folder",
+    "job/inside/forks.py": "a copy of this replay", "job/inside/rank.py": "the script that runs",
+    "job/inside/terms.py": "code that runs", "worlds/pinning.py": "this run's own folder",
+    "worlds/remote/secret.py": "/proc", "job/replaying.py": "this run's own folder",
     "job/running.py": "this run's own folder", "job/settings.py": "this run's own folder",
     "machine/devices.py": "/proc", "machine/resources.py": "/proc and /sys",
     "records/causes/__init__.py": "the package's own table",
