@@ -46,6 +46,39 @@ class Small:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+class SendsNothing:
+    """An optimizer around another, whose ranks never exchange anything."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class MixesFirst(SendsNothing):
+    """Averages parameters before the step, as gossip over all ranks."""
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+        super().step()
+
+
+class Decaying(Small):
+    """Its update depends on the parameters."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """With weight decay."""
+        return torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1)
+
+
 class Warming(Small):
     """Its rate is 0 in the first step, which moves nothing."""
 

@@ -84,6 +84,21 @@ def test_ranks_that_agree_because_nothing_moved_have_not_averaged(name: str, ver
     assert report.verdict == verdict, report.cases[0].checks
 
 
+@pytest.mark.parametrize(
+    ("name", "accept", "workload", "reason"),
+    [
+        ("SendsNothing", "gossip", "Small", "some ranks never mix with the others"),
+        ("MixesFirst", "gossip:combine-first", "Decaying", "weight decay depends on the combined"),
+    ],
+)
+def test_gossip_that_cannot_be_judged_is_unknown(
+    name: str, accept: str, workload: str, reason: str
+) -> None:
+    report = verify([f"{HERE}{name}"], 2, accept, workload)
+    assert report.verdict == "unknown"
+    assert any(reason in check.reason for check in report.cases[0].checks)
+
+
 def millions(model):  # type: ignore[no-untyped-def]
     """Infinities are averaged, and all else is a million."""
     import torch

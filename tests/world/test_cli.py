@@ -79,7 +79,9 @@ def test_exit_1_names_place_numbers_and_what_to_run(distcheck: Run, tmp_path: Pa
     ran = distcheck("verify", "--strategy", "bad.py:no_sync", *SURE)
     assert ran.returncode == 1
     assert "FAIL    bad.py:no_sync   2 ranks: missing-sync" in ran.stdout
-    place = r"workload mlp:small float32: gradients, step 0, parameter\s+1.weight\[0,0\], rank 0:\s+got"
+    place = (
+        r"workload mlp:small float32: gradients, step 0, parameter\s+1.weight\[0,0\], rank 0:\s+got"
+    )
     assert re.search(rf"first\s+{place}", ran.stdout)
     replay = re.search(r"^replay distcheck replay (\S+)", ran.stdout, re.M)
     assert replay is not None

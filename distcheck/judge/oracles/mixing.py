@@ -65,7 +65,12 @@ class Gossip(ParameterDesign):
         return []
 
     def matrix(self, step: int, updates: Updates) -> Matrix:
-        """Return the expected matrix of a step."""
+        """Return the expected matrix of a step. Raises NotBoundedError."""
+        if self._first and self.references.update.decays_parameters:
+            raise NotBoundedError(
+                "weight decay depends on the combined parameters, which gossip:combine-first does "
+                "not expect"
+            )
         given = matrix_of(str(self.accepted["matrix"]), len(updates), step)
         if given is not None:
             return given
@@ -135,8 +140,11 @@ class Gossip(ParameterDesign):
         """Raise NotBoundedError if some ranks never exchange anything, at any step."""
         product = torch.eye(len(updates), dtype=torch.float64)
         for step in range(self.trace.steps_written()):
-            if step not in self._found:
-                return  # another process judges it
+            if step not in self._found:  # another process judges it
+                run = self.references.update.run
+                self._found[step] = self.measured(
+                    step, [run(rank, step) for rank in range(len(updates))]
+                )
             if self._first and agree_bitwise(self.trace, step, range(len(updates))):
                 continue  # a mean of equal parameters does not show who mixed
             product = torch.tensor(self._found[step], dtype=torch.float64) @ product

@@ -64,6 +64,13 @@ class UpdateReference(StepReference):
             return rank
         return next(iter(self.holders(slot, index)), rank)
 
+    @property
+    def decays_parameters(self) -> bool:
+        """Return True if the optimizer's update depends on the parameters' values."""
+        parameters, one_group = self._model.parameters(), self._contract.one_group
+        optimizer = self._ingredients.optimizer(parameters, one_group=one_group)
+        return any(group.get("weight_decay") for group in optimizer.param_groups)
+
     def input_digest(self, rank: int, step: int) -> bytes:
         """Return a digest of all inputs of the update; ranks with equal digests share a result."""
         layout, digest = self._trace.layout, xxhash.xxh3_128()
