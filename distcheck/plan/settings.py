@@ -361,8 +361,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _called(
             takes='an intended deviation, as --accept takes it: "low-precision:bf16"',
             help="Intended deviation to accept: low-precision:bf16 (gradients are reduced in "
-            "bf16; or fp16, fp32), quantized:BITS, low-rank:RANK (PowerSGD), local-sgd:PERIOD "
-            "(parameters are averaged every PERIOD steps), diloco:PERIOD or gossip.",
+            "bf16; or fp16, fp32), quantized:BITS, sparse:K, error-feedback, low-rank:RANK "
+            "(PowerSGD), local-sgd:PERIOD (parameters are averaged every PERIOD steps), "
+            "diloco:PERIOD or gossip.",
             metavar="KIND",
         ),
     ] = None

@@ -7,6 +7,7 @@ rest with `--verbose`. Long text is cut at the end of a clause, and repetitions 
 import shlex
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import isfinite
 
 from rich.console import Console
 from rich.text import Text
@@ -364,7 +365,7 @@ def would_have_caught(shown: Iterable[dict[str, RevealedMistakes]], *, ranks: in
         for part in several
         if (limits := smallest_revealed_scale_errors(part)) is not None
     ]
-    if factors:
+    if factors and isfinite(max(factors)):
         found.append(f"scale errors >= {max(factors):.0e}")
     return "; ".join(found) or "none of the simplest mistakes"
 
