@@ -221,9 +221,9 @@ def link_target(path: str) -> Path:
 
 @contextlib.contextmanager
 def held(path: str) -> Iterator[Path]:
-    """Yield the target of a path, below a descriptor of its folder: whoever replaces a folder on
-    the path does not redirect what is then written. Raises OSError as `link_target`, and if the
-    folder does not exist.
+    """Yield the target of a path, below a descriptor of its folder, so that replacing a folder on
+    the path does not redirect later writes. Raises OSError as `link_target`, and if the folder does
+    not exist.
     """
     with _walked(path) as (folder, names):
         if len(names) > 1:

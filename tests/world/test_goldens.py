@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -376,9 +377,9 @@ def test_a_bundle_is_atomic(golden: Path, tmp_path: Path, monkeypatch: pytest.Mo
     # another process, or another user, is neither used nor removed.
     opens = os.open
 
-    def without_nameless(path: str, flags: int, *mode: int) -> int:
+    def without_nameless(path: str, flags: int, *mode: int, **named: Any) -> int:
         if flags & os.O_TMPFILE != os.O_TMPFILE:
-            return opens(path, flags, *mode)
+            return opens(path, flags, *mode, **named)
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     whole = tmp_path / "run.zip"

@@ -50,7 +50,8 @@ class Launch:
     @property
     def key_name(self) -> str:
         """The name of the run in the keys of its connections. Others can edit the store or the file
-        that holds rank 0's address, so the name covers which one this process was told to read.
+        that holds rank 0's address, so the name includes the port of the store or the path of the
+        file.
         """
         scheme, _, place = self.meeting.partition("://")
         found = {"store": place.rpartition(":")[2], "file": os.path.normpath(place)}
