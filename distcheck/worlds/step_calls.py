@@ -82,23 +82,25 @@ class StepCalls:
     def reduced_twice(self, tensors: Mapping[str, Memory | None]) -> dict[str, tuple[str, str]]:
         """Return the tensors that two all-reduces added over the same ranks, with their lines."""
         found: dict[str, tuple[str, str]] = {}
-        before: dict[tuple[str, str], str] = {}
+        before: defaultdict[tuple[str, str], list[tuple[Memory, str]]] = defaultdict(list)
         named: defaultdict[int, list[tuple[str, Memory]]] = defaultdict(list)
         for name, memory in tensors.items():
             if memory is not None:
                 named[storage_id(memory)].append((name, memory))
         heard = self._heard if len(self._heard) <= _MOST_CALLS else []
         for call in (call for call in heard if call.adds):
-            names = {
-                name
+            parts = [
+                (name, one)
                 for one in call.memory
                 for name, mine in named.get(storage_id(one), ())
                 if share_bytes(mine, one)
-            }
-            for key in ((name, call.adds) for name in sorted(names)):
-                if key in before:
-                    found.setdefault(key[0], (before[key], call.line))
-                before[key] = call.line
+            ]
+            for name, one in parts:  # all-reduces of disjoint parts of a tensor add each part once
+                for part, line in before[name, call.adds]:
+                    if share_bytes(part, one):
+                        found.setdefault(name, (line, call.line))
+            for name, one in parts:
+                before[name, call.adds].append((one, call.line))
         return found
 
     def ways(

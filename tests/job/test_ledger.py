@@ -143,6 +143,8 @@ def test_a_gradient_that_two_calls_add_is_named_once() -> None:
     calls.hear("all_reduce", [other[:2]], 0, "[0, 1]", "a.py:5")
     calls.hear("all_reduce", [other[2:]], 0, "[0, 1]", "a.py:6")  # the next bucket of a buffer
     assert calls.reduced_twice(held) == {}
+    halves = {"whole": storage_range(other)}
+    assert calls.reduced_twice(halves) == {}, "each half once"
     calls.hear("all_reduce", [one], 0, "[0, 1]", "a.py:7")
     found = calls.reduced_twice(held)
     assert found == {"weight": ("a.py:1", "a.py:7")}
